@@ -36,10 +36,32 @@ class Descriptor:
         """Raises OSError, also for anything but a regular file."""
         self.number = -1
         self.number = open_regular(path)
+        _alive.add(self)
+
+    @classmethod
+    def of(cls, number: int) -> "Descriptor":
+        """Take over a descriptor that is open."""
+        made = cls.__new__(cls)
+        made.number = number
+        return made
 
     def __del__(self, close: Any = os.close) -> None:
         if self.number >= 0:
             close(self.number)
+
+
+_alive: Final[weakref.WeakSet[Descriptor]] = weakref.WeakSet()
+
+
+def _most() -> int:
+    """Return the number of files that the process keeps open, at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft < 0 else max(1, min(_MOST, soft // _SHARE))
+
+
+def may_hold_more() -> bool:
+    """True if files may be held open for batches under way, beyond those that stay open anyway."""
+    return len(_alive) < 2 * _most()
 
 
 class _DescriptorCache:
@@ -50,12 +72,10 @@ class _DescriptorCache:
         self._files: OrderedDict[int, weakref.ref[PersistentFile]] = OrderedDict()
 
     def add(self, file: "PersistentFile") -> None:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _MOST if soft < 0 else max(1, min(_MOST, soft // _SHARE))
         with self._lock:
             self._files[id(file)] = weakref.ref(file)
             self._files.move_to_end(id(file))
-            self._let_go(len(self._files) - most)
+            self._let_go(len(self._files) - _most())
 
     def close_all(self) -> None:
         with self._lock:

@@ -28,7 +28,7 @@ import xxhash
 from dlio.errors import CorruptBlock
 from dlio.launch.node.lock_keeper import keep
 from dlio.storage.block import NO_ROOM, decompress_exactly
-from dlio.storage.sample_locations import SampleLocations
+from dlio.storage.sample_locations import IN_MEMORY, SampleLocations
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.shared_folders import SharedFolder
@@ -148,7 +148,7 @@ class DecodedTier:
         flags = np.zeros(len(samples), np.bool_)
         located = SampleLocations(
             known=known,
-            descriptor=nothing,
+            descriptor=np.full(len(samples), IN_MEMORY, np.int64),
             offset=begin + offset,
             stored=stored,
             raw=raw,

@@ -17,6 +17,8 @@ from dlio.storage.block_fetcher import BlockFetcher, Fetcher
 from dlio.storage.tier import TierTargets
 
 _I64 = npt.NDArray[np.int64]
+IN_MEMORY: Final = -2
+"""The descriptor of payloads that lie at an address."""
 _WHOLE: Final = np.dtype((np.void, ENTRY.itemsize))
 """An entry as bytes: assigning many field by field takes ten times as long."""
 
@@ -29,7 +31,7 @@ class SampleLocations(FileLocations):
     nothing. Whoever reads the others counts their bytes: as those of the tier's kind, or as
     `source` and `single_bytes` where `tier` is -1.
 
-    A tier's folder is open until the hierarchy is closed.
+    A tier's folder is open while `files` has its holder.
     """
 
     block: npt.NDArray[np.int64]
@@ -71,6 +73,8 @@ class SampleLocator:
         held = self._fetcher.holds(samples)
         if held is not None:
             near &= ~held
+        # Whoever reads there holds these: otherwise another file might get their numbers.
+        holders: list[object] = [tier.holder for tier in tiers]
         known, checked = np.zeros(len(samples), np.bool_), np.zeros(len(samples), np.bool_)
         entries = np.zeros(len(samples), _WHOLE)
         for number, tier in enumerate(tiers):
@@ -85,13 +89,13 @@ class SampleLocator:
         folders = np.array([*(tier.folder for tier in tiers), -1], np.int64)
         disks = np.array([*(tier.kind != "ram" for tier in tiers), False], np.bool_)
         located = SampleLocations(
-            known=known,
+            known=known & (folders[seen] >= 0),
             descriptor=folders[seen],
             offset=table["offset"].astype(np.int64),
             stored=table["stored"].astype(np.int64),
             raw=table["raw"].astype(np.int64),
             digest=table["xxh3"].astype(np.uint64),
-            files=[],
+            files=holders,
             block=blocks.astype(np.int64),
             regular=disks[seen],
             kept=self._targets.pinned[blocks] >= 0,

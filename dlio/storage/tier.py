@@ -27,6 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.open_files import Descriptor
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.launch.node.lock_keeper import keep
@@ -107,9 +108,11 @@ class Tier(Closable):
             self._shared = SharedFolder(names[-1])
             self.path = self._shared.path
             self.folder = os.dup(self._shared.descriptor)
-            """Descriptor of the tier's folder, open until `close`."""
+            """Descriptor of the tier's folder; -1 once it is closed."""
         else:
             self.folder = open_private(spec.root, *names, marked=2)
+        self.holder: Descriptor | None = Descriptor.of(self.folder)
+        """Keeps the folder's descriptor open; whoever reads there without the tier refers to it."""
         self.writable = True
         """False for a tier on a read-only file system, whose blocks can be read."""
         self._claims = -1
@@ -203,6 +206,8 @@ class Tier(Closable):
         # As for single reads, see `_opened`.
         shares = (np.arange(before, before + count + 1) * self._share).astype(np.int64)
         checked[here] = shares[1:] != shares[:-1]
+        if self._suspects:
+            checked |= np.isin(blocks, list(self._suspects))
         return here, entries, checked
 
     def suspect(self, block: int) -> None:
@@ -354,12 +359,12 @@ class Tier(Closable):
         with self._lock:
             if self.folder < 0:
                 return
-            for descriptor in (self._claims, self.folder):
-                if descriptor >= 0:
-                    with suppress(OSError):
-                        os.close(descriptor)
+            if self._claims >= 0:
+                with suppress(OSError):
+                    os.close(self._claims)
             # A thread that was held up by a hung source must not use another file's descriptor.
             self._claims = self.folder = -1
+            self.holder = None
         if self._shared is not None:
             self._shared.close()
 
@@ -413,7 +418,7 @@ class LostTier(Tier):
     def __init__(self, spec: TierSpec, path: str) -> None:
         self.spec, self.kind, self.path = spec, spec.kind, path
         self.writable = False
-        self.folder = -1
+        self.folder, self.holder = -1, None
         self.hits = 0
 
     # Nothing is held, or taken; there is nothing to close.

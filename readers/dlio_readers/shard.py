@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.open_files import Descriptor, PersistentFile
+from dlio.data.open_files import Descriptor, PersistentFile, may_hold_more
 from dlio.data.reader_contract import Abilities, FileLocations
 from dlio.data.source import File, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
@@ -244,7 +244,7 @@ class ShardReader(PathReader):
         opened: dict[int, Descriptor] = {}
         for shard in shards[:_LOCATED_FILES]:
             file = self._files[shard]
-            if file.local_path is not None:
+            if file.local_path is not None and (file.opened is not None or may_hold_more()):
                 with suppress(OSError):
                     opened[shard] = file.descriptor()
         return opened

@@ -92,7 +92,7 @@ static void write_set(Set *set, const char *folder, int64_t number, const Bytes 
         if (!draw(12)) row->block += 1;
         if (!draw(30)) row->offset += 1 << 30;
         if (!draw(4))
-            row->descriptor = -1, row->block = -1, row->offset = (int64_t)(uintptr_t)payload,
+            row->descriptor = IN_MEMORY, row->block = -1, row->offset = (int64_t)(uintptr_t)payload,
             row->raw = (int64_t)raw, row->stored = (int64_t)raw;
         at += raw;
     }
@@ -149,7 +149,7 @@ int main(int argc, char **argv) {
     for (int k = 0; k < COUNT; k++) {
         Sample *row = sets[4].rows + k;
         row->height = HEIGHT + !draw(12), row->width = WIDTH;
-        if (row->checked && draw(2) && row->descriptor < 0) row->checked = STORED;
+        if (row->checked && draw(2) && row->descriptor == IN_MEMORY) row->checked = STORED;
     }
     uint64_t made = 0, refused = 0, given_up = 0;
     for (int round = 0; round < rounds; round++) {

@@ -20,7 +20,7 @@ from PIL import Image
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.data.schema import Schema
-from dlio.errors import DecodeError
+from dlio.errors import DecodeError, DlioError
 from dlio.image.crop import DRAWS, Crop
 from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.native_pool import (
@@ -270,6 +270,48 @@ def test_large_arrays_are_the_same(
     check_same(tmp_path / "volumes.h5", monkeypatch, {}, batch_size=6)
     assert spy.given >= 40
     assert spy.refused == 0
+
+
+def test_pictures_next_to_large_arrays_are_the_same(
+    spy: Spy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    generator = np.random.default_rng(5)
+    with h5py.File(tmp_path / "both.h5", "w") as file:
+        kind = h5py.special_dtype(vlen=np.dtype("uint8"))
+        pictures = file.create_dataset("image", (12,), dtype=kind)
+        for number in range(12):
+            pictures[number] = np.frombuffer(drawn(generator, "baseline", 60), np.uint8)
+        file["label"] = np.arange(12)
+        file["embedding"] = generator.standard_normal((12, 17_000)).astype("float32")
+    check_same(tmp_path / "both.h5", monkeypatch, {"image_size": 16}, batch_size=4)
+
+
+def test_a_data_set_that_is_closed_first_is_an_error(rows: Path) -> None:
+    """The loader goes on with tables that it knows, of a tier whose folder is closed."""
+    data = dlio.open(str(rows), tiers="ram:64MiB")
+    with dlio.DataLoader(data, 4, num_workers=2, prefetch_factor=2) as loader:
+        list(loader)
+        passed = iter(loader)
+        next(passed)
+        data.close()
+        with pytest.raises((ValueError, OSError, DlioError)):
+            list(passed)
+
+
+def test_the_user_s_collate_runs_in_decode_threads(mixed: Path) -> None:
+    threads: set[str] = set()
+
+    def collate(samples: list[tuple[torch.Tensor, int]]) -> int:
+        threads.add(threading.current_thread().name)
+        return len(samples)
+
+    with (
+        dlio.open(str(mixed), image_size=24, tiers="ram:64MiB") as data,
+        dlio.DataLoader(data, 8, collate_fn=collate) as loader,
+    ):
+        for _ in range(2):
+            assert sum(loader) == 60
+    assert all(name.startswith("dlio-decode") for name in threads)
 
 
 def test_user_s_collate_gets_python_s_numbers(mixed: Path, spy: Spy) -> None:

@@ -150,7 +150,7 @@ static int read_all(int file, uint8_t *into, size_t size, int64_t offset) {
 static int fetch(const Sample *sample, Thread *thread, uint8_t *into, const uint8_t **at) {
     size_t stored = (size_t)sample->stored, raw = (size_t)sample->raw;
     const uint8_t *data = (const uint8_t *)(uintptr_t)sample->offset;
-    if (sample->descriptor >= 0) {
+    if (sample->descriptor != IN_MEMORY) {
         int file = file_of(sample, thread);
         if (file < 0) return UNREADABLE;
         uint8_t *target = into;
@@ -468,8 +468,8 @@ static int cut(const Job *job, const Sample *sample, Thread *thread) {
     const uint8_t *payload = NULL;
     int state = fetch(sample, thread, thread->raw, &payload);
     if (state != MADE) return state;
-    if (intact) __atomic_store_n(intact, 1, __ATOMIC_RELAXED);
-    if (payload == thread->raw) thread->whole = *sample;
+    if (intact && sample->checked) __atomic_store_n(intact, 1, __ATOMIC_RELAXED);
+    if (payload == thread->raw && sample->checked) thread->whole = *sample;
     return copy_runs(&piece, first, -1, 0, payload) ? MADE : UNREADABLE;
 }
 

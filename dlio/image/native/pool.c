@@ -184,16 +184,17 @@ EXPORT void dlio_pool_submit(Pool *pool, Job *job) {
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Wait until the job is done, or more jobs have ended than `*ended`, which is brought up to date.
+/* Wait until the job, if there is one, is done, or more jobs have ended than `*ended`, which is
+ * brought up to date.
  * Returns 1 if the job is done, 0 otherwise. */
 EXPORT int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *ended) {
     struct timespec at;
     deadline_in(ns, &at);
     pthread_mutex_lock(&pool->lock);
-    while (job->left && pool->ended == *ended)
+    while ((!job || job->left) && pool->ended == *ended)
         if (pthread_cond_timedwait(&pool->done, &pool->lock, &at) == ETIMEDOUT) break;
     *ended = pool->ended;
-    int64_t is_done = !job->left;
+    int64_t is_done = job && !job->left;
     pthread_mutex_unlock(&pool->lock);
     return is_done;
 }

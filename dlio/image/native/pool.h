@@ -17,11 +17,11 @@ enum {
     DAMAGED = 2,    /* its bytes are not those that were written */
     UNKNOWN = 3     /* coded in a way that this library leaves to others */
 };
-enum { STORED = 2 };
+enum { STORED = 2, IN_MEMORY = -2 };
 
 /* Where a sample's payload lies, and for which slot of the batch it is. */
 typedef struct {
-    int64_t descriptor; /* of its file, or of the folder of its block; -1: it is in memory */
+    int64_t descriptor; /* of its file, or of the folder of its block; or IN_MEMORY */
     int64_t block;      /* number of the block that is its file, in a folder; -1 otherwise */
     int64_t regular;    /* 1 if the file has to be a regular one */
     int64_t kept;       /* 1 if its file may stay open after use */

@@ -65,6 +65,9 @@ class BatchBuilder(ABC):
     `BatchFactory.native`."""
     has_inputs = False
     """True if `native_input` gives the payloads, which are not whole samples of the data set."""
+    finishes_slowly = False
+    """True if `finish` calls functions of the user, decodes, or computes: not for the user's
+    thread."""
     transforms = False
     """True if `transform` is to be called for the slots that native threads have made."""
 
@@ -167,6 +170,9 @@ class CropBatchBuilder(BatchBuilder):
             self.native = NativeArrays(dict.fromkeys(numbers, classes), images, self._uniforms)
         self.has_inputs = decoded is not None
         self.transforms = recipe.transforms
+        self.finishes_slowly = (
+            collate is not None or partners is not None or recipe.batch_transform is not None
+        )
         self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
 
     def native_input(self, slots: npt.NDArray[np.int64]) -> NativeInput:

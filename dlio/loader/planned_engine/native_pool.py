@@ -35,7 +35,7 @@ from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import MAX_PIXELS, resizes_natively
 from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.sample_locations import SampleLocations
+from dlio.storage.sample_locations import IN_MEMORY, SampleLocations
 from dlio.util.closable import Closable
 from dlio.util.forks import new_lock
 from dlio.util.settings import settings
@@ -207,9 +207,10 @@ class NativeRecipe:
         self._columns = columns
         self.draws = 0 if crop is None else crop.draws
         rule = _CropRule() if crop is None else _crop_rule(crop)
+        is_large = crop is None and schema.overhead >= _LARGE_BYTES
         self.c = _Recipe(
             *(len(order), columns, schema.overhead, crop is None),
-            *(schema.overhead >= _LARGE_BYTES, crop is not None, rule, round(sleep_s * _SECOND_NS)),
+            *(is_large, crop is not None, rule, round(sleep_s * _SECOND_NS)),
         )
         self.tried = self.refused = 0
         """Samples of the batches of which some were refused, and those that were."""
@@ -334,14 +335,6 @@ class NativeJob:
         blocks: npt.NDArray[np.int64] = self._blocks[lost]
         return blocks
 
-    def arrived(self) -> list[int]:
-        """Return the slots that were made of messages of peers."""
-        if self._tier not in (None, ARRIVED):
-            return []
-        made = (self._samples["state"] == 0) & (self._tiers == ARRIVED)
-        slots: list[int] = self._samples["slot"][made].tolist()
-        return slots
-
     def bytes_by_tier(self) -> dict[int, int]:
         """Return the payload bytes that were read, by number of tier; -1 is the source."""
         if self._tier is not None and not self.c.refused:
@@ -369,7 +362,7 @@ def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLoca
     stored = np.array([len(each.stored) for each in here], np.int64)
     return SampleLocations(
         known=np.ones(count, np.bool_),
-        descriptor=np.full(count, -1, np.int64),
+        descriptor=np.full(count, IN_MEMORY, np.int64),
         block=np.full(count, -1, np.int64),
         regular=np.zeros(count, np.bool_),
         kept=np.zeros(count, np.bool_),
@@ -418,10 +411,11 @@ class NativePool(Closable):
                 self._jobs[ctypes.addressof(job.c)] = job
                 self._library.submit(self._pool, ctypes.byref(job.c))
 
-    def wait(self, job: NativeJob, timeout_s: float) -> bool:
+    def wait(self, job: NativeJob | None, timeout_s: float) -> bool:
         """Wait until a job has ended; True if it has.
 
-        Returns early when others have ended, and when the pool is closed.
+        Returns early when others have ended since it was called last, after `wake`, and when the
+        pool is closed. Without a job it waits for any of these.
         """
         with self._lock:
             pool = self._pool
@@ -430,13 +424,13 @@ class NativePool(Closable):
             self._waiting += 1
         try:
             ends = self._library.wait(
-                *(pool, ctypes.byref(job.c), round(timeout_s * _SECOND_NS)),
-                ctypes.byref(self._ended),
+                *(pool, None if job is None else ctypes.byref(job.c)),
+                *(round(timeout_s * _SECOND_NS), ctypes.byref(self._ended)),
             )
         finally:
             with self._lock:
                 self._waiting -= 1
-        return bool(ends) and self._forget(job)
+        return bool(ends) and job is not None and self._forget(job)
 
     def wake(self) -> None:
         """Have whoever waits for a job look again."""
@@ -449,10 +443,12 @@ class NativePool(Closable):
         with self._lock:
             if self._pool is None or self._library.left(self._pool, ctypes.byref(job.c)):
                 return False
-        return self._forget(job)
+            self._jobs.pop(ctypes.addressof(job.c), None)
+        return True
 
     def _forget(self, job: NativeJob) -> bool:
-        self._jobs.pop(ctypes.addressof(job.c), None)
+        with self._lock:
+            self._jobs.pop(ctypes.addressof(job.c), None)
         return True
 
     def close(self) -> None:
@@ -469,10 +465,13 @@ class NativePool(Closable):
             self._library.wake(pool)
             time.sleep(_LOOK_S)
         _open_pools.discard(self)
-        for job in self._jobs.values():
+        # Kept first: an interruption must not give memory away that a thread may write to.
+        jobs = list(self._jobs.values())
+        _abandoned.extend(jobs)
+        for job in jobs:
             self._library.cancel(pool, ctypes.byref(job.c), 0)
-        if self._library.close(pool, round(_STOP_TIMEOUT_S * _SECOND_NS)):
-            _abandoned.extend(self._jobs.values())
+        if not self._library.close(pool, round(_STOP_TIMEOUT_S * _SECOND_NS)):
+            del _abandoned[-len(jobs) or len(_abandoned) :]
         self._jobs.clear()
 
 

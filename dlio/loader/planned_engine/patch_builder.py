@@ -83,7 +83,7 @@ class PatchBatchBuilder(BatchBuilder):
         self._batches, self._arrays, self._epoch = batches, arrays, epoch
         self._recipe = batches.recipe
         if self._recipe.source.hierarchy is not None:
-            self.native = NativeArrays({})
+            self.native = NativeArrays(arrays)
 
     def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
         for slot, payload in zip(slots, payloads, strict=True):
@@ -117,9 +117,12 @@ class PatchBatchBuilder(BatchBuilder):
                 self._arrays[name][slots] = starts if name == POSITION else volumes
         chunks = np.concatenate([parts.chunk for parts in fields])
         blocks, places = source.chunks.layout.locate(chunks)
+        located = hierarchy.locate(chunks, blocks, places)
+        # Python says what is wrong with a chunk of another size.
+        located.known[:] &= located.raw == source.chunks.sizes[chunks]
         return NativeInput(
             slots[np.concatenate([parts.row for parts in fields])],
-            hierarchy.locate(chunks, blocks, places),
+            located,
             blocks,
             hierarchy,
             np.concatenate([parts.piece for parts in fields]),

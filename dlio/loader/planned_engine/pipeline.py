@@ -128,6 +128,8 @@ class _Work(IntEnum):
     """Look them up on a device, and queue the others."""
     TRANSFORM = 2
     """Do the user's transform: native threads have made the crops."""
+    FINISH = 3
+    """Make the batch of its slots."""
 
 
 _Task = tuple[int, int, Batch | None, list[int], _Work]
@@ -251,11 +253,10 @@ class Pipeline:
         if self._pool is not None:
             for each in self._under_way:
                 self._collect(each)
-            jobs = (job for each in self._under_way for job in each.jobs)
-            if (job := next(jobs, None)) is not None and not batch.done.is_set():
-                # A batch that is done ends this, too.
-                self._pool.wait(job, timeout_s)
-                return batch.done.is_set()
+            if not batch.done.is_set():
+                # Samples that arrive may begin a job meanwhile; a batch that is done ends this.
+                self._pool.wait(None, timeout_s)
+            return batch.done.is_set()
         return batch.done.wait(timeout_s)
 
     def _submit(self, batch: Batch, slots: list[int]) -> list[int]:
@@ -312,9 +313,11 @@ class Pipeline:
                 self._queue_parts(batch, refused)
             spent: _StageSeconds = defaultdict(float)
             spent["decode"] = job.make_s
-            for slot in job.arrived():
-                batch.step.payloads[slot] = None  # A message's memory goes with its last sample.
             made = job.slots - len(refused)
+            if (batch.step.senders >= 0).any():
+                for slot in job.made():
+                    # A message's memory goes with its last sample.
+                    batch.step.payloads[slot] = None
             for tier, count in job.bytes_by_tier().items():
                 if tier == DECODED:
                     self._hierarchy.counters.add("decoded", made)
@@ -332,7 +335,8 @@ class Pipeline:
                 self._begin_others()
                 self._queue_parts(batch, job.made(), _Work.TRANSFORM)
             elif made:
-                self._made(batch, made, job.began, spent)
+                later = batch.builder is not None and batch.builder.finishes_slowly
+                self._made(batch, made, job.began, spent, later)
 
     def _begin_others(self) -> None:
         """Start those of Python's threads that are not needed while native threads do it all."""
@@ -424,21 +428,28 @@ class Pipeline:
             elif work is _Work.TRANSFORM:
                 assert batch.builder is not None
                 spent["transform"] = batch.builder.transform(slots)
+            elif work is _Work.FINISH:
+                self._finish(batch)
             else:
                 self._make(batch, slots, scratch, spent)
             if slots:
                 self._made(batch, len(slots), began, spent)
             del batch
 
-    def _made(self, batch: Batch, count: int, began: float, spent: _StageSeconds) -> None:
-        """Count slots that are made; finish the batch with the last."""
+    def _made(
+        self, batch: Batch, count: int, began: float, spent: _StageSeconds, later: bool = False
+    ) -> None:
+        """Count slots that are made; finish the batch with the last, or queue that for `later`."""
         with batch.lock:
             batch.left -= count
             is_last = batch.left == 0
         self._clock.add_all(spent)
         if self._context.spans is not None:
             self._context.spans.add("decode", began, step=batch.step.number, samples=count)
-        if is_last:
+        if is_last and later:
+            self._begin_others()
+            self._queue.put((batch.step.number, next(self._ticket), batch, [], _Work.FINISH))
+        elif is_last:
             self._finish(batch)
 
     def _find(self, batch: Batch, slots: list[int], spent: _StageSeconds) -> list[int]:
@@ -577,6 +588,8 @@ class Pipeline:
                 batch.data = builder.finish(_intact(batch) if batch.failed else None)
         except BaseException as error:
             batch.failed = {-1: error}
+            if isinstance(error, KeyboardInterrupt):
+                raise  # Of the user's thread, which alone gets it.
         finally:
             # The batch, its step and the listener refer to each other: without this their memory
             # came back only when Python looked for cycles, 16 arrays of 9.6 MB a pass.
