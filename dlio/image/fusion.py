@@ -107,6 +107,8 @@ class BatchTransform:
 
     def __init__(self, steps: Sequence[Step], seed: int, classes: int) -> None:
         self._steps, self._seed, self._classes = steps, seed, classes
+        self._pointwise = _pointwise(steps)
+        """Number of steps, from the first on, that `values` does."""
 
     @property
     def mixes(self) -> bool:
@@ -121,6 +123,19 @@ class BatchTransform:
         if not isinstance(step, Normalize) or step.dtype != torch.float32 or len(step.mean) != 3:
             return None
         return step
+
+    def values(self) -> torch.Tensor | None:
+        """Return what the conversions and the normalisation that come first make of each value of
+        each channel, shape (3, 256), floats; None where bytes stay bytes.
+
+        Whoever fills batches of such numbers leaves out these steps: `__call__` does, too.
+        """
+        image = torch.arange(256, dtype=torch.uint8).expand(1, 3, 1, 256).contiguous()
+        for _, step in self._steps[: self._pointwise]:
+            if isinstance(step, Normalize) and len(step.mean) not in (1, 3):
+                return None  # It fails where pixels are there, which names the sample.
+            image = step(image)
+        return image[0, :, 0].contiguous() if image.is_floating_point() else None
 
     @property
     def pairs(self) -> bool:
@@ -140,7 +155,7 @@ class BatchTransform:
 
         Args:
             images: shape (n + m, 3, height, width); or (n, crops, 3, height, width), where each
-                crop draws for itself. Of uint8; of float32 if `normal` has been done.
+                crop draws for itself. Of uint8; of floats if `normal` or `values` has been done.
             labels: shape (n + m,).
             samples: the samples' indices, n.
             extra: m samples behind them, which others are mixed with.
@@ -168,7 +183,8 @@ class BatchTransform:
         partners: npt.NDArray[np.int64] | None,
     ) -> tuple[torch.Tensor, Any]:
         everyone = [*samples, *extra]
-        for number, step in self._steps[1:] if images.is_floating_point() else self._steps:
+        done = self._pointwise if images.is_floating_point() else 0
+        for number, step in self._steps[done:]:
             if isinstance(step, RandomErasing):
                 images = step.erase_each(images, self._draws(number, epoch, everyone))
             elif _is_mixer(step):
@@ -308,6 +324,17 @@ def _is_conversion(step: object) -> bool:
         and step.scale
         and (step.dtype.is_floating_point or step.dtype == torch.uint8)
     )
+
+
+def _pointwise(steps: Sequence[Step]) -> int:
+    """Return how many of the first steps change each pixel by itself: conversions, and up to one
+    normalisation behind them."""
+    for count, (_, step) in enumerate(steps):
+        if isinstance(step, Normalize):
+            return count + 1
+        if not isinstance(step, ToDtype):
+            return count
+    return len(steps)
 
 
 def _is_mixer(step: object) -> bool:

@@ -23,6 +23,7 @@ from dlio.data.schema import Schema
 from dlio.errors import DecodeError, DlioError
 from dlio.image.crop import DRAWS, Crop
 from dlio.loader.planned_engine import native_pool
+from dlio.loader.planned_engine.batch_builders import PixelNumbers
 from dlio.loader.planned_engine.native_pool import (
     NativeArrays,
     NativeInput,
@@ -110,6 +111,39 @@ def test_pictures_are_the_same(
     # All of the second epoch; those that native threads do not know are made by Python's.
     assert spy.given >= 60
     assert 4 <= spy.refused <= spy.given // 2
+
+
+STEPS = {
+    "float32": [T.ToFloat()],
+    "normalized": [T.ToTensor(), T.Normalize([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])],
+    "bfloat16": [T.Normalize([0.4, 0.5, 0.6], [0.2, 0.3, 0.4], dtype=torch.bfloat16)],
+    "float16, erased": [T.ToFloat(torch.float16), T.RandomErasing(0.8)],
+    "float64": [T.ToDtype(torch.float64), T.Normalize([100], [50], dtype=torch.float64)],
+    "twice": [T.Normalize([0.5] * 3, [0.5] * 3), T.Normalize([0.1] * 3, [0.3] * 3)],
+    "mixed": [T.Normalize([0.5] * 3, [0.5] * 3), T.MixUp(alpha=1.0)],
+    "mixed with all": [T.ToFloat(), T.CutMix(alpha=1.0, partners="step")],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("tiers", ["ram:64MiB", "ram:64MiB:decoded"])
+def test_numbers_are_the_same(
+    mixed: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch, steps: list[Any], tiers: str
+) -> None:
+    filled: list[int] = []
+    fill = PixelNumbers.fill
+
+    def count(self: PixelNumbers, slot: int, pixels: Any) -> None:
+        filled.append(slot)
+        fill(self, slot, pixels)
+
+    monkeypatch.setattr(PixelNumbers, "fill", count)
+    crop = [T.RandomResizedCrop(24), T.RandomHorizontalFlip()]
+    opened = {"transform": T.Compose([*crop, *steps]), "tiers": tiers}
+    check_same(mixed, monkeypatch, opened)
+    assert spy.given >= 60
+    # Those that native threads do not know, and the first epoch's.
+    assert 0 < len(filled) < 240
 
 
 @pytest.fixture(scope="module")

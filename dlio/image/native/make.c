@@ -79,7 +79,7 @@ void dlio_thread_rest(Thread *thread) {
 void dlio_thread_end(Thread *thread) {
     dlio_thread_rest(thread);
     free(thread->packed), free(thread->raw), free(thread->memory);
-    free(thread->pixels), free(thread->sums);
+    free(thread->pixels), free(thread->sums), free(thread->crop);
 }
 
 static int open_block(const Sample *sample) {
@@ -367,6 +367,43 @@ static void shrink(const Header *header, const Box *box, int shift, int64_t part
     }
 }
 
+#define SPREAD(type)                                                                               \
+    for (size_t k = 0; k < pixels; k++)                                                            \
+        for (size_t c = 0; c < 3; c++)                                                             \
+            ((type *)(void *)into)[3 * k + c] = ((const type *)(const void *)values)[256 * c + from[3 * k + c]];
+
+/* Write numbers in place of bytes. Python's `values` are what torch makes of each byte. */
+static void spread(const uint8_t *from, size_t pixels, const uint8_t *values, int64_t wide,
+                   uint8_t *into) {
+    switch (wide) {
+    case 2: SPREAD(uint16_t) break;
+    case 4: SPREAD(uint32_t) break;
+    case 8: SPREAD(uint64_t) break;
+    }
+}
+
+/* Resize a part of an image into its slot. Returns 0 without memory. */
+static int put(const Job *job, int64_t slot, const uint8_t *from, size_t pitch, const int64_t part[4],
+               const Box *box, Thread *thread) {
+    const Recipe *recipe = job->recipe;
+    const CropRule *rule = &recipe->rule;
+    size_t pixels = (size_t)rule->rows * (size_t)rule->columns;
+    uint8_t *into = job->images + (size_t)slot * pixels * 3;
+    if (!reserve(&thread->sums, &thread->sums_size, (size_t)rule->columns * 40 + 64)) return 0;
+    if (recipe->values) {
+        if (!reserve(&thread->crop, &thread->crop_size, pixels * 3 + ROOM)) return 0;
+        into = thread->crop;
+    }
+    Resize resize = {.height = (int32_t)part[2],     .width = (int32_t)part[3],
+                     .rows = (int32_t)rule->rows,    .columns = (int32_t)rule->columns,
+                     .flip = box->flip != 0,         .upend = box->upend != 0};
+    dlio_resize_rgb(from, pitch, &resize, thread->sums, into);
+    if (recipe->values)
+        spread(into, pixels, recipe->values, recipe->wide,
+               job->images + (size_t)slot * pixels * 3 * (size_t)recipe->wide);
+    return 1;
+}
+
 static int crop(const Job *job, const Sample *sample, const uint8_t *data, size_t size,
                 Thread *thread) {
     const CropRule *rule = &job->recipe->rule;
@@ -384,18 +421,13 @@ static int crop(const Job *job, const Sample *sample, const uint8_t *data, size_
     size_t left = (size_t)part[1], right = (left + (size_t)part[3] - 1) / mcu * mcu + mcu;
     size_t pitch = (right - left / mcu * mcu) * 3;
     if (!memory || !reserve(&thread->memory, &thread->memory_size, memory) ||
-        !reserve(&thread->pixels, &thread->pixels_size, pitch * (size_t)part[2] + ROOM) ||
-        !reserve(&thread->sums, &thread->sums_size, (size_t)rule->columns * 40 + 64))
+        !reserve(&thread->pixels, &thread->pixels_size, pitch * (size_t)part[2] + ROOM))
         return UNKNOWN;
     if (dlio_jpeg_part(data, size, &header, box.part, part, shift, thread->memory,
                        thread->memory_size, thread->pixels, thread->pixels_size))
         return UNKNOWN;
-    Resize resize = {.height = (int32_t)part[2],     .width = (int32_t)part[3],
-                     .rows = (int32_t)rule->rows,    .columns = (int32_t)rule->columns,
-                     .flip = box.flip != 0,          .upend = box.upend != 0};
-    dlio_resize_rgb(thread->pixels + left % mcu * 3, pitch, &resize, thread->sums,
-                    job->images + sample->slot * rule->rows * rule->columns * 3);
-    return MADE;
+    const uint8_t *from = thread->pixels + left % mcu * 3;
+    return put(job, sample->slot, from, pitch, part, &box, thread) ? MADE : UNKNOWN;
 }
 
 /* Bytes that a read of its own costs as much as. */
@@ -483,19 +515,13 @@ static int crop_pixels(const Job *job, const Sample *sample, Thread *thread) {
     Box box;
     draw(rule, job->uniforms + job->draws * sample->slot, height, width, &box);
     if (box.part[2] >= 2 * rule->rows && box.part[3] >= 2 * rule->columns) return UNKNOWN;
-    if (!reserve(&thread->raw, &thread->raw_size, (size_t)sample->raw) ||
-        !reserve(&thread->sums, &thread->sums_size, (size_t)rule->columns * 40 + 64))
-        return UNREADABLE;
+    if (!reserve(&thread->raw, &thread->raw_size, (size_t)sample->raw)) return UNREADABLE;
     const uint8_t *pixels = NULL;
     int state = fetch(sample, thread, thread->raw, &pixels);
     if (state != MADE) return state;
-    Resize resize = {.height = (int32_t)box.part[2], .width = (int32_t)box.part[3],
-                     .rows = (int32_t)rule->rows,    .columns = (int32_t)rule->columns,
-                     .flip = box.flip != 0,          .upend = box.upend != 0};
     size_t pitch = (size_t)width * 3;
-    dlio_resize_rgb(pixels + (size_t)box.part[0] * pitch + (size_t)box.part[1] * 3, pitch, &resize,
-                    thread->sums, job->images + sample->slot * rule->rows * rule->columns * 3);
-    return MADE;
+    const uint8_t *from = pixels + (size_t)box.part[0] * pitch + (size_t)box.part[1] * 3;
+    return put(job, sample->slot, from, pitch, box.part, &box, thread) ? MADE : UNREADABLE;
 }
 
 static int make(const Job *job, const Sample *sample, Thread *thread) {

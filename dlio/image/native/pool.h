@@ -70,6 +70,9 @@ typedef struct {
     int64_t direct;       /* 1 to read large fields into the batch itself */
     int64_t crops;        /* 1 if an image follows the fixed part, of which a crop is made */
     CropRule rule;
+    /* Numbers that crops have in place of bytes: of each channel 256; NULL for bytes. */
+    const uint8_t *values;
+    int64_t wide;         /* bytes of a number: 2, 4 or 8 */
     int64_t sleep_ns;     /* emulates the time of decoding; 0 but in benchmarks */
 } Recipe;
 
@@ -80,7 +83,7 @@ typedef struct Job {
     Sample *samples;
     const Recipe *recipe;
     uint8_t *const *columns; /* array of each column */
-    uint8_t *images;         /* crops, RGB, by slot */
+    uint8_t *images;         /* crops, RGB, by slot: bytes, or the recipe's numbers */
     const double *uniforms;  /* random numbers of crops, by slot */
     int64_t draws;           /* of each */
     const Piece *pieces;     /* of each sample, in place of columns and images; or NULL */
@@ -110,8 +113,8 @@ typedef struct {
 /* Memory of a thread, which grows to the largest sample. */
 typedef struct {
     Files *files;
-    uint8_t *packed, *raw, *memory, *pixels, *sums;
-    size_t packed_size, raw_size, memory_size, pixels_size, sums_size;
+    uint8_t *packed, *raw, *memory, *pixels, *sums, *crop;
+    size_t packed_size, raw_size, memory_size, pixels_size, sums_size, crop_size;
     int64_t make_ns; /* spent on crops, of the samples that it is at */
     Sample whole;    /* whose payload is in `raw`, if its `raw` is above 0 */
     /* The file that is open, of a run of samples, and its place among those that stay open. */

@@ -132,6 +132,23 @@ class BatchFactory:
 # Crops of images
 
 
+@dataclass(frozen=True, slots=True)
+class PixelNumbers:
+    """Numbers that a batch of crops has in place of bytes."""
+
+    memory: npt.NDArray[Any]
+    """Uninitialised, shape (batch, height, width, 3)."""
+    values: npt.NDArray[Any]
+    """Number of each byte, by channel, shape (3, 256)."""
+    dtype: torch.dtype
+    """Of the numbers, whose bits are in the arrays."""
+
+    def fill(self, slot: int, pixels: npt.NDArray[np.uint8]) -> None:
+        """Write the numbers of a slot's crop, shape (height, width, 3)."""
+        for channel, values in enumerate(self.values):
+            self.memory[slot, ..., channel] = values[pixels[..., channel]]
+
+
 class CropBatchBuilder(BatchBuilder):
     """Images as crops in the batch's own memory.
 
@@ -142,7 +159,8 @@ class CropBatchBuilder(BatchBuilder):
     images are {name of the field: images}.
 
     `collate` is a function of the user; None for torch's own. The tier `decoded` is offered the
-    images that are decoded here, and `images` is the uninitialised memory of the batch.
+    images that are decoded here, and `images` is the uninitialised memory of the batch. With
+    `numbers`, which are the crops' bytes as `numbers.values` has them, the batch is made of these.
     """
 
     def __init__(
@@ -154,20 +172,23 @@ class CropBatchBuilder(BatchBuilder):
         epoch: int,
         samples: npt.NDArray[np.int64],
         partners: BatchPartners | None,
+        numbers: PixelNumbers | None = None,
     ) -> None:
         super().__init__(samples)
         self.may_be_decoded = decoded is not None
         self.makes_together = decoded is None
         self._recipe, self._collate, self._decoded = recipe, collate, decoded
         self._images, self._partners, self._epoch = images, partners, epoch
-        numbers = recipe.companion.numbers
+        self._numbers = numbers
+        fields = recipe.companion.numbers
         # Class numbers in an array, where native threads may write them.
         classes = np.zeros(len(samples), np.int64)
-        self._companions: Any = [0] * len(samples) if numbers is None else classes
+        self._companions: Any = [0] * len(samples) if fields is None else classes
         # Drawn for the whole batch: numpy's calls take as long for one sample as for many.
         self._uniforms = recipe.decoder.draw(epoch, samples)
-        if numbers is not None:
-            self.native = NativeArrays(dict.fromkeys(numbers, classes), images, self._uniforms)
+        if fields is not None:
+            native = images if numbers is None else numbers.memory
+            self.native = NativeArrays(dict.fromkeys(fields, classes), native, self._uniforms)
         self.has_inputs = decoded is not None
         self.transforms = recipe.transforms
         self.finishes_slowly = (
@@ -245,6 +266,9 @@ class CropBatchBuilder(BatchBuilder):
 
     def transform(self, slots: Sequence[int]) -> float:
         seconds = 0.0
+        if self._numbers is not None:
+            for slot in slots:
+                self._numbers.fill(slot, self._images[slot])
         if not self._transformed:
             return seconds
         for slot in slots:
@@ -258,7 +282,8 @@ class CropBatchBuilder(BatchBuilder):
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
-        images, companions, transformed = self._images, self._companions, self._transformed
+        images = self._images if self._numbers is None else self._numbers.memory
+        companions, transformed = self._companions, self._transformed
         count, samples = len(companions), self.samples
         if slots is not None:
             # Moved up over samples that failed, so that the tensor stays a view of the memory.
@@ -279,14 +304,20 @@ class CropBatchBuilder(BatchBuilder):
             labels = np.asarray(companions, np.int64)
 
             def partner(row: int, sample: int, uniforms: npt.NDArray[np.float64]) -> int:
-                label: int = recipe.decode(images[row], sample, partners.fetch(sample), uniforms)
-                recipe.transformed(images[row], self._epoch, sample)
+                own = self._images[row]
+                label: int = recipe.decode(own, sample, partners.fetch(sample), uniforms)
+                recipe.transformed(own, self._epoch, sample)
+                if self._numbers is not None:
+                    self._numbers.fill(row, own)
                 return label
 
             labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels, tuple(rest), len(labels)
         # Channels-last memory, which convolutions prefer; another layout would cost a copy here.
-        crops = torch.from_numpy(images[:count]).movedim(-1, -3)
+        crops = torch.from_numpy(images[:count])
+        if self._numbers is not None:
+            crops = crops.view(self._numbers.dtype)  # numpy knows no bfloat16.
+        crops = crops.movedim(-1, -3)
         if self._collate is not None:
             if isinstance(companions, np.ndarray):
                 companions = companions.tolist()

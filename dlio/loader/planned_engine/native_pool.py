@@ -114,7 +114,8 @@ class _Recipe(_Struct):
         ("column", ctypes.POINTER(_FieldColumn)),
         *((name, ctypes.c_int64) for name in ("least", "fixed", "direct", "crops")),
         ("rule", _CropRule),
-        ("sleep_ns", ctypes.c_int64),
+        ("values", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("wide", "sleep_ns")),
     ]
 
 
@@ -137,8 +138,8 @@ class NativeArrays:
 
     arrays: Mapping[str, npt.NDArray[Any]]
     """By field."""
-    images: npt.NDArray[np.uint8] | None = None
-    """Crops, shape (batch, rows, columns, 3)."""
+    images: npt.NDArray[Any] | None = None
+    """Crops, shape (batch, rows, columns, 3): bytes, or numbers in their place."""
     uniforms: npt.NDArray[np.float64] | None = None
     """Random numbers of the crops, shape (batch, `Crop.draws`)."""
 
@@ -182,8 +183,9 @@ class NativeRecipe:
     """How payloads of a schema become slots of a batch's arrays, for the native threads.
 
     `fields` are those that the batch has, each in an array of its own; with a `crop`, the picture
-    that follows the fixed fields becomes a crop. With `sleep_s` nothing is read or made, and each
-    sample takes so many seconds, for benchmarks.
+    that follows the fixed fields becomes a crop. With `values`, shape (3, 256), numbers of 2, 4 or
+    8 bytes take the place of a crop's bytes, by channel. With `sleep_s` nothing is read or made, and
+    each sample takes so many seconds, for benchmarks.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class NativeRecipe:
         fields: Sequence[str],
         crop: Crop | None = None,
         sleep_s: float = 0.0,
+        values: npt.NDArray[Any] | None = None,
     ) -> None:
         places = {name: (kind, at) for name, kind, at in schema.places()}
         order = sorted(fields, key=lambda name: places[name][1])
@@ -204,13 +207,14 @@ class NativeRecipe:
             wide = 1 if kind.text == "bool" else 8
             column.at, column.bytes, column.cast = at, kind.bytes, cast
             column.stride = wide if kind.scalar else kind.bytes
-        self._columns = columns
+        self._columns, self._values = columns, values
         self.draws = 0 if crop is None else crop.draws
         rule = _CropRule() if crop is None else _crop_rule(crop)
         is_large = crop is None and schema.overhead >= _LARGE_BYTES
         self.c = _Recipe(
             *(len(order), columns, schema.overhead, crop is None),
-            *(is_large, crop is not None, rule, round(sleep_s * _SECOND_NS)),
+            *(is_large, crop is not None, rule, None if values is None else _address(values)),
+            *(0 if values is None else values.itemsize, round(sleep_s * _SECOND_NS)),
         )
         self.tried = self.refused = 0
         """Samples of the batches of which some were refused, and those that were."""

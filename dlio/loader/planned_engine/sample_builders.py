@@ -15,7 +15,12 @@ from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.delivery import HostMemoryKind
 from dlio.loader.patch_source import PatchRecipe
-from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory, CropBatchBuilder
+from dlio.loader.planned_engine.batch_builders import (
+    BatchBuilder,
+    BatchFactory,
+    CropBatchBuilder,
+    PixelNumbers,
+)
 from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
@@ -28,6 +33,10 @@ from dlio.storage.decoded_tier import DecodedTier
 # For smaller ones the pieces of memory cost more than the copy that they save.
 _DIRECT_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
+_NUMBERS_BYTES: Final = 32 << 20
+"""Most bytes of a batch of crops that is made of numbers in place of bytes from the start."""
+_BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of numbers of so many bytes that numpy has, too."""
 
 
 def host_batches(
@@ -36,21 +45,12 @@ def host_batches(
     collate: CollateFn | None,
     kind: HostMemoryKind,
     decoded: DecodedTier | None,
+    stays: bool,
 ) -> BatchFactory:
     """Return the factory of batches that are made in the host's memory, of `batch_size` samples at
-    most; `collate` is None for torch's own."""
+    most; `collate` is None for torch's own. A batch that `stays` there is handed out as it is."""
     if isinstance(recipe, CropRecipe):
-        shape = (batch_size, *recipe.crop.shape)
-        rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
-        images = BatchMemory((rows, *shape[1:]), np.uint8, kind)
-
-        def begin_crops(
-            epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
-        ) -> CropBatchBuilder:
-            memory = images.take()
-            return CropBatchBuilder(recipe, collate, decoded, memory, epoch, samples, partners)
-
-        return BatchFactory(begin_crops, math.prod(shape), _native_crops(recipe, decoded))
+        return _crop_batches(recipe, batch_size, collate, kind, decoded, stays)
     if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_plain_arrays:
         return _array_batches(recipe, batch_size, kind)
     if collate is None and isinstance(recipe, PatchRecipe):
@@ -69,7 +69,51 @@ def host_batches(
     return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
 
 
-def _native_crops(recipe: CropRecipe, decoded: DecodedTier | None) -> NativeRecipe | None:
+def _crop_batches(
+    recipe: CropRecipe,
+    batch_size: int,
+    collate: CollateFn | None,
+    kind: HostMemoryKind,
+    decoded: DecodedTier | None,
+    stays: bool,
+) -> BatchFactory:
+    shape = recipe.crop.shape
+    rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
+    images = BatchMemory((rows, *shape), np.uint8, kind)
+    native, made = _native_crops(recipe, decoded), None
+    if native is not None and stays and not recipe.transforms and recipe.batch_transform:
+        made = recipe.batch_transform.values()
+    # Batches that wait take the place of fewer of bytes: large ones are converted one at a time.
+    if made is None or rows * math.prod(shape) * made.itemsize > _NUMBERS_BYTES:
+
+        def begin(
+            epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
+        ) -> CropBatchBuilder:
+            memory = images.take()
+            return CropBatchBuilder(recipe, collate, decoded, memory, epoch, samples, partners)
+
+        return BatchFactory(begin, batch_size * math.prod(shape), native)
+
+    dtype, bits = made.dtype, made.view(_BITS[made.itemsize]).numpy()
+    memories = BatchMemory((rows, *shape), bits.dtype, kind)
+
+    def begin_numbers(
+        epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
+    ) -> CropBatchBuilder:
+        numbers = PixelNumbers(memories.take(), bits, dtype)
+        memory = images.take()  # Written where native threads leave a picture to Python's.
+        return CropBatchBuilder(recipe, collate, decoded, memory, epoch, samples, partners, numbers)
+
+    return BatchFactory(
+        begin_numbers,
+        batch_size * math.prod(shape) * bits.itemsize,
+        _native_crops(recipe, decoded, bits),
+    )
+
+
+def _native_crops(
+    recipe: CropRecipe, decoded: DecodedTier | None, values: npt.NDArray[Any] | None = None
+) -> NativeRecipe | None:
     numbers, schema = recipe.companion.numbers, recipe.reader.schema
     if numbers is None:
         return None
@@ -77,7 +121,7 @@ def _native_crops(recipe: CropRecipe, decoded: DecodedTier | None) -> NativeReci
         return None
     if not NativeRecipe.knows(schema, numbers, recipe.crop):
         return None
-    return NativeRecipe(schema, numbers, recipe.crop)
+    return NativeRecipe(schema, numbers, recipe.crop, values=values)
 
 
 # Arrays and numbers of fixed shapes
