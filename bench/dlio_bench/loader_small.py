@@ -28,6 +28,8 @@ _SIDE: Final = 64
 _SIZE: Final = 32
 _OTHERS: Final = 2
 """Threads or processes of other loaders."""
+_FLOATS: Final = ("dlio_floats",)
+"""dlio with ToTensor, for peers that make floats."""
 _PEERS: Final = ("torch", "turboloader", "turboloader_uint8", "dali")
 
 
@@ -53,7 +55,7 @@ def small(
     """
     threads = tuple(dict.fromkeys((1, 2, most)))
     entries = {f"dlio_{count}": ("dlio", count) for count in threads}
-    entries |= {name: (name, _OTHERS) for name in peers}
+    entries |= {name: (name, _OTHERS) for name in (*_FLOATS, *peers)}
     absent = {
         name: why
         for name, (program, _) in entries.items()
@@ -147,7 +149,7 @@ def show_small(report: Mapping[str, object]) -> None:
 
 
 def _title(name: str) -> str:
-    if name.startswith("dlio_"):
+    if name not in CONTENDERS:
         return f"dlio, RAM tier, threads: {name[5:]}"
     return CONTENDERS[name].title.replace("(", f"({_OTHERS} ")
 
@@ -155,6 +157,7 @@ def _title(name: str) -> str:
 def _pairs(threads: tuple[int, ...], names: Iterable[str]) -> dict[str, tuple[str, str]]:
     pairs = [(f"dlio_{more}", f"dlio_{fewer}") for fewer, more in itertools.pairwise(threads)]
     pairs += [("dlio_2", name) for name in names if not name.startswith("dlio_")]
+    pairs += [(each, "turboloader") for each in _FLOATS if "turboloader" in names]
     return {f"{one}_over_{other}": (one, other) for one, other in pairs}
 
 

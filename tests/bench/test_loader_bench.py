@@ -180,7 +180,12 @@ def test_small_pictures_are_raced_alone_and_beside_spinning_processes(
 ) -> None:
     report: dict[str, Any] = small(1, 5, 3, 400, 600, beside=1, peers=(), look_s=0.2)
     for place in ("alone", "loaded"):
-        assert list(report[place]["samples_per_s"]) == ["dlio_1", "dlio_2", "dlio_3"]
+        assert list(report[place]["samples_per_s"]) == [
+            "dlio_1",
+            "dlio_2",
+            "dlio_3",
+            "dlio_floats",
+        ]
         assert report[place]["dlio_2_over_dlio_1"]["median"] > 0
     for share in report["shares"].values():
         assert share["cores"] > 0

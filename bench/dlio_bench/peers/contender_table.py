@@ -101,6 +101,7 @@ CONTENDERS: Final[dict[str, ContenderEntry]] = {
     "full_decode": ContenderEntry("bare loop: decode whole, resize (threads)", ""),
     "ceiling": ContenderEntry("bare loop: dlio's decoder alone (threads)", ""),
     "dlio": ContenderEntry("dlio.DataLoader, RAM tier (threads)", "files"),
+    "dlio_floats": ContenderEntry("dlio.DataLoader, RAM tier, ToTensor (threads)", "files"),
     "dlio_rows": ContenderEntry("dlio.DataLoader, RAM tier (threads)", "rows"),
     "ffcv_256": ContenderEntry("FFCV (threads)", "256", "ffcv"),
     "dlio_256": ContenderEntry("dlio.DataLoader, RAM tier (threads)", "256"),
@@ -120,6 +121,8 @@ RATIOS: Final[dict[str, tuple[str, str]]] = {
         for name, entry in CONTENDERS.items()
         if entry.case == "files" and entry.environment
     },
+    "dlio_floats_over_torch_floats": ("dlio_floats", "torch_floats"),
+    "dlio_floats_over_turboloader": ("dlio_floats", "turboloader"),
     "rows_over_torch": ("dlio_rows", "torch"),
     "rows_over_ffcv": ("dlio_rows", "ffcv"),
     "rows_over_full_decode": ("dlio_rows", "full_decode"),

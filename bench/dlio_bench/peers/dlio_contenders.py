@@ -34,11 +34,14 @@ def _folder(task: Task) -> str:
     return os.path.dirname(os.path.dirname(task.files[0]))
 
 
-def _loader(task: Task, path: str, more_tiers: str = "") -> Pass:
+def _loader(task: Task, path: str, more_tiers: str = "", floats: bool = False) -> Pass:
     import dlio
+    from dlio import transforms as T  # noqa: N812 - as everybody calls them
 
     size = sum(map(os.path.getsize, task.files))
-    data = dlio.open(path, tiers=ram_tier(size) + more_tiers, image_size=task.size)
+    steps: list[Any] = [T.RandomResizedCrop(task.size), T.RandomHorizontalFlip(), T.ToTensor()]
+    made: dict[str, Any] = {"transform": T.Compose(steps)} if floats else {"image_size": task.size}
+    data = dlio.open(path, tiers=ram_tier(size) + more_tiers, **made)
     loader = dlio.DataLoader(
         data, task.batch_size, shuffle=True, num_workers=task.workers, persistent_workers=True
     )
@@ -149,6 +152,7 @@ MAKERS: Final[dict[str, Callable[[Task], Pass]]] = {
     "ceiling": _ceiling,
     "dlio": lambda task: _loader(task, _folder(task)),
     "dlio_256": lambda task: _loader(task, _small(task)),
+    "dlio_floats": lambda task: _loader(task, _folder(task), floats=True),
     "dlio_raw": lambda task: _loader(
         task, _small(task), f",ram:{len(task.files) * _DECODED + (64 << 20)}B:decoded"
     ),

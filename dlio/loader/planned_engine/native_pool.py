@@ -184,8 +184,8 @@ class NativeRecipe:
 
     `fields` are those that the batch has, each in an array of its own; with a `crop`, the picture
     that follows the fixed fields becomes a crop. With `values`, shape (3, 256), numbers of 2, 4 or
-    8 bytes take the place of a crop's bytes, by channel. With `sleep_s` nothing is read or made, and
-    each sample takes so many seconds, for benchmarks.
+    8 bytes take the place of a crop's bytes, by channel. With `sleep_s` nothing is read or made,
+    and each sample takes so many seconds, for benchmarks.
     """
 
     def __init__(
