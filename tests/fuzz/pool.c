@@ -1,7 +1,9 @@
 /* Jobs for native threads, of sound and of damaged samples, given up at random: for sanitizers.
  *
- * `pool SEED ROUNDS FOLDER JPEG...` writes its files into FOLDER. Prints samples made and refused.
+ * `pool SEED ROUNDS FOLDER PICTURE...` writes its files into FOLDER. Prints samples made and refused.
+ * PNGs are read by the libpng whose path is in LIBPNG, if it is set.
  */
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,6 +14,7 @@
 #include "../../dlio/image/native/pool.h"
 
 typedef struct Pool Pool;
+void dlio_png_use(const int64_t addresses[15]);
 void dlio_pool_use(const int64_t addresses[7]);
 Pool *dlio_pool_open(int64_t threads, int64_t files);
 void dlio_pool_wake(Pool *pool);
@@ -51,6 +54,21 @@ static int expand(const char *from, char *to, int size, int room) {
     if (2 * size > room) return -1;
     for (int k = 0; k < size; k++) to[2 * k] = to[2 * k + 1] = from[k];
     return 2 * size;
+}
+
+static void load_libpng(const char *path) {
+    static const char *const names[15] = {
+        "png_get_libpng_ver", "png_create_read_struct", "png_create_info_struct",
+        "png_destroy_read_struct", "png_get_error_ptr", "png_set_read_fn", "png_get_io_ptr",
+        "png_read_info", "png_set_palette_to_rgb", "png_set_gray_to_rgb", "png_set_strip_alpha",
+        "png_read_update_info", "png_get_rowbytes", "png_read_row", "png_read_end"};
+    void *library = dlopen(path, RTLD_NOW);
+    int64_t addresses[15];
+    for (int k = 0; k < 15; k++) {
+        addresses[k] = library ? (int64_t)(intptr_t)dlsym(library, names[k]) : 0;
+        if (!addresses[k]) exit(3);
+    }
+    dlio_png_use(addresses);
 }
 
 typedef struct { uint8_t *data; size_t size; } Bytes;
@@ -126,6 +144,7 @@ int main(int argc, char **argv) {
                             (int64_t)(intptr_t)update, (int64_t)(intptr_t)end,
                             (int64_t)(intptr_t)expand};
     dlio_pool_use(functions);
+    if (getenv("LIBPNG")) load_libpng(getenv("LIBPNG"));
     int folder = open(argv[3], O_RDONLY | O_DIRECTORY);
     enum { LONG = 9000, HEIGHT = 50, WIDTH = 60, PART = 5 * 6 * 40 };
     Column small[3] = {{0, 8, 0, 8}, {8, 24, 0, 24}, {32, 4, 3, 8}};

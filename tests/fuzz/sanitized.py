@@ -1,5 +1,6 @@
 """C programs of this folder, built with dlio's decoder and a compiler's sanitizers."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -20,11 +21,12 @@ def build_sanitized(source: str, folder: Path, sanitizers: str) -> Path:
         pytest.skip("needs the compiler's sanitizers")
     library = build(str(folder), flags)
     text, made = str(Path(__file__).with_name(source)), folder / Path(source).stem
-    done = run([*command, *flags, text, library, "-lpthread", "-o", str(made)])
+    done = run([*command, *flags, text, library, "-lpthread", "-ldl", "-o", str(made)])
     assert done.returncode == 0, done.stderr
     return made
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command, and return its output."""
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with more variables in its environment, and return its output."""
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

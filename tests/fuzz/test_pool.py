@@ -2,14 +2,16 @@
 samples that they are given.
 
 The pool is built with the sanitizers, and runs with jobs of sound and damaged samples that are
-given up at random. For longer: `pool SEED ROUNDS FOLDER JPEG...`.
+given up at random. For longer: `pool SEED ROUNDS FOLDER PICTURE...`.
 """
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from dlio.image.native.png_library import libpng_path
 from tests.fuzz.sanitized import build_sanitized, run
 from tests.image.jpegs import KINDS, drawn
 
@@ -31,8 +33,16 @@ def test_native_threads_keep_to_their_memory(
     files = [folder / str(k) for k in range(12)]
     for k, path in enumerate(files):
         path.write_bytes(drawn(generator, KINDS[k % 4], 100))
+    variables = {}
+    if (libpng := libpng_path()) is not None:
+        variables["LIBPNG"] = libpng
+        for mode in ("RGB", "L", "P"):
+            files.append(folder / f"{mode}.png")
+            pixels = generator.integers(0, 256, (30, 40, 3), np.uint8)
+            Image.fromarray(pixels).convert(mode).save(files[-1])
     (folder / "blocks").mkdir()
-    done = run([str(program), "1", rounds, str(folder / "blocks"), *map(str, files)])
+    command = [str(program), "1", rounds, str(folder / "blocks"), *map(str, files)]
+    done = run(command, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     made, _, refused, *_ = done.stdout.split()
     assert int(made) > int(refused) > 0

@@ -15,13 +15,15 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.data.schema import Schema
 from dlio.errors import DecodeError, DlioError
 from dlio.image.crop import DRAWS, Crop
+from dlio.image.decoder import decode_whole
+from dlio.image.native.png_library import pixels_of, use_png
 from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.batch_builders import PixelNumbers
 from dlio.loader.planned_engine.native_pool import (
@@ -144,6 +146,66 @@ def test_numbers_are_the_same(
     assert spy.given >= 60
     # Those that native threads do not know, and the first epoch's.
     assert 0 < len(filled) < 240
+
+
+@pytest.fixture(scope="module")
+def pngs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of PNGs, most of them of kinds that the native threads know."""
+    folder = tmp_path_factory.mktemp("pngs")
+    generator = np.random.default_rng(5)
+    modes = ("RGB", "L", "P", "RGBA", "RGB", "RGB", "LA", "1")
+    for number in range(60):
+        height, width = generator.integers(20, 46, 2)
+        pixels = generator.integers(0, 256, (height, width, 4), np.uint8)
+        image = Image.fromarray(pixels)
+        if (mode := modes[number % len(modes)]) != "RGBA":
+            image = Image.fromarray(pixels[..., :3].copy()).convert(mode)
+        path = folder / "abc"[number % 3] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        # A gamma and a transparent colour, which change no pixel here.
+        options: dict[str, Any] = {"transparency": 3} if number % 16 == 1 else {}
+        image.save(path, pnginfo=gamma(), **options)
+    return folder
+
+
+def gamma() -> PngImagePlugin.PngInfo:
+    info = PngImagePlugin.PngInfo()
+    info.add(b"gAMA", (45_455).to_bytes(4, "big"))
+    info.add_itxt("Title", "a text" * 50, zip=True)
+    return info
+
+
+@pytest.mark.skipif(not use_png(), reason="needs the libpng that OpenCV's wheels bring")
+@pytest.mark.parametrize("size", [24, 10], ids=["24", "10: larger parts of areas"])
+def test_pngs_are_the_same(
+    pngs: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    check_same(pngs, monkeypatch, {"image_size": size})
+    assert spy.given >= 60
+    assert 4 <= spy.refused <= spy.given * 2 // 3
+
+
+@pytest.mark.skipif(not use_png(), reason="needs the libpng that OpenCV's wheels bring")
+def test_a_png_that_is_made_natively_has_the_pixels_of_opencv(pngs: Path) -> None:
+    generator = np.random.default_rng(6)
+    outcomes = {"same": 0, "left": 0}
+    for path in sorted(pngs.glob("*/*.png")):
+        whole = path.read_bytes()
+        for _ in range(40):
+            data = bytearray(whole)
+            kind = int(generator.integers(4))
+            at = int(generator.integers(len(data)))
+            if kind == 1:
+                data[at] ^= 1 << int(generator.integers(8))
+            elif kind == 2:
+                del data[at:]
+            elif kind == 3:
+                data[at:at] = generator.bytes(int(generator.integers(1, 20)))
+            made = pixels_of(data, 1 << 20)
+            outcomes["left" if made is None else "same"] += 1
+            if made is not None:
+                assert np.array_equal(made, decode_whole(bytes(data), path)), path
+    assert min(outcomes.values()) > 300, outcomes
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "jpeg.h"
+#include "png.h"
 #include "pool.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -404,19 +405,41 @@ static int put(const Job *job, int64_t slot, const uint8_t *from, size_t pitch, 
     return 1;
 }
 
+/* OpenCV takes the mean of areas there. */
+static int is_of_areas(const CropRule *rule, const int64_t part[4]) {
+    return part[2] >= 2 * rule->rows && part[3] >= 2 * rule->columns;
+}
+
+static int crop_png(const Job *job, const Sample *sample, const uint8_t *data, size_t size,
+                    Thread *thread) {
+    const CropRule *rule = &job->recipe->rule;
+    PngShape shape;
+    Box box;
+    if (!dlio_png_shape(data, size, &shape) || shape.height * shape.width > rule->most_pixels)
+        return UNKNOWN;
+    draw(rule, job->uniforms + job->draws * sample->slot, shape.height, shape.width, &box);
+    if (is_of_areas(rule, box.part)) return UNKNOWN;
+    size_t pitch = (size_t)shape.width * 3;
+    if (!reserve(&thread->pixels, &thread->pixels_size, pitch * (size_t)shape.height + ROOM) ||
+        !dlio_png_decode(data, size, &shape, thread->pixels))
+        return UNKNOWN;
+    const uint8_t *from = thread->pixels + (size_t)box.part[0] * pitch + (size_t)box.part[1] * 3;
+    return put(job, sample->slot, from, pitch, box.part, &box, thread) ? MADE : UNKNOWN;
+}
+
 static int crop(const Job *job, const Sample *sample, const uint8_t *data, size_t size,
                 Thread *thread) {
     const CropRule *rule = &job->recipe->rule;
     Header header;
     Box box;
+    if (size && data[0] == 0x89) return crop_png(job, sample, data, size, thread);
     if (dlio_header(data, size, &header)) return UNKNOWN;
     if ((int64_t)header.height * header.width > rule->most_pixels) return UNKNOWN;
     draw(rule, job->uniforms + job->draws * sample->slot, header.height, header.width, &box);
     int shift = shift_of(rule, &box);
     int64_t part[4];
     shrink(&header, &box, shift, part);
-    /* OpenCV takes the mean of areas there. */
-    if (part[2] >= 2 * rule->rows && part[3] >= 2 * rule->columns) return UNKNOWN;
+    if (is_of_areas(rule, part)) return UNKNOWN;
     size_t memory = dlio_jpeg_memory(&header, size), mcu = (size_t)(header.mcu_width >> shift);
     size_t left = (size_t)part[1], right = (left + (size_t)part[3] - 1) / mcu * mcu + mcu;
     size_t pitch = (right - left / mcu * mcu) * 3;
@@ -514,7 +537,7 @@ static int crop_pixels(const Job *job, const Sample *sample, Thread *thread) {
         return UNKNOWN;
     Box box;
     draw(rule, job->uniforms + job->draws * sample->slot, height, width, &box);
-    if (box.part[2] >= 2 * rule->rows && box.part[3] >= 2 * rule->columns) return UNKNOWN;
+    if (is_of_areas(rule, box.part)) return UNKNOWN;
     if (!reserve(&thread->raw, &thread->raw_size, (size_t)sample->raw)) return UNREADABLE;
     const uint8_t *pixels = NULL;
     int state = fetch(sample, thread, thread->raw, &pixels);

@@ -33,6 +33,7 @@ from dlio.data.schema import Schema
 from dlio.image import native
 from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import MAX_PIXELS, resizes_natively
+from dlio.image.native.png_library import use_png
 from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.sample_locations import IN_MEMORY, SampleLocations
@@ -209,6 +210,8 @@ class NativeRecipe:
             column.stride = wide if kind.scalar else kind.bytes
         self._columns, self._values = columns, values
         self.draws = 0 if crop is None else crop.draws
+        if crop is not None:
+            use_png()
         rule = _CropRule() if crop is None else _crop_rule(crop)
         is_large = crop is None and schema.overhead >= _LARGE_BYTES
         self.c = _Recipe(
