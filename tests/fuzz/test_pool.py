@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dlio.image.native.png_library import libpng_path
+from dlio.image.png_library import libpng_path
 from tests.fuzz.sanitized import build_sanitized, run
 from tests.image.jpegs import KINDS, drawn
 

@@ -23,7 +23,7 @@ from dlio.data.schema import Schema
 from dlio.errors import DecodeError, DlioError
 from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import decode_whole
-from dlio.image.native.png_library import pixels_of, use_png
+from dlio.image.png_library import pixels_of, use_png
 from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.batch_builders import PixelNumbers
 from dlio.loader.planned_engine.native_pool import (
@@ -140,7 +140,7 @@ def test_numbers_are_the_same(
         fill(self, slot, pixels)
 
     monkeypatch.setattr(PixelNumbers, "fill", count)
-    crop = [T.RandomResizedCrop(24), T.RandomHorizontalFlip()]
+    crop: list[Any] = [T.RandomResizedCrop(24), T.RandomHorizontalFlip()]
     opened = {"transform": T.Compose([*crop, *steps]), "tiers": tiers}
     check_same(mixed, monkeypatch, opened)
     assert spy.given >= 60

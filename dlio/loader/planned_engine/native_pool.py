@@ -33,7 +33,7 @@ from dlio.data.schema import Schema
 from dlio.image import native
 from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import MAX_PIXELS, resizes_natively
-from dlio.image.native.png_library import use_png
+from dlio.image.png_library import use_png
 from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.sample_locations import IN_MEMORY, SampleLocations
