@@ -86,6 +86,8 @@ class NativeLibrary:
         self._shape.argtypes = (data, size, data)
         self._crop = library.dlio_jpeg_crop
         self._crop.argtypes = (data, size, data, data, size, data, size)
+        self._small = library.dlio_jpeg_small
+        self._small.argtypes = (data, size, ctypes.c_int, data, size, data, size)
         self._resize = library.dlio_resize
         self._resize.argtypes = (data, size, data, data, size, data)
         self._crops = library.dlio_crops
@@ -141,6 +143,24 @@ class NativeLibrary:
             return None
         pixels = memory.pixels[:count].reshape(height, columns, 3)
         return pixels[:, : shape.width - first], first
+
+    def small(self, image: Buffer, shift: int) -> npt.NDArray[np.uint8] | None:
+        """Decode a whole image at 1 / 2**shift of its size; otherwise as `crop`."""
+        shape = self.shape(image)
+        if shape is None:
+            return None
+        height, width = (-(-side >> shift) for side in (shape.height, shape.width))
+        across = shape.mcu_width >> shift
+        columns = -(-width // across) * across
+        memory, data = self._memory, np.frombuffer(image, np.uint8)
+        memory.reserve(shape.memory, height * columns * 3)
+        refused = self._small(
+            *(_address(data), len(data), shift, _address(memory.work), len(memory.work)),
+            *(_address(memory.pixels), len(memory.pixels)),
+        )
+        if refused:
+            return None
+        return memory.pixels[: height * columns * 3].reshape(height, columns, 3)[:, :width]
 
     def resize(
         self, pixels: npt.NDArray[np.uint8], flip: bool, upend: bool, out: npt.NDArray[np.uint8]
@@ -245,6 +265,14 @@ def agrees(library: NativeLibrary) -> bool:
         made = library.crop(image, 0, 0, height, width)
         if made is None or not np.array_equal(made[0], expected):
             return False
+        for shift in (1, 2, 3):
+            options = {"min_height": -(-height >> shift), "min_width": -(-width >> shift)}
+            expected = simplejpeg.decode_jpeg(
+                image, "RGB", fastdct=True, fastupsample=True, min_factor=1 << shift, **options
+            )
+            small = library.small(image, shift)
+            if small is None or not np.array_equal(small, expected):
+                return False
     return True
 
 

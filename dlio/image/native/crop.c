@@ -257,6 +257,20 @@ int dlio_jpeg_part(const uint8_t *data, size_t size, const Header *header, const
     return dlio_scan(&scan);
 }
 
+/* Decode a whole image at 1 / 2^shift of its size, as dlio_jpeg_crop does a part at its full one. */
+EXPORT int dlio_jpeg_small(const uint8_t *data, size_t size, int shift, uint8_t *memory,
+                           size_t memory_size, uint8_t *out, size_t out_size) {
+    Header header;
+    int refused = dlio_header(data, size, &header);
+    if (refused) return refused;
+    if (shift < 0 || shift > 3) return BAD_CALL;
+    int64_t over = (1 << shift) - 1;
+    const int64_t box[4] = {0, 0, header.height, header.width};
+    const int64_t small[4] = {0, 0, (header.height + over) >> shift, (header.width + over) >> shift};
+    return dlio_jpeg_part(data, size, &header, box, small, shift, memory, memory_size, out,
+                          out_size);
+}
+
 /* Resize RGB with bilinear interpolation.
  *
  * pitch: bytes from a row to the next.
