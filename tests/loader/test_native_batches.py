@@ -380,6 +380,8 @@ def test_pictures_next_to_large_arrays_are_the_same(
         file["label"] = np.arange(12)
         file["embedding"] = generator.standard_normal((12, 17_000)).astype("float32")
     check_same(tmp_path / "both.h5", monkeypatch, {"image_size": 16}, batch_size=4)
+    assert spy.given >= 12
+    assert spy.refused < spy.given // 2
 
 
 def test_a_data_set_that_is_closed_first_is_an_error(rows: Path) -> None:
