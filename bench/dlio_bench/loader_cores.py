@@ -237,22 +237,8 @@ class RoomPool:
     def submit(self, count: int, sleep_ns: int) -> int:
         """As `SleepingPool`."""
         recipe = NativeRecipe(_NUMBERS, (), sleep_s=sleep_ns / 1e9)
-        numbers, true = np.zeros(count, np.int64), np.ones(count, np.bool_)
-        locations = SampleLocations(
-            known=true,
-            descriptor=numbers,
-            offset=numbers,
-            stored=numbers,
-            raw=numbers,
-            digest=numbers.view(np.uint64),
-            files=[],
-            block=numbers,
-            regular=true,
-            kept=true,
-            checked=true,
-            tier=numbers.astype(np.int8),
-        )
-        given = NativeInput(np.arange(count), locations, numbers, None)
+        locations = SampleLocations.of(np.ones(count, np.bool_), [])
+        given = NativeInput(np.arange(count), locations, np.zeros(count, np.int64), None)
         job = NativeJob(recipe, 0, given, NativeArrays({}), self._pool.threads)
         self._jobs[id(job)] = job
         self._pool.submit(job)

@@ -144,21 +144,17 @@ class DecodedTier:
                 begin[here], room[here] = view.__array_interface__["data"][0], len(view)
         raw = shapes.prod(1) * 3
         known &= (stored > 0) & (stored <= raw) & (offset >= 0) & (offset <= room - stored)
-        nothing = np.full(len(samples), -1, np.int64)
-        flags = np.zeros(len(samples), np.bool_)
-        located = SampleLocations(
-            known=known,
-            descriptor=np.full(len(samples), IN_MEMORY, np.int64),
+        located = SampleLocations.of(
+            known,
+            slabs,
+            descriptor=IN_MEMORY,
             offset=begin + offset,
             stored=stored,
             raw=raw,
-            digest=entries[:, 5].copy(),
-            files=slabs,
-            block=nothing,
-            regular=flags,
-            kept=flags,
-            checked=~flags,
-            tier=nothing.astype(np.int8),
+            digest=entries[:, 5].view(np.int64),
+            block=-1,
+            checked=1,
+            tier=-1,
         )
         return located, shapes, label
 

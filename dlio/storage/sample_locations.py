@@ -6,45 +6,63 @@ no file then, or a payload of another checksum, and takes `Hierarchy.read` inste
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.reader_contract import FileLocations
-from dlio.storage.block import ENTRY
 from dlio.storage.block_fetcher import BlockFetcher, Fetcher
 from dlio.storage.tier import TierTargets
 
 _I64 = npt.NDArray[np.int64]
 IN_MEMORY: Final = -2
 """The descriptor of payloads that lie at an address."""
-_WHOLE: Final = np.dtype((np.void, ENTRY.itemsize))
-"""An entry as bytes: assigning many field by field takes ten times as long."""
+COLUMNS: Final = (
+    *("descriptor", "block", "regular", "kept", "offset", "stored", "raw", "digest", "checked"),
+    "tier",
+)
+"""Rows of `SampleLocations.table`."""
+_ROW: Final = {name: number for number, name in enumerate(COLUMNS)}
 
 
 @dataclass(frozen=True, slots=True)
-class SampleLocations(FileLocations):
-    """Where the samples of a batch lie in the files of a node; a row for each, all of shape (n,).
+class SampleLocations:
+    """Where the samples of a batch lie in the files of a node.
 
-    Samples that are not `known` have to be read by `Hierarchy.read`, and their other values mean
-    nothing. Whoever reads the others counts their bytes: as those of the tier's kind, or as
-    `source` and `single_bytes` where `tier` is -1.
+    Samples that are not `known`, shape (n,), have to be read by `Hierarchy.read`, and their other
+    values mean nothing. Whoever reads the others counts their bytes: as those of the tier's kind,
+    or as `source` and `single_bytes` where `tier` is -1.
 
-    A tier's folder is open while `files` has its holder.
+    The `table` of shape (len(COLUMNS), n) has, for each sample, the number of an open file, or of
+    the folder of its block (`descriptor`); number of the `block` whose file, `%08d.blk`, has the
+    sample in that folder, -1 where `descriptor` is the file; 1 where the file, once it is open, has
+    to be checked for being a `regular` one; 1 where it may be `kept` open for a pass, as its tier
+    keeps the block; first byte (`offset`), bytes `stored`, fewer than the bytes of the payload
+    (`raw`) where they are one block of LZ4; bits of the payload's xxh3_64 (`digest`); 1 where that
+    has to be `checked`; number of the `tier`, -1 for the source.
+
+    Files and folders are open while `files` has their holders.
     """
 
-    block: npt.NDArray[np.int64]
-    """Number of the block whose file, `%08d.blk`, has the sample, in the folder `descriptor`. -1
-    where `descriptor` is the file."""
-    regular: npt.NDArray[np.bool_]
-    """True where the file, once it is open, has to be checked for being a regular one."""
-    kept: npt.NDArray[np.bool_]
-    """True where the file may stay open for a pass: its block is kept by its tier."""
-    checked: npt.NDArray[np.bool_]
-    """True where the payload has to be compared with `digest`."""
-    tier: npt.NDArray[np.int8]
-    """Number of the tier; -1 for the source."""
+    known: npt.NDArray[np.bool_]
+    table: _I64
+    files: list[object]
+
+    @classmethod
+    def of(
+        cls, known: npt.NDArray[np.bool_], files: list[object], **columns: npt.NDArray[Any] | int
+    ) -> "SampleLocations":
+        """Make one of columns by name; those that are not given are 0."""
+        table = np.zeros((len(COLUMNS), len(known)), np.int64)
+        for name, values in columns.items():
+            table[_ROW[name]] = values
+        return cls(known, table, files)
+
+    def column(self, name: str) -> _I64:
+        """Return a row of the table, by name."""
+        row: _I64 = self.table[_ROW[name]]
+        return row
 
 
 class SampleLocator:
@@ -75,33 +93,34 @@ class SampleLocator:
             near &= ~held
         # Whoever reads there holds these: otherwise another file might get their numbers.
         holders: list[object] = [tier.holder for tier in tiers]
-        known, checked = np.zeros(len(samples), np.bool_), np.zeros(len(samples), np.bool_)
-        entries = np.zeros(len(samples), _WHOLE)
-        for number, tier in enumerate(tiers):
-            here = near & (seen == number)
-            if here.any():
-                # The usual case, and twice as fast without an index.
-                rows = slice(None) if here.all() else np.flatnonzero(here)
-                known[rows], there, checked[rows] = tier.locate(blocks[rows], places[rows])
-                entries[rows] = there.view(_WHOLE)
-        table = entries.view(ENTRY)
+        known = np.zeros(len(samples), np.bool_)
+        table = np.empty((len(COLUMNS), len(samples)), np.int64)
+        located = SampleLocations(known, table, holders)
         # Of a block that was seen in none, -1, the last value.
         folders = np.array([*(tier.folder for tier in tiers), -1], np.int64)
         disks = np.array([*(tier.kind != "ram" for tier in tiers), False], np.bool_)
-        located = SampleLocations(
-            known=known & (folders[seen] >= 0),
-            descriptor=folders[seen],
-            offset=table["offset"].astype(np.int64),
-            stored=table["stored"].astype(np.int64),
-            raw=table["raw"].astype(np.int64),
-            digest=table["xxh3"].astype(np.uint64),
-            files=holders,
-            block=blocks.astype(np.int64),
-            regular=disks[seen],
-            kept=self._targets.pinned[blocks] >= 0,
-            checked=checked,
-            tier=seen.astype(np.int8),
-        )
+        for name, values in (
+            ("descriptor", folders[seen]),
+            ("block", blocks),
+            ("regular", disks[seen]),
+            ("kept", self._targets.pinned[blocks] >= 0),
+            ("tier", seen),
+        ):
+            table[_ROW[name]] = values
+        for number, tier in enumerate(tiers):
+            here = near & (seen == number)
+            if folders[number] >= 0 and here.any():
+                # The usual case, and twice as fast without an index.
+                rows = slice(None) if here.all() else np.flatnonzero(here)
+                known[rows], entries, checked = tier.locate(blocks[rows], places[rows])
+                for name, values in (
+                    ("checked", checked),
+                    ("offset", entries["offset"].view("<i8")),
+                    ("stored", entries["stored"]),
+                    ("raw", entries["raw"]),
+                    ("digest", entries["xxh3"].view("<i8")),
+                ):
+                    table[_ROW[name], rows] = values
         if self._in_source is not None:
             away = (homes < 0) & (seen < 0)
             if held is not None:
@@ -122,11 +141,15 @@ class SampleLocator:
             self._looked[block] = True
         rows = rows[self._blocks.seen_in(mine) < 0]
         there = self._in_source(samples[rows], blocks[rows], places[rows])
-        located.known[rows] = located.checked[rows] = there.known
-        located.descriptor[rows] = there.descriptor
-        located.offset[rows] = there.offset
-        located.stored[rows] = there.stored
-        located.raw[rows] = there.raw
-        located.digest[rows] = there.digest
-        located.block[rows] = -1
+        located.known[rows] = there.known
+        for name, values in (
+            ("checked", there.known),
+            ("descriptor", there.descriptor),
+            ("offset", there.offset),
+            ("stored", there.stored),
+            ("raw", there.raw),
+            ("digest", there.digest.view(np.int64)),
+            ("block", -1),
+        ):
+            located.table[_ROW[name], rows] = values
         located.files.extend(there.files)

@@ -476,21 +476,7 @@ def test_a_damaged_picture_is_skipped_or_named(mixed: Path, tmp_path: Path) -> N
 def _sleeping(seconds: float, count: int) -> NativeJob:
     recipe = NativeRecipe(Schema((("x", "int64"),)), (), sleep_s=seconds)
     nothing = np.zeros(count, np.int64)
-    flags = np.zeros(count, np.bool_)
-    where = SampleLocations(
-        known=~flags,
-        descriptor=nothing,
-        offset=nothing,
-        stored=nothing,
-        raw=nothing,
-        digest=nothing.view(np.uint64),
-        files=[],
-        block=nothing,
-        regular=flags,
-        kept=flags,
-        checked=flags,
-        tier=nothing.astype(np.int8),
-    )
+    where = SampleLocations.of(np.ones(count, np.bool_), [])
     given = NativeInput(np.arange(count), where, nothing, None)
     return NativeJob(recipe, 0, given, NativeArrays({}), 1)
 

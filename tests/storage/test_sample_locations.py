@@ -113,18 +113,21 @@ def _known(hierarchy: Hierarchy) -> set[int]:
 
 def _payload(located: SampleLocations, row: int) -> bytes:
     """Read a sample as a reader outside of Python does. Raises FileNotFoundError."""
-    descriptor, block = int(located.descriptor[row]), int(located.block[row])
+    descriptor, block = int(located.column("descriptor")[row]), int(located.column("block")[row])
     if block >= 0:
         descriptor = os.open(f"{block:08d}.blk", os.O_RDONLY, dir_fd=descriptor)
     try:
-        stored = os.pread(descriptor, int(located.stored[row]), int(located.offset[row]))
+        stored = os.pread(
+            descriptor, int(located.column("stored")[row]), int(located.column("offset")[row])
+        )
     finally:
         if block >= 0:
             os.close(descriptor)
-    raw = int(located.raw[row])
+    raw = int(located.column("raw")[row])
     if len(stored) != raw:
         stored = lz4.block.decompress(stored, uncompressed_size=raw)
-    assert xxhash.xxh3_64_intdigest(stored) == int(located.digest[row])
+    digests = located.column("digest").view(np.uint64)
+    assert xxhash.xxh3_64_intdigest(stored) == int(digests[row])
     return bytes(stored)
 
 
@@ -135,7 +138,7 @@ def _check_all(hierarchy: Hierarchy, samples: npt.NDArray[np.int64] = EVERY) -> 
     for row, sample in enumerate(samples.tolist()):
         payload, kind = hierarchy.read_one(sample)
         assert _payload(located, row) == bytes(payload)
-        number = int(located.tier[row])
+        number = int(located.column("tier")[row])
         assert kind == ("source" if number < 0 else hierarchy.tiers[number].kind)
     return located
 
@@ -154,21 +157,17 @@ def test_each_row_is_that_of_its_block_s_table(make: Make, kind: str, compress: 
     samples = np.random.default_rng(0).permutation(np.concatenate([EVERY, EVERY[:50]]))
     located = _check_all(hierarchy, samples)
     blocks, places = reader.layout.locate(samples)
-    assert (located.block == blocks).all()
-    assert (located.descriptor == tier.folder).all()
-    assert (located.regular == (kind == "disk")).all()
-    assert (located.tier == 0).all()
-    assert located.checked.all()
-    assert located.files == []
-    assert ((located.stored < located.raw).mean() > 0.5) == compress
+    assert (located.column("block") == blocks).all()
+    assert (located.column("descriptor") == tier.folder).all()
+    assert (located.column("regular") == (kind == "disk")).all()
+    assert (located.column("tier") == 0).all()
+    assert located.column("checked").all()
+    assert located.files == [tier.holder]
+    assert ((located.column("stored") < located.column("raw")).mean() > 0.5) == compress
     for row, (block, place) in enumerate(zip(blocks.tolist(), places.tolist(), strict=True)):
-        ours = [array[row] for array in (located.offset, located.stored, located.raw)]
-        assert (*ours, located.digest[row]) == tier.check(block).table[place].item()
-    assert [each.dtype for each in (located.offset, located.digest, located.tier)] == [
-        np.int64,
-        np.uint64,
-        np.int8,
-    ]
+        ours = [int(located.column(name)[row]) for name in ("offset", "stored", "raw")]
+        digest = int(located.column("digest").view(np.uint64)[row])
+        assert (*ours, digest) == tier.check(block).table[place].item()
 
 
 def test_a_tier_that_could_not_be_opened_has_no_samples(make: Make, tmp_path: Path) -> None:
@@ -195,8 +194,8 @@ def test_samples_of_two_tiers_are_known_and_those_of_none_are_not(make: Make) ->
     homes = hierarchy.pinned[blocks]
     assert (_locate(hierarchy).known == (homes >= 0)).all()
     located = _check_all(hierarchy, EVERY[homes >= 0])
-    assert (located.tier == homes[homes >= 0]).all()
-    assert (located.regular == (located.tier == 1)).all()
+    assert (located.column("tier") == homes[homes >= 0]).all()
+    assert (located.column("regular") == (located.column("tier") == 1)).all()
 
 
 def test_a_block_is_read_from_a_faster_tier_than_its_own_and_moved_from_a_slower(
@@ -207,7 +206,8 @@ def test_a_block_is_read_from_a_faster_tier_than_its_own_and_moved_from_a_slower
         _publish(hierarchy.tiers[number], hierarchy.reader, block)
         assert hierarchy.block_fetcher.place(block) == number
     assert _known(hierarchy) == {1}
-    assert (_locate(hierarchy, hierarchy.reader.layout.samples_of(1)).tier == 0).all()
+    located = _locate(hierarchy, hierarchy.reader.layout.samples_of(1))
+    assert (located.column("tier") == 0).all()
 
 
 def test_streamed_blocks_are_known_while_they_are_there(make: Make, tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_streamed_blocks_are_known_while_they_are_there(make: Make, tmp_path: Pa
     assert not hierarchy.block_fetcher.fill(5)  # In no tier.
     assert _known(hierarchy) == {*range(0, BLOCKS, 2), 1, 3}
     located = _check_all(hierarchy, hierarchy.reader.layout.samples_of(3))
-    assert (located.tier == 1).all()
-    assert not located.regular.any()
+    assert (located.column("tier") == 1).all()
+    assert not located.column("regular").any()
     hierarchy.drop_streamed(3)
     assert 3 not in _known(hierarchy)
     assert hierarchy.block_fetcher.fill(3)
@@ -276,7 +276,7 @@ def test_as_many_reads_are_checked_as_of_single_reads(
     tier = hierarchy.tiers[0]
     checked: list[bool] = []
     for k in range(0, N, 100):  # Single reads in between are counted with them.
-        checked += _locate(hierarchy, EVERY[k : k + 100]).checked.tolist()
+        checked += _locate(hierarchy, EVERY[k : k + 100]).column("checked").tolist()
         tier.read(0, 0)
         checked.append(int(tier.hits * share) != int((tier.hits - 1) * share))
     assert tier.hits == len(checked) == N + 4
@@ -293,7 +293,8 @@ def test_what_failed_is_checked_by_the_next_read_whatever_the_share(
     _fill(hierarchy)
     path = Path(hierarchy.tiers[0].path) / "00000005.blk"
     data = bytearray(path.read_bytes())
-    last = int(_locate(hierarchy, hierarchy.reader.layout.samples_of(5)[-1:]).offset[0])
+    located = _locate(hierarchy, hierarchy.reader.layout.samples_of(5)[-1:])
+    last = int(located.column("offset")[0])
     data[last] ^= 1
     path.write_bytes(data)
     sample = int(hierarchy.reader.layout.samples_of(5)[-1])
@@ -311,7 +312,7 @@ def test_a_block_that_another_process_wrote_anew_is_read_by_its_own_table(make: 
     _publish(two.tiers[0], two.reader, 1, compress=True)
     one.failed(np.array([1]))
     rows = one.reader.layout.samples_of(1)
-    assert (_check_all(one).stored[rows] < before.stored[rows]).any()
+    assert (_check_all(one).column("stored")[rows] < before.column("stored")[rows]).any()
     assert one.counters.healed == 0
 
 
@@ -421,7 +422,9 @@ def test_batches_are_located_while_others_add_and_drop_tables(
         tasks = [pool.submit(disturb, seed) for seed in range(2)]
         while not all(task.done() for task in tasks):
             located = _locate(hierarchy)
-            assert (located.digest[located.known] == digests[located.known]).all()
+            assert (
+                located.column("digest").view(np.uint64)[located.known] == digests[located.known]
+            ).all()
             assert located.known.any()
         for task in tasks:
             task.result()
@@ -473,14 +476,14 @@ def test_samples_of_local_shards_are_known_without_a_tier(shards: Path) -> None:
     reader = open_reader(str(shards))
     with _over(reader) as hierarchy:
         located = _check_all(hierarchy, np.random.default_rng(0).permutation(_all_of(reader)))
-        assert len(set(located.descriptor.tolist())) == len(list(shards.glob("*.dlio")))
-        assert len(located.files) == len(set(located.descriptor.tolist()))
-        assert (located.tier == -1).all()
-        assert (located.block == -1).all()
-        assert located.checked.all()
-        assert not located.regular.any()
-        assert (located.stored < located.raw).any()
-        assert (located.stored == located.raw).any()
+        assert len(set(located.column("descriptor").tolist())) == len(list(shards.glob("*.dlio")))
+        assert len(located.files) == len(set(located.column("descriptor").tolist()))
+        assert (located.column("tier") == -1).all()
+        assert (located.column("block") == -1).all()
+        assert located.column("checked").all()
+        assert not located.column("regular").any()
+        assert (located.column("stored") < located.column("raw")).any()
+        assert (located.column("stored") == located.column("raw")).any()
     reader.close()
 
 
@@ -491,7 +494,7 @@ def test_files_stay_open_for_as_long_as_they_are_referred_to(shards: Path) -> No
     wanted = [bytes(payload) for payload in reader.read(_all_of(reader))]
     reader.close()
     assert [_payload(located, row) for row in range(len(wanted))] == wanted
-    descriptor = int(located.descriptor[0])
+    descriptor = int(located.column("descriptor")[0])
     del located
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(descriptor)
@@ -508,8 +511,8 @@ def test_a_block_that_another_job_left_in_a_tier_is_read_there(
         home = reader.layout.block_of(samples) == 1
         assert (_locate(hierarchy, samples).known == ~home).all()  # It is looked for by this.
         located = _check_all(hierarchy, samples)
-        assert (located.tier == np.where(home, 0, -1)).all()
-        assert (located.block == np.where(home, 1, -1)).all()
+        assert (located.column("tier") == np.where(home, 0, -1)).all()
+        assert (located.column("block") == np.where(home, 1, -1)).all()
 
 
 def test_samples_that_shards_cannot_give_are_unknown(shards: Path) -> None:

@@ -160,6 +160,50 @@ EXPORT Pool *dlio_pool_open(int64_t threads, int64_t files) {
 /* Number of the pool's threads. */
 EXPORT int64_t dlio_pool_threads(const Pool *pool) { return pool->threads; }
 
+typedef struct { int64_t folder, block, row; } Key;
+
+static int by_file(const void *one, const void *other) {
+    const Key *a = one, *b = other;
+    if (a->folder != b->folder) return a->folder < b->folder ? -1 : 1;
+    if (a->block != b->block) return a->block < b->block ? -1 : 1;
+    return a->row < b->row ? -1 : 1;
+}
+
+/* Make the samples of a job of the known rows of a table, whose columns, `count` numbers each, are
+ * those of dlio/storage/sample_locations.py; if `sorted`, those of a file follow each other.
+ *
+ * order: gets the row of each sample.
+ * sums: bytes of all payloads; number of the first one's tier; 1 if others have another.
+ * Returns the number of samples. */
+EXPORT int64_t dlio_pool_rows(const int64_t *table, int64_t count, const uint8_t *known,
+                              const int64_t *slots, int64_t sorted, Sample *samples, int64_t *order,
+                              int64_t sums[3]) {
+    enum { DESCRIPTOR, BLOCK, REGULAR, KEPT, OFFSET, STORED_, RAW, DIGEST, CHECKED, TIER };
+    int64_t used = 0;
+    for (int64_t row = 0; row < count; row++)
+        if (known[row]) order[used++] = row;
+    Key *keys = sorted && used > 1 ? malloc((size_t)used * sizeof *keys) : NULL;
+    if (keys) {
+        for (int64_t k = 0; k < used; k++)
+            keys[k] = (Key){table[DESCRIPTOR * count + order[k]], table[BLOCK * count + order[k]],
+                            order[k]};
+        qsort(keys, (size_t)used, sizeof *keys, by_file);
+        for (int64_t k = 0; k < used; k++) order[k] = keys[k].row;
+        free(keys);
+    }
+    sums[0] = sums[2] = 0, sums[1] = used ? table[TIER * count + order[0]] : 0;
+    for (int64_t k = 0; k < used; k++) {
+        const int64_t *at = table + order[k];
+        samples[k] = (Sample){.descriptor = at[DESCRIPTOR * count], .block = at[BLOCK * count],
+                              .regular = at[REGULAR * count], .kept = at[KEPT * count],
+                              .offset = at[OFFSET * count], .stored = at[STORED_ * count],
+                              .raw = at[RAW * count], .digest = (uint64_t)at[DIGEST * count],
+                              .checked = at[CHECKED * count], .slot = slots[order[k]]};
+        sums[0] += samples[k].raw, sums[2] |= at[TIER * count] != sums[1];
+    }
+    return used;
+}
+
 /* Begin a job: behind all others of the same order. */
 EXPORT void dlio_pool_submit(Pool *pool, Job *job) {
     for (int64_t k = 0; k < job->count; k++) job->samples[k].state = WAITING;

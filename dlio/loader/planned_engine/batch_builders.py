@@ -200,12 +200,12 @@ class CropBatchBuilder(BatchBuilder):
         """Return the images of slots that are kept decoded, and write their classes."""
         assert self._decoded is not None
         located, shapes, labels = self._decoded.locate(self.samples[slots])
-        located.tier[:] = DECODED
+        located.column("tier")[:] = DECODED
         self._companions[slots[located.known]] = labels[located.known]
         return NativeInput(
             slots,
             located,
-            located.block,
+            located.column("block"),
             None,
             pixels=shapes,
             saved_s=self._decoded.saves_s,

@@ -52,8 +52,6 @@ _MOST_TASK: Final = 64
 _MOST_FILES: Final = 1024
 _FILES_SHARE: Final = 4
 """Blocks whose files stay open: at most so many, and one of so many that the process may open."""
-_BLOCK_BITS: Final = 40
-"""Bits that the number of a block has at most."""
 _ENOUGH: Final = 512
 """Samples after which it is known whether native threads make most of them."""
 
@@ -72,8 +70,6 @@ SAMPLE: Final = np.dtype(
     ]
 )
 """`Sample` of pool.h."""
-_LOCATED: Final = (*SAMPLE.names[:8], "checked") if SAMPLE.names else ()
-"""Columns that `SampleLocations` give."""
 _STORED: Final = 2
 """Value of `checked` for digests of stored bytes: STORED of pool.h."""
 _CASTS: Final = {
@@ -118,6 +114,12 @@ class _Recipe(_Struct):
         ("values", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("wide", "sleep_ns")),
     ]
+
+
+class _Sums(_Struct):
+    """Of the rows of a job: bytes of payloads; the tier of the first; 1 if others have another."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("raw", "tier", "mixed")]
 
 
 class _Job(_Struct):
@@ -281,36 +283,33 @@ class NativeJob:
         known: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self.began = time.perf_counter()
-        images, uniforms = memory.images, memory.uniforms
-        locations = given.locations
-        known = given.known() if known is None else known
-        samples = np.empty(len(known), SAMPLE)
-        for name in _LOCATED:
-            samples[name] = getattr(locations, name)
-        samples["slot"], rows = given.slots, np.flatnonzero(known)
-        samples["height"] = samples["width"] = 0
+        images, uniforms, locations = memory.images, memory.uniforms, given.locations
+        known = np.ascontiguousarray(given.known() if known is None else known)
+        places = np.ascontiguousarray(given.slots)
+        samples, rows = np.empty(len(known), SAMPLE), np.empty(len(known), np.int64)
+        sums = _Sums()
+        library = find()
+        assert library is not None
+        # Samples of a block one after another: its file is opened once.
+        count = library.rows(
+            *(_address(locations.table), len(known), _address(known), _address(places)),
+            *(images is None, _address(samples), _address(rows), ctypes.byref(sums)),
+        )
+        self._samples, self._rows, self._given = samples[:count], rows[:count], given
         if given.pixels is not None:
-            samples["height"], samples["width"] = given.pixels.T
-            samples["checked"] = _STORED
-        if images is None and len(rows) > 1:
-            # Samples of a block one after another: its file is opened once.
-            files = (samples["descriptor"] << _BLOCK_BITS) + samples["block"]
-            rows = rows[files[rows].argsort()]
-        self._samples, self._tiers = _rows(samples, rows), locations.tier[rows]
-        self._blocks, self.hierarchy = given.blocks[rows], given.hierarchy
-        self.saved_s = given.saved_s
-        pieces = None if given.pieces is None else _rows(given.pieces, rows)
+            self._samples["height"], self._samples["width"] = given.pixels[self._rows].T
+            self._samples["checked"] = _STORED
+        self.hierarchy, self.saved_s = given.hierarchy, given.saved_s
+        pieces = None if given.pieces is None else _rows(given.pieces, self._rows)
         self._sizes = self._samples["raw"] if pieces is None else pieces["count"].prod(1)
-        self.slots = len(rows) if pieces is None else len(np.unique(self._samples["slot"]))
+        self.slots = count if pieces is None else len(np.unique(self._samples["slot"]))
         """Number of slots that it makes."""
-        count = len(rows)
         addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
             *(_address(memory.arrays[name]) for name in recipe.fields)
         )
-        first = int(self._tiers[0]) if count else 0
-        self._tier = first if (self._tiers == first).all() else None
+        self._tier = None if sums.mixed else int(sums.tier)
         """Number of the tier, if all are in one."""
-        self.payload_bytes = max(1, int(self._sizes.sum()))
+        self.payload_bytes = max(1, int(sums.raw if pieces is None else self._sizes.sum()))
         """Of all its samples."""
         task = _TASK_BYTES * count // self.payload_bytes
         task = max(1, min(task, _MOST_TASK, -(-count // (2 * threads))))
@@ -338,8 +337,8 @@ class NativeJob:
     def unread(self) -> npt.NDArray[np.int64]:
         """Return the blocks of payloads that could not be read from files, or are damaged there."""
         state = self._samples["state"]
-        lost = ((state == _UNREADABLE) | (state == _DAMAGED)) & (self._tiers > ARRIVED)
-        blocks: npt.NDArray[np.int64] = self._blocks[lost]
+        lost = ((state == _UNREADABLE) | (state == _DAMAGED)) & (self._tiers() > ARRIVED)
+        blocks: npt.NDArray[np.int64] = self._given.blocks[self._rows[lost]]
         return blocks
 
     def bytes_by_tier(self) -> dict[int, int]:
@@ -347,8 +346,12 @@ class NativeJob:
         if self._tier is not None and not self.c.refused:
             return {self._tier: self.payload_bytes}
         sizes = np.where(self._samples["state"] == 0, self._sizes, 0)
-        counts = np.bincount(self._tiers - DECODED, sizes)
+        counts = np.bincount(self._tiers() - DECODED, sizes)
         return {tier + DECODED: int(count) for tier, count in enumerate(counts) if count}
+
+    def _tiers(self) -> npt.NDArray[np.int64]:
+        tiers: npt.NDArray[np.int64] = self._given.locations.column("tier")[self._rows]
+        return tiers
 
     @property
     def read_s(self) -> float:
@@ -365,21 +368,17 @@ def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLoca
     """Return where payloads lie that have arrived from peers."""
     here = [each for each in payloads if each is not None]
     assert len(here) == len(payloads)
-    count = len(here)
-    stored = np.array([len(each.stored) for each in here], np.int64)
-    return SampleLocations(
-        known=np.ones(count, np.bool_),
-        descriptor=np.full(count, IN_MEMORY, np.int64),
-        block=np.full(count, -1, np.int64),
-        regular=np.zeros(count, np.bool_),
-        kept=np.zeros(count, np.bool_),
+    return SampleLocations.of(
+        np.ones(len(here), np.bool_),
+        list(here),
+        descriptor=IN_MEMORY,
+        block=-1,
         offset=np.array([_address(np.asarray(each.stored)) for each in here], np.int64),
-        stored=stored,
+        stored=np.array([len(each.stored) for each in here], np.int64),
         raw=np.array([each.size for each in here], np.int64),
-        digest=np.array([each.digest for each in here], np.uint64),
-        checked=np.ones(count, np.bool_),
-        files=list(here),
-        tier=np.full(count, ARRIVED, np.int8),
+        digest=np.array([each.digest for each in here], np.uint64).view(np.int64),
+        checked=1,
+        tier=ARRIVED,
     )
 
 
@@ -520,6 +519,12 @@ class _PoolLibrary:
         # These never wait: giving the interpreter's lock away, and taking it again behind all
         # others, would take longer than the call.
         held = ctypes.PyDLL(path)
+        self.rows = held.dlio_pool_rows
+        self.rows.restype = number
+        self.rows.argtypes = (
+            *(pool, number, pool, pool, number, pool, pool),
+            ctypes.POINTER(_Sums),
+        )
         for name in ("submit", "left", "wake"):
             call = getattr(held, f"dlio_pool_{name}")
             call.restype, call.argtypes = getattr(self, name).restype, getattr(self, name).argtypes

@@ -119,7 +119,7 @@ class PatchBatchBuilder(BatchBuilder):
         blocks, places = source.chunks.layout.locate(chunks)
         located = hierarchy.locate(chunks, blocks, places)
         # Python says what is wrong with a chunk of another size.
-        located.known[:] &= located.raw == source.chunks.sizes[chunks]
+        located.known[:] &= located.column("raw") == source.chunks.sizes[chunks]
         return NativeInput(
             slots[np.concatenate([parts.row for parts in fields])],
             located,
