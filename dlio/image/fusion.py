@@ -2,7 +2,9 @@
 
 - the crop that it begins with goes to the decoder, which decodes only its part of an image;
 - transforms of pixels are done in the crop's place in the batch;
-- conversions, normalisation, erasing and mixtures are done for a whole batch, on its device;
+- conversions, normalisation, erasing and mixtures are done for a whole batch, on its device; of a
+  batch that stays on the CPU the first conversions and the normalisation may be done by whoever
+  makes its crops (`BatchTransform.values`);
 - transforms that dlio does not know are called for each sample, with everything behind them.
 
 Pipelines of torchvision are cut in the same way, as far as they are known (`recognise`).
