@@ -233,10 +233,14 @@ class RoomPool:
     def __init__(self, threads: int) -> None:
         self._pool = NativePool(threads)
         self._jobs: dict[int, NativeJob] = {}
+        self._recipes: dict[int, NativeRecipe] = {}
+        """By time to sleep; a loader makes one for all its batches."""
 
     def submit(self, count: int, sleep_ns: int) -> int:
         """As `SleepingPool`."""
-        recipe = NativeRecipe(_NUMBERS, (), sleep_s=sleep_ns / 1e9)
+        recipe = self._recipes.get(sleep_ns)
+        if recipe is None:
+            recipe = self._recipes[sleep_ns] = NativeRecipe(_NUMBERS, (), sleep_s=sleep_ns / 1e9)
         locations = SampleLocations.of(np.ones(count, np.bool_), [])
         given = NativeInput(np.arange(count), locations, np.zeros(count, np.int64), None)
         job = NativeJob(recipe, 0, given, NativeArrays({}), self._pool.threads)
