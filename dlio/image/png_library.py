@@ -25,8 +25,8 @@ _CALLS: Final = (
 def libpng_path() -> str | None:
     """Return the path of OpenCV's libpng; None if that is a part of OpenCV, or of the system."""
     folder = os.path.dirname(os.path.dirname(str(opencv().__file__)))
-    found = glob.glob(os.path.join(glob.escape(folder), "opencv_*.libs", "libpng16*.so*"))
-    return found[0] if found else None
+    paths = glob.glob(os.path.join(glob.escape(folder), "opencv_*.libs", "libpng16*.so*"))
+    return paths[0] if paths else None
 
 
 @functools.cache

@@ -120,7 +120,7 @@ class _Recipe(_Struct):
 
 
 class _Sums(_Struct):
-    """Of the rows of a job: bytes of payloads; the tier of the first; 1 if others have another."""
+    """Sums over the rows of a job: bytes of payloads; the first one's tier; 1 if others differ."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("raw", "tier", "mixed")]
 
