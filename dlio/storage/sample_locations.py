@@ -6,7 +6,7 @@ no file then, or a payload of another checksum, and takes `Hierarchy.read` inste
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class SampleLocations:
 
     @classmethod
     def of(
-        cls, known: npt.NDArray[np.bool_], files: list[object], **columns: npt.NDArray[Any] | int
+        cls, known: npt.NDArray[np.bool_], files: list[object], **columns: npt.ArrayLike
     ) -> "SampleLocations":
         """Make one of columns by name; those that are not given are 0."""
         table = np.zeros((len(COLUMNS), len(known)), np.int64)
