@@ -114,7 +114,7 @@ class _ClassNumber(Companion):
         return int(values[self._label])
 
     def batch(self, images: BatchData, companions: Sequence[int]) -> BatchData:
-        return images, torch.tensor(companions, dtype=torch.int64)
+        return images, torch.as_tensor(companions, dtype=torch.int64)
 
 
 class _NoCompanion(Companion):
