@@ -1,8 +1,11 @@
 """Signals that end a process, or ask it to end."""
 
+import ctypes
 import math
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +17,8 @@ with --resume goes on. It is EX_TEMPFAIL of sysexits.h."""
 _SAME_S: Final = 1.0
 """Time in which signals are one: a launcher passes on those that its ranks may have got, too."""
 _NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)
+_AGAIN_S: Final = 0.01
+"""Time after which an interruption that Python has dropped comes again."""
 _is_command = False
 """This process runs a command, after which it ends; see `as_command`."""
 _receivers: list[Callable[[], object]] = []
@@ -28,13 +33,14 @@ def as_command() -> Iterator[None]:
     """
     global _is_command
     before = {number: signal.getsignal(number) for number in _NUMBERS}
-    was_command = _is_command
+    was_command, hook = _is_command, sys.unraisablehook
     _is_command = True
     signal.signal(signal.SIGTERM, _raise_interrupt)
+    sys.unraisablehook = _raise_again
     try:
         yield
     finally:
-        _is_command = was_command
+        _is_command, sys.unraisablehook = was_command, hook
         for number, handler in before.items():
             if signal.getsignal(number) in (_raise_interrupt, _ignore):  # Not after `end_with`.
                 signal.signal(number, handler)
@@ -42,6 +48,22 @@ def as_command() -> Iterator[None]:
 
 def _raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def _raise_again(dropped: "sys.UnraisableHookArgs") -> None:
+    """Raise an interruption anew that came while Python ran a destructor or a callback of a weak
+    reference, where it can only print and forget an exception."""
+    if not isinstance(dropped.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    thread = ctypes.c_ulong(threading.get_ident())
+    again = threading.Timer(
+        _AGAIN_S,
+        ctypes.pythonapi.PyThreadState_SetAsyncExc,
+        (thread, ctypes.py_object(KeyboardInterrupt)),
+    )
+    again.daemon = True  # The interpreter may be ending.
+    again.start()
 
 
 def work_is_done() -> None:

@@ -74,3 +74,39 @@ def test_training_in_a_program_gives_signals_their_former_effect() -> None:
     with EndRequests():
         assert [signal.getsignal(number) for number in NUMBERS] != before
     assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+DESTRUCTOR = """
+import os, signal, sys, time, weakref
+from dlio.cli import guarded
+
+class Thing:
+    pass
+
+def run():
+    thing = Thing()
+    weak = weakref.ref(thing, lambda _: signal.raise_signal(int(sys.argv[1])))
+    del thing
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.001)
+    print("went on")
+
+guarded(run)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interruption_of_a_callback_that_cannot_raise_ends_the_command(number: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DESTRUCTOR, str(int(number))],
+        # A shell's background jobs ignore SIGINT, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stdout == ""
+    assert done.stderr == "dlio: interrupted\n"
