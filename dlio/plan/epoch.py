@@ -28,6 +28,7 @@ from dlio.plan.schedule import (
     assign,
     cut_window,
     keepers_of,
+    plan_alone,
     plan_window,
     senders_of,
     with_ranks,
@@ -136,6 +137,8 @@ class EpochPlan:
         """Plan a run of steps by dealing whole global batches, as every other rank does; for the
         exact modes.
         """
+        if self.ranks.size == 1:
+            return plan_alone(self.order, self.position, self.shares.global_batch, steps)
         return plan_window(self.dealt(steps), self.rank, self.ranks.size)
 
 

@@ -15,7 +15,7 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share
 from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
-from dlio.plan.schedule import RankNodes, RankWindow, assign, steps_in_epoch
+from dlio.plan.schedule import RankNodes, RankWindow, assign, plan_window, steps_in_epoch
 from tests.conftest import examples
 
 MODES = ("batch", "global", "ring", "local", "partial(0.1)", "partial(0.5)", "partial(1)")
@@ -50,6 +50,26 @@ def epochs(draw: st.DrawFn) -> EpochPlan:
     home = np.array(homes, np.int32)
     shares = RankShares.even(batch, ranks.size)
     return EpochPlan(order, position, shares, steps, "batch", ranks, 0, home, layout)
+
+
+@given(epochs(), st.sampled_from(["batch", "global"]), st.integers(0, 20), st.integers(0, 40))
+@settings(max_examples=examples(200), deadline=None)
+def test_the_only_rank_plans_as_one_of_several_would(
+    plan: EpochPlan, mode: str, start: int, count: int
+) -> None:
+    shares = RankShares.even(plan.shares.global_batch, 1)
+    values = {name: getattr(plan, name) for name in plan.__slots__}
+    alone = RankNodes(np.zeros(1, np.int32))
+    plan = EpochPlan(**{**values, "mode": mode, "shares": shares, "ranks": alone, "rank": 0})
+    start = min(start, plan.steps)
+    steps = range(start, min(plan.steps, start + count))
+    mine, dealt = plan.window(steps), plan_window(plan.dealt(steps), 0, 1)
+    assert mine.steps == dealt.steps
+    for name in ("samples", "starts", "senders"):
+        one, other = getattr(mine, name), getattr(dealt, name)
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other), name
+    assert mine.sends == dealt.sends == {}
 
 
 def _of(plan: EpochPlan, mode: str, rank: int) -> EpochPlan:

@@ -153,6 +153,9 @@ class Pipeline:
         self._ticket = itertools.count()
         self._under_way: deque[Batch] = deque()
         self._next_step = 0
+        self._is_native = False
+        """The batch that was begun last was left to native threads as a whole, none of whose reads
+        waits for another batch to begin."""
         self._lock = threading.Lock()
         self._complete = 0
         """Batches that are done, and not taken yet."""
@@ -174,6 +177,10 @@ class Pipeline:
     def start(self) -> None:
         """Begin batches until as many are under way as may be."""
         context = self._context
+        if self._is_native and 2 * len(self._under_way) > context.ahead:
+            # Several are begun one after another: the first finds the processor's caches full of
+            # other data, and takes as long as three that follow it.
+            return
         while len(self._under_way) < context.ahead and self._next_step < context.steps:
             # With batches under way, the next window may wait for one of them to be taken: waiting
             # for it here deadlocked with windows of two steps.
@@ -360,9 +367,11 @@ class Pipeline:
         if count == 0:
             self._finish(batch)
         self._under_way.append(batch)
+        self._is_native = False
 
         def queue_slots(slots: list[int]) -> None:
             slots = self._submit(batch, slots)
+            self._is_native = not slots
             if len(slots) > _MOST_REFUSED * count:
                 self._begin_others()
             if not may_be_decoded:

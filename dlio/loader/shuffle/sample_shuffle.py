@@ -196,7 +196,14 @@ class Shuffle(Closable):
         """Say that step `number` was handed to the user, so that another window may be planned."""
         with self._condition:
             self._consumed_step = number + 1
-            self._condition.notify_all()
+            # The thread is woken only for what it waits for: each time takes it 0.1 ms.
+            planned, windows = self._planned, self._windows
+            if planned == len(windows):
+                due = self._plan.steps
+            else:
+                due = windows[max(0, planned - 1)].start
+            if self._consumed_step >= due:
+                self._condition.notify_all()
 
     @property
     def sent(self) -> int:
