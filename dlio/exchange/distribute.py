@@ -3,17 +3,19 @@
 The trainer, `dlio run`, the Lightning strategy and the benchmarks start their exchanges here, too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import nn
 
 from dlio.comm import Communicator, world
-from dlio.comm.survival.recovery import recovery_of
+from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import UsageError
-from dlio.exchange.buckets import Named, broadcast_state
+from dlio.exchange.buckets import Named, broadcast_state, broadcast_tensors
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_factory import start_exchange
@@ -23,17 +25,36 @@ from dlio.util.arguments import named as named_as
 from dlio.util.arguments import whole_number
 from dlio.util.closable import Closable
 
-_around: "WeakKeyDictionary[torch.optim.Optimizer, Exchange]" = WeakKeyDictionary()
+_around: "WeakKeyDictionary[torch.optim.Optimizer, ExchangeHandle]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
+_Naming = Callable[[Sequence[nn.Parameter]], Named]
+_IGNORES_LOSS: Final = tuple(
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind not in (torch.optim.Optimizer, torch.optim.LBFGS)
+)
+"""Optimizers that return what a closure returns, and do not look at it."""
 
 
 class _OptimizerHook(Protocol):
     def remove(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Followed:
+    """An optimizer, as it was at its last step."""
+
+    exchanges: list[Exchange]
+    """Those of its parameters, and those that were made for it."""
+    trained: list[int] = field(default_factory=list)
+    """`id` of each parameter of its groups that requires gradients."""
+
+
 class ExchangeHandle(Closable):
-    """The exchanges of some optimizers, one each. `close`, or leaving `with`, ends them on all
-    ranks.
+    """The exchanges of some optimizers, one each, and one more for parameters that come later.
+    `close`, or leaving `with`, ends them on all ranks.
 
     Args:
         spec: the exchange of each optimizer.
@@ -41,6 +62,10 @@ class ExchangeHandle(Closable):
         seed: seeds the choice of partners.
         pretend_nodes: behave as if the ranks were on that many nodes.
         follow_steps: have the optimizers call `before_step` and `after_step`.
+        naming: puts an optimizer's parameters into an order that is the same on all ranks, with
+            names. Parameters that an optimizer gets, or that begin to require gradients, are
+            exchanged then from its next step on, starting from rank 0's. Without it they are not.
+        added: called with each exchange of such parameters.
     """
 
     def __init__(
@@ -50,73 +75,175 @@ class ExchangeHandle(Closable):
         seed: int = 0,
         pretend_nodes: int | None = None,
         follow_steps: bool = True,
+        naming: _Naming | None = None,
+        added: Callable[[Exchange], None] | None = None,
     ) -> None:
         self._spec, self._comm = spec, comm
         self._seed, self._pretend_nodes = seed, pretend_nodes
         self._follow_steps = follow_steps
-        self._of_optimizer: dict[torch.optim.Optimizer, Exchange] = {}
+        self._naming, self._added = naming, added
+        self._followed: dict[torch.optim.Optimizer, _Followed] = {}
+        self._of_parameter: dict[torch.Tensor, Exchange] = {}
+        self._announce: Callable[[Exchange], None] | None = None
+        """Repeats the last call about the next losses."""
+        self._held = False
+        self._samples = 1.0
+        self._modules: list[nn.Module] = []
+        self.exchanges: list[Exchange] = []
+        """All of them, in the order in which they were made."""
         self._hooks: list[_OptimizerHook] = []
 
     def add(
         self, optimizer: torch.optim.Optimizer, named: Named, modules: Iterable[nn.Module] = ()
-    ) -> Exchange:
+    ) -> Exchange | None:
         """Start the exchange of an optimizer, with its parameters, except those of another
         exchange, in the same order on all ranks, and the modules whose forward passes use them.
         Collective.
+
+        None if all parameters have an exchange already, which then follows this optimizer, too.
         """
-        exchange = start_exchange(
-            self._spec, named, modules, self._comm, self._seed, self._pretend_nodes
+        self._modules = list(modules)
+        exchange = self._begin(named) if named or not self.exchanges else None
+        known = dict.fromkeys(
+            self._of_parameter[p] for p in parameters_of(optimizer) if p in self._of_parameter
         )
-        self._of_optimizer[optimizer] = exchange
+        made = [] if exchange is None or exchange in known else [exchange]
+        self._followed[optimizer] = _Followed([*known, *made])
         if self._follow_steps:
-            _around[optimizer] = exchange
+            _around[optimizer] = self
             self._hooks += [
-                optimizer.register_step_pre_hook(lambda *_: exchange.before_step()),
-                optimizer.register_step_post_hook(lambda *_: exchange.after_step()),
+                optimizer.register_step_pre_hook(self._step_begins),
+                optimizer.register_step_post_hook(lambda *_: self.after_step(optimizer)),
             ]
         return exchange
 
-    @property
-    def exchanges(self) -> list[Exchange]:
-        """One exchange per optimizer."""
-        return list(self._of_optimizer.values())
+    def _begin(self, named: Named) -> Exchange:
+        exchange = start_exchange(
+            self._spec,
+            named,
+            self._modules,
+            self._comm,
+            self._seed,
+            self._pretend_nodes,
+            takes_assigned=self._naming is not None,
+        )
+        self.exchanges.append(exchange)
+        self._of_parameter.update((parameter, exchange) for _, parameter in named)
+        return exchange
 
-    def exchange_of(self, optimizer: torch.optim.Optimizer) -> Exchange | None:
-        """Return an optimizer's exchange, None if it has none."""
-        return self._of_optimizer.get(optimizer)
+    def exchanges_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Exchange]:
+        """Return the exchanges of an optimizer's parameters, none if it was not added. Collective
+        if some of them have none yet."""
+        followed = self._followed.get(optimizer)
+        if followed is None:
+            return ()
+        if self._naming is not None:
+            trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+            identities = list(map(id, trained))
+            if identities != followed.trained:
+                followed.trained = identities
+                self._look_again(followed, trained, self._naming)
+        return followed.exchanges
+
+    def _look_again(
+        self, followed: _Followed, trained: Sequence[nn.Parameter], naming: _Naming
+    ) -> None:
+        """Find the exchanges of an optimizer whose parameters have changed."""
+        fresh = [p for p in trained if p not in self._of_parameter]
+        if fresh:
+            named = naming(fresh)
+            uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
+            exchange = self._begin(named)
+            exchange.hold(self._held)
+            if self._announce is not None:
+                self._announce(exchange)
+            if self._added is not None:
+                self._added(exchange)
+        mine = [self._of_parameter[p] for p in trained]
+        followed.exchanges = list(dict.fromkeys([*followed.exchanges, *mine]))
+
+    def exchange_of(self, parameter: torch.Tensor) -> Exchange | None:
+        """Return a parameter's exchange, None if it has none."""
+        return self._of_parameter.get(parameter)
+
+    def _step_begins(
+        self, optimizer: torch.optim.Optimizer, args: Any, options: Any
+    ) -> tuple[Any, Any] | None:
+        """Called by torch before a step; returns the step's arguments if they are to be others."""
+        self.before_step(optimizer)
+        closure = args[1] if len(args) > 1 else options.get("closure")
+        if closure is None or (agreed := self.agreed(optimizer, closure)) is closure:
+            return None
+        if len(args) > 1:
+            return (args[0], agreed, *args[2:]), options
+        return args, {**options, "closure": agreed}
+
+    def agreed(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return a closure that has all ranks' mean loss where an optimizer decides by it, such as
+        LBFGS, so that it takes the same way on all ranks."""
+        # Its gradients are means only where each backward ends with all ranks' sum.
+        if isinstance(optimizer, _IGNORES_LOSS) or self._comm.size == 1 or not self.alike:
+            return closure
+
+        def mean() -> Any:
+            loss = closure()
+            if loss is None:
+                return None
+            sums = np.array([float(loss) * self._samples, self._samples])
+            self._comm.wait([self._comm.iallreduce(sums)], "the ranks' mean loss")
+            value = sums[0] / sums[1]
+            return torch.full_like(loss, value) if isinstance(loss, torch.Tensor) else value
+
+        return mean
 
     def weigh(self, samples: float) -> None:
         """Announce that the next losses of this rank are means over `samples` samples.
 
         Ranks then count in proportion to their samples; without a call all ranks count alike.
         """
+        self._samples = samples
+        self._announced(lambda exchange: exchange.weigh(samples))
+
+    def _announced(self, announce: Callable[[Exchange], None]) -> None:
+        self._announce = announce
         for exchange in self.exchanges:
-            exchange.weigh(samples)
+            announce(exchange)
 
     def before_backward(self, samples: int, planned: int) -> None:
         """Announce, in place of `weigh`, that the next loss is a sum over this rank's `samples`,
         divided by `planned / ranks`, with the samples of all ranks.
         """
-        for exchange in self.exchanges:
-            exchange.before_backward(samples, planned)
+        self._announced(lambda exchange: exchange.before_backward(samples, planned))
 
     def hold(self, held: bool) -> None:
         """While held, backward leaves gradients local.
 
         Hold all but the last of the batches that a step accumulates, to send gradients once.
         """
+        self._held = held
         for exchange in self.exchanges:
             exchange.hold(held)
 
-    def before_step(self) -> None:
-        """Return once gradients are final. Optimizers call it if their steps are followed."""
-        for exchange in self.exchanges:
+    def before_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Return once the gradients of an optimizer, or of all of them, are final. Optimizers call
+        it if their steps are followed."""
+        for exchange in self._around_step(optimizer):
             exchange.before_step()
 
-    def after_step(self) -> None:
-        """Exchange weights after the optimizers have changed them, or skipped a step."""
-        for exchange in self.exchanges:
+    def after_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Exchange weights after an optimizer, or all of them, has changed them, or skipped a
+        step."""
+        for exchange in self._around_step(optimizer):
             exchange.after_step()
+
+    def _around_step(self, optimizer: torch.optim.Optimizer | None) -> Sequence[Exchange]:
+        if optimizer is not None:
+            return self.exchanges_of(optimizer)
+        for each in self._followed:
+            self.exchanges_of(each)
+        return self.exchanges
 
     def finish(self) -> None:
         """Complete messages under way, before weights are inspected."""
@@ -171,11 +298,12 @@ class ExchangeHandle(Closable):
         self.finish()
         for hook in self._hooks:
             hook.remove()
-        for optimizer, exchange in self._of_optimizer.items():
-            if _around.get(optimizer) is exchange:
+        for optimizer in self._followed:
+            if _around.get(optimizer) is self:
                 del _around[optimizer]
+        for exchange in self.exchanges:
             exchange.close()
-        self._hooks, self._of_optimizer = [], {}
+        self._hooks, self._followed, self.exchanges, self._of_parameter = [], {}, [], {}
 
 
 def distribute(
@@ -189,11 +317,12 @@ def distribute(
 ) -> ExchangeHandle:
     """Train one model together on all ranks (of mpirun, srun or torchrun). Collective.
 
-    Parameters and buffers become rank 0's. From then on `backward` leaves the mean of all ranks'
-    gradients in `.grad`, so that clipping, accumulation, schedulers and scalers work as before. An
-    exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
-    alike, each on its own share of the data, with losses that are means. Exported as
-    `dlio.distribute`.
+    Parameters and buffers become rank 0's, and so do parameters that an optimizer gets later, or
+    that begin to require gradients: they are exchanged from its next step on. `backward` leaves the
+    mean of all ranks' gradients in `.grad`, so that clipping, accumulation, schedulers and scalers
+    work as before; gradients that are assigned to `.grad` are averaged before the step. An exchange
+    of weights runs after each `step` instead. All ranks must call `backward` and `step` alike, each
+    on its own share of the data, with losses that are means. Exported as `dlio.distribute`.
 
     Args:
         optimizer: one or several optimizers of the model's parameters.
@@ -224,6 +353,7 @@ def distribute(
         pretend_nodes=pretend_nodes,
         are_alike=False,
         follow_steps=follow_steps,
+        follow_parameters=True,
     )
 
 
@@ -236,11 +366,13 @@ def connect(
     pretend_nodes: int | None,
     are_alike: bool,
     follow_steps: bool,
+    follow_parameters: bool = False,
     comm: Communicator | None = None,
 ) -> ExchangeHandle:
     """Do as `distribute`, among the ranks `comm`, or those of the job. Collective.
 
-    If the models are alike, or soon will be, nobody gets rank 0's.
+    If the models are alike, or soon will be, nobody gets rank 0's. Unless the exchanges follow
+    them, the optimizers' parameters stay those of now.
     """
     comm = world() if comm is None else comm
     if spec.fragments > 1 and recovery_of(comm) is not None:
@@ -248,17 +380,20 @@ def connect(
     if not are_alike:
         broadcast_state(model, comm)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    ranks = ExchangeHandle(spec, comm, seed, pretend_nodes, follow_steps)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    # In the model's order, which is about backward's reversed, however an optimizer groups them.
-    places = {parameter: place for place, parameter in enumerate(names)}
-    taken: set[nn.Parameter] = set()
+
+    def naming(parameters: Sequence[nn.Parameter]) -> Named:
+        # In the model's order, which is about backward's reversed, however an optimizer groups
+        # them.
+        of_model = {parameter: name for name, parameter in model.named_parameters()}
+        places = {parameter: place for place, parameter in enumerate(of_model)}
+        ordered = sorted(parameters, key=lambda p: places.get(p, -1))
+        return [(of_model.get(p, f"parameter {k}"), p) for k, p in enumerate(ordered)]
+
+    follow = naming if follow_parameters else None
+    ranks = ExchangeHandle(spec, comm, seed, pretend_nodes, follow_steps, follow)
     for each in optimizers:
-        of_each = sorted(parameters_of(each), key=lambda p: places.get(p, -1))
-        named = [(names.get(p, f"parameter {k}"), p) for k, p in enumerate(of_each)]
-        named = [(name, p) for name, p in named if p not in taken and p.requires_grad]
-        taken |= {parameter for _, parameter in named}
-        ranks.add(each, named, model.modules())
+        mine = [p for p in parameters_of(each) if p.requires_grad and ranks.exchange_of(p) is None]
+        ranks.add(each, naming(mine), model.modules())
     return ranks
 
 
@@ -267,7 +402,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def exchange_around(optimizer: torch.optim.Optimizer) -> Exchange | None:
-    """Return the exchange that `dlio.distribute` or `dlio run` calls around an optimizer's steps,
-    None if there is none."""
+def exchange_around(optimizer: torch.optim.Optimizer) -> ExchangeHandle | None:
+    """Return the exchanges that `dlio.distribute` or `dlio run` calls around an optimizer's steps,
+    None if there are none."""
     return _around.get(optimizer)

@@ -28,6 +28,8 @@ class ExchangeContext:
     """Called when a rank is lost; None if the job ends then."""
     members: tuple[int, ...] = ()
     """Number of each rank of `node_of` when the job began, if ranks may be lost."""
+    takes_assigned: bool = False
+    """Gradients that were not made by a backward of the parameters are averaged, too."""
     group: int = 0
     """Number of the part of all ranks that exchange: a rank takes part in one."""
     is_part: bool = False

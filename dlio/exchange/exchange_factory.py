@@ -22,6 +22,7 @@ def start_exchange(
     comm: Communicator,
     seed: int = 0,
     pretend_nodes: int | None = None,
+    takes_assigned: bool = False,
 ) -> Exchange:
     """Start the exchange of some parameters. Collective.
 
@@ -31,6 +32,7 @@ def start_exchange(
         comm: all ranks; duplicated or split.
         seed: seeds the choice of partners.
         pretend_nodes: behave as if the ranks were on that many nodes.
+        takes_assigned: average gradients, too, that somebody has assigned to `.grad`.
 
     Raises UsageError for complex parameters, unless there is one rank.
     """
@@ -39,7 +41,15 @@ def start_exchange(
         check_real(named)
     node_of = find_nodes(comm, pretend_nodes).node_of
     members = () if recovery is None else recovery.membership.members
-    context = ExchangeContext(spec, comm, node_of, seed, recovery=recovery, members=members)
+    context = ExchangeContext(
+        spec,
+        comm,
+        node_of,
+        seed,
+        recovery=recovery,
+        members=members,
+        takes_assigned=takes_assigned,
+    )
     exchange = make_exchange(context, named, modules)
     exchange.reports_to = recovery
     return exchange

@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from dlio.comm.funnel import funnel_in_use, is_foreign_thread
 from dlio.comm.progress_thread import ProgressThread
 from dlio.errors import PeerLost
+from dlio.exchange.assigned_gradients import has_assigned, mark_means
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
 from dlio.exchange.cut import TensorCut, reshape_state
@@ -178,8 +179,13 @@ class SynchronousSgd(Exchange):
         expected = phase not in (StepPhase.IDLE, StepPhase.AVERAGED)
         if phase is StepPhase.IDLE:
             expected = self._weights.everything
+        takes_assigned = self._context.takes_assigned and bool(self._buckets)
+        if takes_assigned and not expected:
+            expected = has_assigned(self._position, phase is StepPhase.IDLE)
         if expected and self._buckets:
             self._average()
+        if takes_assigned:
+            mark_means(self._position)
 
     def reshape(self, cuts: Sequence[TensorCut]) -> None:
         before, state = self._buckets, self.state()
@@ -395,6 +401,8 @@ class SynchronousSgd(Exchange):
                 flags, total = weights[first : first + count], weights[0]
             _write_means(bucket, flags, total, self._weights.scale)
             first += count
+        if self._context.takes_assigned:
+            mark_means(self._position)
         if self._keeps:
             for bucket in self._buckets:
                 bucket.swap()

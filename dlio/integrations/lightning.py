@@ -347,17 +347,18 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         Lightning's closure runs forward and backward, so the exchange is called at its end. It is
         also called after the step, even if a gradient scaler has skipped the step.
         """
-        exchange = None if self._ranks is None else self._ranks.exchange_of(optimizer)
-        if exchange is None:
+        ranks = self._ranks
+        if ranks is None:
             return super().optimizer_step(optimizer, closure, model, **options)
 
         def with_exchange() -> Any:
             result = closure()
-            exchange.before_step()
+            ranks.before_step(optimizer)
             return result
 
-        output = super().optimizer_step(optimizer, with_exchange, model, **options)
-        exchange.after_step()
+        agreed = ranks.agreed(optimizer, with_exchange)
+        output = super().optimizer_step(optimizer, agreed, model, **options)
+        ranks.after_step(optimizer)
         if self._losses is not None:
             self._losses.end_step(optimizer)
         return output

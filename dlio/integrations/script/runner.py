@@ -22,7 +22,7 @@ from dlio.comm.job_nodes import find_nodes
 from dlio.comm.survival.recovery import check_survival, once_on_rank_0, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange import Exchange, parse_exchange
-from dlio.exchange.buckets import broadcast_tensors
+from dlio.exchange.buckets import Named, broadcast_tensors
 from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
@@ -77,9 +77,15 @@ class _ScriptTakeover:
     def __init__(self, comm: Communicator, context: ScriptContext, options: RunOptions) -> None:
         self._comm, self._context = comm, context
         spec = parse_exchange(options.exchange)
-        self._ranks = ExchangeHandle(spec, comm, options.seed, options.pretend_nodes)
+        self._ranks = ExchangeHandle(
+            spec,
+            comm,
+            options.seed,
+            options.pretend_nodes,
+            naming=self._named,
+            added=self._begun_later,
+        )
         self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
-        self._of_parameter: dict[torch.Tensor, Exchange] = {}
         self._made = 0
         """Number of parameters registered so far; each keeps its number as an attribute.
 
@@ -188,17 +194,23 @@ class _ScriptTakeover:
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Synchronise an optimizer's parameters from now on, starting from rank 0's. Collective."""
-        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
-        # In the order of the model, in which backward reaches them, not that of parameter groups.
-        parameters.sort(key=lambda p: getattr(p, _PLACE, -1))
-        fresh = [p for p in parameters if p not in self._of_parameter]
-        uniform(self._comm, lambda: broadcast_tensors(fresh, self._comm))
-        number = len(self._ranks.exchanges)
-        named = [(f"parameter {k} of optimizer {number}", p) for k, p in enumerate(fresh)]
-        exchange = self._ranks.add(optimizer, named)
+        fresh = [p for p in parameters_of(optimizer) if p.requires_grad]
+        named = self._named([p for p in fresh if self._ranks.exchange_of(p) is None])
+        uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
+        self._ranks.add(optimizer, named)
         optimizer.register_step_post_hook(self._has_stepped)
         self._had_optimizers = True
-        self._of_parameter.update(dict.fromkeys(fresh, exchange))
+        self._modules.clear()
+
+    def _named(self, parameters: Sequence[nn.Parameter]) -> Named:
+        # In the order of the model, in which backward reaches them, not that of parameter groups.
+        ordered = sorted(parameters, key=lambda p: getattr(p, _PLACE, -1))
+        number = len(self._ranks.exchanges)
+        return [(f"parameter {k} of optimizer {number}", p) for k, p in enumerate(ordered)]
+
+    def _begun_later(self, exchange: Exchange) -> None:
+        """Prepare the exchange of parameters that an optimizer has got since it was made."""
+        exchange.weigh(self._context.weight)
         self._modules.clear()
 
     def _has_stepped(self, *_: object) -> None:
@@ -229,10 +241,9 @@ class _ScriptTakeover:
         def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             before = self._steps
             result = original(scaler, optimizer, *args, **options)
-            exchange = self._ranks.exchange_of(optimizer)
-            if self._steps == before and exchange is not None:
-                exchange.before_step()
-                exchange.after_step()
+            if self._steps == before:
+                self._ranks.before_step(optimizer)
+                self._ranks.after_step(optimizer)
             return result
 
         return step
@@ -269,7 +280,7 @@ class _ScriptTakeover:
                 "batch norm uses the statistics of each rank's share of a batch, and rank 0's are "
                 "saved: the loss curve differs slightly from that of one process"
             )
-        own = {self._of_parameter.get(p) for p in module.parameters(recurse=False)}
+        own = {self._ranks.exchange_of(p) for p in module.parameters(recurse=False)}
         exchanges = tuple(exchange for exchange in own if exchange is not None)
         for exchange in exchanges:
             if (module, exchange) not in self._watched:
