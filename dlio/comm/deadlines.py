@@ -5,8 +5,10 @@ sleeping, from 20 µs up to 1 ms at a time.
 """
 
 import ctypes
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from dlio.comm.board import blocked
@@ -16,6 +18,8 @@ from dlio.util.settings import settings
 
 SHORTEST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
+_LOOK_S: Final = 1.0
+_look: Callable[[float], None] | None = None
 _END_TIMEOUT_S: Final = 5.0
 """Deadline of requests that a loss has interrupted."""
 
@@ -36,10 +40,29 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
             _wait(left, what, limit_s, who)
 
 
+@contextmanager
+def looking_on(look: Callable[[float], None]) -> Iterator[None]:
+    """Within a `with` statement, call `look` once a second while the main thread waits, with the
+    seconds of that wait. It may raise what ends the wait, and wait for nothing itself."""
+    global _look
+    _look = look
+    try:
+        yield
+    finally:
+        _look = None
+
+
 def _wait(left: Sequence[Request], what: str, limit_s: float, who: str) -> None:
+    look = _look if threading.current_thread() is threading.main_thread() else None
+    began = time.monotonic()
+    next_look = began + _LOOK_S
+
     def are_done() -> bool:
-        nonlocal left
+        nonlocal left, next_look
         left = [request for request in left if not request.done()]
+        if left and look is not None and (now := time.monotonic()) > next_look:
+            next_look = now + _LOOK_S
+            look(now - began)
         return not left
 
     if not poll(are_done, limit_s):

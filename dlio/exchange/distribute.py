@@ -21,6 +21,7 @@ from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_factory import start_exchange
 from dlio.exchange.exchange_spec import ExchangeSpec, parse_exchange
 from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.step_values import StepValues
 from dlio.util.arguments import named as named_as
 from dlio.util.arguments import whole_number
 from dlio.util.closable import Closable
@@ -66,6 +67,7 @@ class ExchangeHandle(Closable):
             names. Parameters that an optimizer gets, or that begin to require gradients, are
             exchanged then from its next step on, starting from rank 0's. Without it they are not.
         added: called with each exchange of such parameters.
+        values: numbers that travel with gradients, if they are summed over all ranks.
     """
 
     def __init__(
@@ -77,17 +79,19 @@ class ExchangeHandle(Closable):
         follow_steps: bool = True,
         naming: _Naming | None = None,
         added: Callable[[Exchange], None] | None = None,
+        values: StepValues | None = None,
     ) -> None:
         self._spec, self._comm = spec, comm
         self._seed, self._pretend_nodes = seed, pretend_nodes
         self._follow_steps = follow_steps
-        self._naming, self._added = naming, added
+        self._naming, self._added, self._values = naming, added, values
         self._followed: dict[torch.optim.Optimizer, _Followed] = {}
         self._of_parameter: dict[torch.Tensor, Exchange] = {}
         self._announce: Callable[[Exchange], None] | None = None
         """Repeats the last call about the next losses."""
         self._held = False
-        self._samples = 1.0
+        self.samples = 1.0
+        """This rank's weight in a closure's loss."""
         self._modules: list[nn.Module] = []
         self.exchanges: list[Exchange] = []
         """All of them, in the order in which they were made."""
@@ -126,6 +130,7 @@ class ExchangeHandle(Closable):
             self._seed,
             self._pretend_nodes,
             takes_assigned=self._naming is not None,
+            values=self._values,
         )
         self.exchanges.append(exchange)
         self._of_parameter.update((parameter, exchange) for _, parameter in named)
@@ -191,7 +196,7 @@ class ExchangeHandle(Closable):
             loss = closure()
             if loss is None:
                 return None
-            sums = np.array([float(loss) * self._samples, self._samples])
+            sums = np.array([float(loss) * self.samples, self.samples])
             self._comm.wait([self._comm.iallreduce(sums)], "the ranks' mean loss")
             value = sums[0] / sums[1]
             return torch.full_like(loss, value) if isinstance(loss, torch.Tensor) else value
@@ -203,7 +208,7 @@ class ExchangeHandle(Closable):
 
         Ranks then count in proportion to their samples; without a call all ranks count alike.
         """
-        self._samples = samples
+        self.samples = samples
         self._announced(lambda exchange: exchange.weigh(samples))
 
     def _announced(self, announce: Callable[[Exchange], None]) -> None:

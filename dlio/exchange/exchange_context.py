@@ -9,6 +9,7 @@ from dlio.comm import Communicator
 from dlio.comm.survival.recovery import Recovery
 from dlio.exchange.compress.message_layout import ChunkScratch
 from dlio.exchange.exchange_spec import ExchangeSpec
+from dlio.exchange.step_values import StepValues
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +31,8 @@ class ExchangeContext:
     """Number of each rank of `node_of` when the job began, if ranks may be lost."""
     takes_assigned: bool = False
     """Gradients that were not made by a backward of the parameters are averaged, too."""
+    values: StepValues | None = None
+    """Numbers that travel with sums of gradients."""
     group: int = 0
     """Number of the part of all ranks that exchange: a rank takes part in one."""
     is_part: bool = False
@@ -47,4 +50,6 @@ class ExchangeContext:
     def over(self, spec: ExchangeSpec, comm: Communicator, group: int) -> "ExchangeContext":
         """The context of a part of this exchange, whose ranks are all on one node."""
         node_of = np.zeros(comm.size, np.int32)
-        return replace(self, spec=spec, comm=comm, node_of=node_of, group=group, is_part=True)
+        return replace(
+            self, spec=spec, comm=comm, node_of=node_of, values=None, group=group, is_part=True
+        )

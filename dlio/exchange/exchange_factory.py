@@ -13,6 +13,7 @@ from dlio.exchange.buffer_placement import find_path
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.exchange_spec import ExchangeSpec
+from dlio.exchange.step_values import StepValues
 
 
 def start_exchange(
@@ -23,6 +24,7 @@ def start_exchange(
     seed: int = 0,
     pretend_nodes: int | None = None,
     takes_assigned: bool = False,
+    values: StepValues | None = None,
 ) -> Exchange:
     """Start the exchange of some parameters. Collective.
 
@@ -33,6 +35,7 @@ def start_exchange(
         seed: seeds the choice of partners.
         pretend_nodes: behave as if the ranks were on that many nodes.
         takes_assigned: average gradients, too, that somebody has assigned to `.grad`.
+        values: numbers that travel with gradients, if gradients are summed over all ranks.
 
     Raises UsageError for complex parameters, unless there is one rank.
     """
@@ -49,6 +52,7 @@ def start_exchange(
         recovery=recovery,
         members=members,
         takes_assigned=takes_assigned,
+        values=values,
     )
     exchange = make_exchange(context, named, modules)
     exchange.reports_to = recovery

@@ -3,7 +3,6 @@
 docs/design/gradient-path.md follows one gradient through this module.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from dlio.comm.funnel import funnel_in_use, is_foreign_thread
+from dlio.comm.funnel import is_foreign_thread
 from dlio.comm.progress_thread import ProgressThread
 from dlio.errors import PeerLost
 from dlio.exchange.assigned_gradients import has_assigned, mark_means
+from dlio.exchange.backward_end import after_backward, sends_after_backward
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
 from dlio.exchange.cut import TensorCut, reshape_state
@@ -141,6 +141,7 @@ class SynchronousSgd(Exchange):
         # A lossy weight or flag would falsify the mean of every gradient of the bucket.
         self._carries_weight = context.spec.compressor is None
         """True if each bucket carries the rank's weight and its parameters' flags."""
+        self._values = context.values
         self._keeps = context.recovery is not None
         """Keep each step's sums until the next one's are complete, for ranks that lack them."""
         self._summed_weight: npt.NDArray[np.float64]
@@ -223,7 +224,10 @@ class SynchronousSgd(Exchange):
         # by the ranks that had gradients only, buckets of the same size added different layers in
         # silence.
         groups = in_buckets(self._named) if self._comm.size > 1 or self._keeps else []
+        more = 0 if self._values is None else self._values.count
         extras = [len(group) + 1 if self._carries_weight else 0 for group in groups]
+        if extras and self._carries_weight:
+            extras[0] += more
         self._buckets = [
             self._placement.for_gradients(group, extra)
             for group, extra in zip(groups, extras, strict=True)
@@ -238,7 +242,7 @@ class SynchronousSgd(Exchange):
             for place, parameter in enumerate(bucket.parameters)
         }
         """(bucket, place in it) of each parameter, in the order of buckets."""
-        self._summed_weight = np.zeros(1 + len(self._position))
+        self._summed_weight = np.zeros(1 + len(self._position) + more)
         self._begin_step()
         self._hooks = []
         for parameter in self._position:
@@ -328,6 +332,8 @@ class SynchronousSgd(Exchange):
                 for place, parameter in enumerate(reversed(bucket.parameters)):
                     if parameter.grad is None:
                         bucket.flat[-2 - place] = 0
+                if number == 0 and self._values is not None:
+                    self._values.depart(self._values_in(bucket), self._weights.factor)
         # Noted before the start: one that a loss interrupts may have sent messages already.
         self._begun.add(number)
         self._sums[number].start(bucket.flat)
@@ -380,7 +386,10 @@ class SynchronousSgd(Exchange):
         self._wait_for_sums()
         if not self._carries_weight:
             flags = [float(parameter.grad is not None) for parameter in self._position]
-            self._summed_weight[:] = [self._weights.weight, *flags]
+            self._summed_weight[: 1 + len(flags)] = [self._weights.weight, *flags]
+            if self._values is not None:
+                values = torch.from_numpy(self._summed_weight[1 + len(flags) :])
+                self._values.depart(values, self._weights.factor)
             request = self._comm.iallreduce(self._summed_weight)
             self._comm.wait([request], "the number of samples")
 
@@ -401,12 +410,24 @@ class SynchronousSgd(Exchange):
                 flags, total = weights[first : first + count], weights[0]
             _write_means(bucket, flags, total, self._weights.scale)
             first += count
+        if self._values is not None and self._buckets:
+            if self._carries_weight:
+                values = self._values_in(self._buckets[0])
+            else:
+                values = torch.from_numpy(self._summed_weight[first:])
+            self._values.arrive(values, _mean_factor(total, self._weights.scale))
         if self._context.takes_assigned:
             mark_means(self._position)
         if self._keeps:
             for bucket in self._buckets:
                 bucket.swap()
         self._begin_step()
+
+    def _values_in(self, bucket: Bucket) -> torch.Tensor:
+        """Return the place of the numbers that travel with the first bucket."""
+        assert self._values is not None
+        end = len(bucket.flat) - 1 - len(bucket.parameters)
+        return bucket.flat[end - self._values.count : end]
 
     def _own_s(self) -> float:
         return sum(each.own_s for each in self._sums)
@@ -428,11 +449,7 @@ def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale
     Parameters of which no rank has a gradient, by `flags`, get none; `total` is the sum of the
     ranks' weights.
     """
-    factor: float | torch.Tensor
-    if total.device.type != "cpu":
-        factor = scale / total.clamp(min=1e-12)  # Without waiting for the device.
-    else:
-        factor = scale / max(float(total), 1e-12)
+    factor = _mean_factor(total, scale)
     for place, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
         if parameter.grad is None:
             if not float(flags[place]):
@@ -444,48 +461,8 @@ def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale
             parameter.grad.copy_(view * factor)
 
 
-# The end of a backward pass, in the thread that called it.
-#
-# Autograd runs a GPU's part of a backward, with its hooks and callbacks, in a thread of the device,
-# while the thread that called `backward` blocks. If only that thread may call MPI
-# (MPI_THREAD_FUNNELED), nothing can be sent before `backward` returns. torch has no hook for that
-# moment, so `torch.autograd.backward` is replaced while somebody listens.
-
-_lock = threading.Lock()
-_listeners: list[Callable[[], None]] = []
-_original: Any = None
-
-
-def sends_after_backward(devices: Iterable[torch.device]) -> bool:
-    """True if gradients on these devices are computed in a thread that may not send them."""
-    return funnel_in_use() and any(device.type == "cuda" for device in devices)
-
-
-def after_backward(function: Callable[[], None]) -> Callable[[], None]:
-    """Call `function` whenever a `backward` returns, in the thread that called it.
-
-    Returns a function that ends this.
-    """
-    global _original
-    with _lock:
-        if _original is None:
-            _original = torch.autograd.backward
-            torch.autograd.backward = _backward
-        _listeners.append(function)
-
-    def end() -> None:
-        global _original
-        with _lock:
-            _listeners.remove(function)
-            if not _listeners:
-                torch.autograd.backward = _original
-                _original = None
-
-    return end
-
-
-def _backward(*args: Any, **options: Any) -> None:
-    original = _original
-    original(*args, **options)
-    for function in tuple(_listeners):
-        function()
+def _mean_factor(total: torch.Tensor, scale: float) -> float | torch.Tensor:
+    """Return the factor that makes means, times `scale`, of sums."""
+    if total.device.type != "cpu":
+        return scale / total.clamp(min=1e-12)  # Without waiting for the device.
+    return scale / max(float(total), 1e-12)

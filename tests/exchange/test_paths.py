@@ -10,11 +10,11 @@ from torch import nn
 from dlio.comm import Op, Request
 from dlio.comm.devices import supports_device_buffers
 from dlio.comm.single import SingleCommunicator
-from dlio.exchange import parse_exchange, synchronous_sgd
+from dlio.exchange import backward_end, parse_exchange, synchronous_sgd
+from dlio.exchange.backward_end import after_backward
 from dlio.exchange.buckets import Bucket
 from dlio.exchange.buffer_placement import agreed, choose, find_path
 from dlio.exchange.sums import PinnedSum, Sum
-from dlio.exchange.synchronous_sgd import after_backward
 from tests.exchange.training import started
 
 _T = TypeVar("_T")
@@ -194,7 +194,7 @@ def test_a_thread_that_may_not_send_leaves_sending_to_the_one_that_waits_for_bac
 
     end = after_backward(returned)
     # Tasks run in the order of their submission: this one before that of the exchange.
-    synchronous_sgd._listeners.reverse()
+    backward_end._listeners.reverse()
     exchange.weigh(1.0)
     model(torch.ones(1, 2)).sum().backward()
     assert log == ["sent"]

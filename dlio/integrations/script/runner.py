@@ -26,6 +26,7 @@ from dlio.exchange.buckets import Named, broadcast_tensors
 from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
+from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
@@ -42,7 +43,8 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
         raise UsageError(f"{path}: no such script")
     comm = world()
     check_survival(comm, options.fault_tolerance, options.min_ranks)
-    context = ScriptContext(comm, options.batch, options.tiers)
+    guard = ScriptGuard(comm, os.path.dirname(os.path.abspath(path)))
+    context = ScriptContext(comm, options.batch, options.tiers, guard)
     context.balance = options.balance
     _seed(options.seed)
     argv, folders = sys.argv, list(sys.path)
@@ -51,8 +53,8 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.abspath(path))]
     takeover = _ScriptTakeover(comm, context, options)
     try:
-        with takeover.installed():
-            runpy.run_path(path, run_name="__main__")
+        with takeover.installed(), guard.watching(recovery_of(comm) is not None):
+            runpy.run_path(os.path.abspath(path), run_name="__main__")
         takeover.finish()
     finally:
         sys.argv, sys.path[:] = argv, folders
@@ -84,6 +86,7 @@ class _ScriptTakeover:
             options.pretend_nodes,
             naming=self._named,
             added=self._begun_later,
+            values=context.guard,
         )
         self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
         self._made = 0
@@ -94,6 +97,8 @@ class _ScriptTakeover:
         """
         self._buffers: dict[int, torch.Tensor] = {}
         """Buffers that were broadcast from rank 0, by `id`. Keeping them keeps their ids unique."""
+        self._unlike: set[nn.Module] = set()
+        """Batch norms that have seen other samples than those of other ranks since `eval`."""
         self._watched: set[tuple[nn.Module, Exchange]] = set()
         self._steps = 0
         """Number of optimizer steps so far."""
@@ -123,6 +128,9 @@ class _ScriptTakeover:
             put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
             put(nn.Module, "train", self._mode_set(nn.Module.train))
             put(torch, "save", self._saved(torch.save))
+            put(torch.autograd, "backward", self._backward(torch.autograd.backward))
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+            put(plateau, "step", self._plateau_step(plateau.step))
             put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
             made = self._group_made(torch.distributed.init_process_group)
             put(torch.distributed, "init_process_group", made)
@@ -143,6 +151,8 @@ class _ScriptTakeover:
 
     def finish(self) -> None:
         """Complete pending messages, so that weights are those of the next step. Collective."""
+        if not self._context.aside:
+            self._context.guard.meet("its end")
         self._ranks.finish()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         self._tell_losses()
@@ -194,6 +204,7 @@ class _ScriptTakeover:
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Synchronise an optimizer's parameters from now on, starting from rank 0's. Collective."""
+        self._context.guard.meet("the making of an optimizer")
         fresh = [p for p in parameters_of(optimizer) if p.requires_grad]
         named = self._named([p for p in fresh if self._ranks.exchange_of(p) is None])
         uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
@@ -213,8 +224,10 @@ class _ScriptTakeover:
         exchange.weigh(self._context.weight)
         self._modules.clear()
 
-    def _has_stepped(self, *_: object) -> None:
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
+        rates = ", ".join(str(float(group.get("lr", 0))) for group in optimizer.param_groups)
+        self._context.guard.note(f"optimizer.step with learning rate {rates}")
         self._tell_losses()
 
     def _tell_losses(self) -> None:
@@ -230,6 +243,33 @@ class _ScriptTakeover:
                     "rank 0 was lost: progress bars and TensorBoard files of the script end there"
                 )
         self._losses_told = len(recovery.losses)
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(tensors: Any, *args: Any, **options: Any) -> None:
+            if self._context.aside:
+                original(tensors, *args, **options)
+                return
+            keeps_graph = bool(options.get("retain_graph") or options.get("create_graph"))
+            keeps_graph |= any(args[1:3])  # In torch's order, after the gradients of `tensors`.
+            with self._context.guard.backward(tensors, keeps_graph):
+                original(tensors, *args, **options)
+
+        return backward
+
+    def _plateau_step(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Give a schedule that follows a metric the mean of all ranks' metrics."""
+
+        def step(scheduler: Any, metrics: Any, *args: Any, **options: Any) -> None:
+            if not self._context.aside:
+                self._context.guard.meet("ReduceLROnPlateau.step")
+                mine = [float(metrics), self._context.take_samples()]
+                told: list[list[float]] = uniform(self._comm, lambda: self._comm.allgather(mine))
+                if any(value != told[0][0] for value, _ in told):
+                    total = sum(samples for _, samples in told)
+                    metrics = sum(value * samples for value, samples in told) / total
+            original(scheduler, metrics, *args, **options)
+
+        return step
 
     def _scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap GradScaler.step so that the exchange runs even when it skips the optimizer's step.
@@ -262,6 +302,9 @@ class _ScriptTakeover:
             return  # Pruning tries its plan on this copy; it is not trained.
         if self._context.training:
             self._context.use(inputs)
+            self._ranks.samples = self._context.weight
+        if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            self._unlike.add(module)
         exchanges = self._modules.get(module)
         if exchanges is None:
             exchanges = self._look_at(module)
@@ -293,9 +336,21 @@ class _ScriptTakeover:
     def _mode_set(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         def train(module: nn.Module, mode: bool = True) -> nn.Module:
             self._context.evaluating = not mode
+            if not mode and not self._context.aside:
+                self._even_out(module)
             return original(module, mode)
 
         return train
+
+    def _even_out(self, module: nn.Module) -> None:
+        """Give batch norms that are evaluated next the statistics of rank 0, which are saved: a
+        metric is the same on all ranks then, and so is what a script decides by it. Collective."""
+        mine = [each for each in module.modules() if each in self._unlike]
+        if mine:
+            self._context.guard.meet("eval()")
+            buffers = [buffer for each in mine for buffer in each.buffers(recurse=False)]
+            uniform(self._comm, lambda: broadcast_tensors(buffers, self._comm))
+            self._unlike.difference_update(mine)
 
     def _group_made(self, original: Callable[..., None]) -> Callable[..., None]:
         def made(*args: Any, **options: Any) -> None:
@@ -310,6 +365,7 @@ class _ScriptTakeover:
             if self._context.aside:
                 original(*args, **options)
                 return
+            self._context.guard.meet("torch.save")
             self._ranks.finish()
             # Other ranks may read the file next: they wait until it is complete.
             act = once_on_rank_0(self._comm, lambda: original(*args, **options))

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
+from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party.adapters import adapted
@@ -22,8 +23,11 @@ from dlio.train.step_clock import StepClock
 class ScriptContext:
     """State of a `dlio run` that its loaders share. One per process."""
 
-    def __init__(self, comm: Communicator, batch: str, tiers: str | None) -> None:
+    def __init__(
+        self, comm: Communicator, batch: str, tiers: str | None, guard: ScriptGuard
+    ) -> None:
         self.comm = comm
+        self.guard = guard
         self.batch = batch
         """`global`: ranks divide each batch of the script. `per-rank`: each rank gets a batch."""
         self.tiers = tiers
@@ -33,6 +37,8 @@ class ScriptContext:
         """True if the script last called `eval()` on a module, False if `train()`."""
         self.weight = 1.0
         """Number of this rank's samples in the batch that the script computes on."""
+        self._samples = 0.0
+        """Samples of this rank since `take_samples`."""
         self._latest: ScriptBatch | None = None
         """The batch that the script got last, until it computes on one."""
         self._of_tensor: MutableMapping[torch.Tensor, ScriptBatch] = WeakIdKeyDictionary()
@@ -54,10 +60,17 @@ class ScriptContext:
     def took(self, batch: ScriptBatch, data: Any) -> None:
         """Note that the script gets a batch, as the loader yields its data."""
         self._latest = batch
+        self._samples += batch.weight
         items = data if isinstance(data, list | tuple) else [data]
         for item in data.values() if isinstance(data, dict) else items:
             if isinstance(item, torch.Tensor):
                 self._of_tensor[item] = batch
+
+    def take_samples(self) -> float:
+        """Return the number of samples that this rank has got since this was called last; 1 for
+        none."""
+        samples, self._samples = self._samples or 1.0, 0.0
+        return samples
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
@@ -194,6 +207,7 @@ class SharingLoader(DataLoader):
         comm = context.comm
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        context.guard.meet("the start of a pass over a loader")
         batches = self._batches_of_root()
         shares = RankShares.even(1, comm.size)
         if context.balance:
@@ -204,12 +218,14 @@ class SharingLoader(DataLoader):
             parts = _alone(inner)
             _set_random_states(self.generator, drawn)
             for weight, data in zip(deal.weights, parts, strict=True):
+                context.guard.took_batch()
                 context.took(deal.take(weight), data)
                 with computing(), self._balance.step(int(weight)):
                     yield data
                 if deal.is_over():
                     inner._end_pass()
                     break
+        context.guard.note("the end of a pass over a loader")
 
     def _batches_of_root(self) -> list[list[int]]:
         """Return the batches of a pass that rank 0's sampler draws. Collective.

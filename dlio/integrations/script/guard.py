@@ -1,0 +1,265 @@
+"""Notices ranks of a script that decide otherwise than others, by values of their own.
+
+Each rank keeps a digest of what the script has called so far: batches that it took, backwards,
+steps with their learning rates, saves. It travels with the gradients, as a few numbers whose sums
+tell whether all ranks have the same one; where ranks meet otherwise, they compare it first. A rank
+that waits for some seconds sends its latest calls to rank 0, which compares them with its own.
+
+The losses travel, too: after `backward` they are the mean over all ranks, as `.grad` is, so that a
+script which decides by them, or prints them, does what one process would do.
+"""
+
+import json
+import math
+import os
+import sys
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dlio.comm import Communicator
+from dlio.comm.comm_protocol import Request
+from dlio.comm.deadlines import leave, looking_on
+from dlio.comm.survival.recovery import uniform
+from dlio.errors import UsageError
+from dlio.integrations.script.script_losses import losses_of
+
+_LOSSES: Final = 4
+"""Most losses of a backward that become means."""
+_CHUNKS: Final = 2
+"""Parts of the digest that travel with a sum of gradients."""
+_KEPT: Final = 60
+"""Calls that are kept to find the first one that differs."""
+_EXACT_BITS: Final = 24
+"""Whole numbers of so many bits are exact in float32."""
+_LOOK_AFTER_S: Final = 3.0
+_MESSAGE_BYTES: Final = 16 << 10
+_TAG: Final = 7
+_BATCH: Final = "the next batch"
+_REMEDY: Final = (
+    "Each rank sees its share of a batch: let the script decide by values that are the same on all "
+    "ranks, such as the loss after backward()"
+)
+_Call = tuple[int, str, str]
+"""(number, what was called, the script's line)."""
+
+
+class ScriptGuard:
+    """The calls of a script on this rank. One per process; the main thread uses it.
+
+    `folder` is that of the script, whose lines are named.
+    """
+
+    count = _LOSSES + 1 + 2 * _CHUNKS
+
+    def __init__(self, comm: Communicator, folder: str) -> None:
+        self._comm, self._folder = comm, os.path.join(folder, "")
+        self._digest, self._made = 0, 0
+        self._calls: deque[_Call] = deque(maxlen=_KEPT)
+        bits = (_EXACT_BITS - math.ceil(math.log2(max(1, comm.size)))) // 2
+        self._mask = (1 << max(1, bits)) - 1
+        self._bits = max(1, bits)
+        self._losses: list[torch.Tensor] = []
+        """Of the backward that is under way; they become means."""
+        self._sums: torch.Tensor | None = None
+        """The latest sums of digests that were not looked at yet."""
+        self._talk: Communicator | None = None
+        self._told = 0
+        """Number of calls that rank 0 was told of."""
+        self._receives: dict[int, tuple[Request, np.ndarray[Any, np.dtype[np.uint8]]]] = {}
+        self._sends: list[tuple[Request, object]] = []
+
+    @contextmanager
+    def watching(self, survives: bool) -> Iterator[None]:
+        """Look at ranks that wait for long, within a `with` statement, unless ranks may be lost.
+        Collective."""
+        if survives:
+            yield
+            return
+        self._talk = self._comm.dup()
+        try:
+            with looking_on(self._look):
+                yield
+        finally:
+            for request, buffer in self._receives.values():
+                with suppress(Exception):
+                    if not request.cancel():
+                        leave(request, buffer)
+            leave(*self._sends)
+            if sys.exc_info()[0] is None:
+                self._talk.close()
+            self._talk = None
+
+    def note(self, call: str, more: str = "") -> None:
+        """Note a call of the script; all ranks make the same ones in the same order. `more` is told
+        if the call is one that differs, and may differ itself."""
+        self._digest = zlib.crc32(call.encode(), self._digest)
+        self._calls.append((self._made, call + more, self._line()))
+        self._made += 1
+
+    def took_batch(self) -> None:
+        """Note that the script takes its share of a batch."""
+        skipped = bool(self._calls) and self._calls[-1][1].startswith(_BATCH)
+        self.note(_BATCH, self._strange() if skipped else "")
+
+    def _strange(self) -> str:
+        """Name a variable of the script that is not finite, which may be why it skipped a batch."""
+        frame = self._frame()
+        for name, value in {} if frame is None else frame.f_locals.items():
+            is_number = isinstance(value, float) or (
+                isinstance(value, torch.Tensor) and value.numel() == 1
+            )
+            if is_number and not math.isfinite(value):
+                return f" ({name} is {float(value)})"
+        return ""
+
+    def meet(self, call: str, more: str = "") -> None:
+        """Note a call in which ranks meet. Collective.
+
+        Raises UsageError if another rank has called something else.
+        """
+        self.note(call, more)
+        if self._comm.size == 1:
+            return
+        self._sums = uniform(self._comm, lambda: self._summed(call))
+        self.check()
+
+    def _summed(self, call: str) -> torch.Tensor:
+        sums = torch.zeros(1 + 2 * _CHUNKS, dtype=torch.float64)
+        self._write(sums)
+        self._comm.wait([self._comm.iallreduce(sums.numpy())], f"others at {call}")
+        return sums
+
+    @contextmanager
+    def backward(self, tensors: Any, keeps_graph: bool) -> Iterator[None]:
+        """Note a backward within a `with` statement.
+
+        The losses become the mean of all ranks', if it ends with their sum, unless their graph is
+        kept: autograd may need their values again.
+
+        Raises UsageError if ranks do different things. Collective then.
+        """
+        self.note("backward")
+        if not keeps_graph:
+            self._losses = losses_of(tensors, self._frame(), _LOSSES)
+        try:
+            yield
+        finally:
+            self._losses = []
+        self.check()
+
+    # Numbers that travel with gradients.
+
+    def depart(self, into: torch.Tensor, factor: float) -> None:
+        into.zero_()
+        for place, loss in enumerate(self._losses):
+            into[place] = loss.detach().reshape(()) * factor
+        self._write(into[_LOSSES:])
+
+    def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
+        for place, loss in enumerate(self._losses):
+            # Autograd does not have to know: it has computed all gradients of these losses.
+            loss.data.copy_((sums[place] * factor).reshape(loss.shape))
+        self._sums = sums[_LOSSES:].clone()
+
+    def _write(self, into: torch.Tensor) -> None:
+        parts = [self._digest >> (self._bits * k) & self._mask for k in range(_CHUNKS)]
+        numbers = [1, *(number for part in parts for number in (part, part * part))]
+        into.copy_(torch.tensor(numbers, dtype=into.dtype))
+
+    def check(self) -> None:
+        """Raise UsageError on all ranks if they have called different things. Collective then."""
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return
+        ranks, *pairs = [round(number) for number in sums.tolist()]
+        # By Cauchy and Schwarz equal only if all are.
+        if all(
+            ranks * square == total * total
+            for total, square in zip(pairs[::2], pairs[1::2], strict=True)
+        ):
+            return
+        reports = self._comm.allgather(list(self._calls))
+        raise UsageError(
+            _difference(reports)
+            or f"the ranks of the script have done different things for a while. {_REMEDY}"
+        )
+
+    # Ranks that wait.
+
+    def _look(self, waited_s: float) -> None:
+        """Compare the calls of ranks that wait, of which rank 0 has to be one."""
+        if self._talk is None or waited_s < _LOOK_AFTER_S:
+            return
+        rank, others = self._comm.rank, range(1, self._comm.size)
+        sources = others if rank == 0 else range(1)
+        if not self._receives:
+            for source in sources:
+                self._receive(source)
+        if rank and self._told != self._made:
+            self._told = self._made
+            self._tell(0, json.dumps(list(self._calls)))
+        for source in list(self._receives):
+            request, buffer = self._receives[source]
+            if not request.done():
+                continue
+            text = buffer.tobytes().rstrip(b"\0").decode()
+            if rank:
+                raise UsageError(text)
+            reports = [list(self._calls), *([] for _ in range(1, source)), json.loads(text)]
+            difference = _difference(reports)
+            if difference:
+                for other in others:
+                    self._tell(other, difference)
+                raise UsageError(difference)
+            # It is behind, or was; it waits no more, or tells its calls again.
+            self._receive(source)
+
+    def _receive(self, source: int) -> None:
+        assert self._talk is not None
+        buffer = np.zeros(_MESSAGE_BYTES, np.uint8)
+        self._receives[source] = self._talk.irecv(buffer, source, _TAG), buffer
+
+    def _tell(self, dest: int, text: str) -> None:
+        assert self._talk is not None
+        message = np.zeros(_MESSAGE_BYTES, np.uint8)
+        data = np.frombuffer(text.encode()[:_MESSAGE_BYTES], np.uint8)
+        message[: len(data)] = data
+        self._sends.append((self._talk.isend(message, dest, _TAG), message))
+
+    def _line(self) -> str:
+        frame = self._frame()
+        if frame is None:
+            return "the end of the script"
+        return f"{frame.f_code.co_filename[len(self._folder) :]}:{frame.f_lineno}"
+
+    def _frame(self) -> FrameType | None:
+        """Return the frame of the script that is being run."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(self._folder) and "site-packages" not in file:
+                return frame
+            frame = frame.f_back
+        return None
+
+
+def _difference(reports: Sequence[Sequence[Sequence[Any]]]) -> str:
+    """Say what the first rank and another one have called first that differs, by the latest calls
+    of each; empty if they have called the same, or one has called less so far."""
+    mine = {int(number): (call, line) for number, call, line in reports[0]}
+    for rank, report in enumerate(reports):
+        for number, call, line in report:
+            own = mine.get(int(number))
+            if own is not None and own[0].partition(" (")[0] != call.partition(" (")[0]:
+                return (
+                    f"the ranks of the script do different things: rank 0 goes on with {own[0]} at "
+                    f"{own[1]}, rank {rank} with {call} at {line}. {_REMEDY}"
+                )
+    return ""

@@ -1,0 +1,51 @@
+"""The losses of a backward that the script can look at afterwards."""
+
+from collections import deque
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+_MOST_NODES: Final = 64
+"""Steps of a computation, back from the loss, in which other losses are looked for."""
+
+
+def losses_of(tensors: Any, frame: FrameType | None, most: int) -> list[torch.Tensor]:
+    """Return the number that a backward begins at, and its summands and the like among the
+    variables of the script's frame: at most `most` scalars, in an order that follows from the
+    script alone.
+
+    Only those whose graph this backward uses up: autograd may need the value of others yet.
+    """
+    if isinstance(tensors, list | tuple):
+        if len(tensors) != 1:
+            return []
+        (tensors,) = tensors
+    if not _is_scalar(tensors):
+        return []
+    nodes = set(_nodes(tensors.grad_fn))
+    variables: list[Any] = [] if frame is None else list(frame.f_locals.values())
+    scalars = [each for each in variables if each is not tensors and _is_scalar(each)]
+    return [tensors, *(each for each in scalars if each.grad_fn in nodes)][:most]
+
+
+def _is_scalar(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.grad_fn is not None
+        and value.numel() == 1
+        and value.is_floating_point()
+    )
+
+
+def _nodes(first: Any) -> Iterable[object]:
+    """Yield the nearest nodes of a graph, the first one included."""
+    seen = {first}
+    left = deque([first])
+    while left and len(seen) < _MOST_NODES:
+        for node, _ in left.popleft().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                left.append(node)
+    return seen
