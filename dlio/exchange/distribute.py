@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlio.comm import Communicator, world
 from dlio.comm.survival.recovery import recovery_of, uniform
@@ -96,6 +97,8 @@ class ExchangeHandle(Closable):
         self.exchanges: list[Exchange] = []
         """All of them, in the order in which they were made."""
         self._hooks: list[_OptimizerHook] = []
+        if follow_steps and naming is not None:
+            self._hooks.append(register_optimizer_step_pre_hook(self._any_steps))
 
     def add(
         self, optimizer: torch.optim.Optimizer, named: Named, modules: Iterable[nn.Module] = ()
@@ -171,6 +174,13 @@ class ExchangeHandle(Closable):
         """Return a parameter's exchange, None if it has none."""
         return self._of_parameter.get(parameter)
 
+    def _any_steps(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Follow an optimizer that was made later for known parameters, from its first step on."""
+        if optimizer not in self._followed and optimizer not in _around:
+            known = self._of_parameter
+            if any(p in known for p in parameters_of(optimizer)):
+                self.add(optimizer, [], self._modules)
+
     def _step_begins(
         self, optimizer: torch.optim.Optimizer, args: Any, options: Any
     ) -> tuple[Any, Any] | None:
@@ -196,7 +206,8 @@ class ExchangeHandle(Closable):
             loss = closure()
             if loss is None:
                 return None
-            sums = np.array([float(loss) * self.samples, self.samples])
+            value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            sums = np.array([value * self.samples, self.samples])
             self._comm.wait([self._comm.iallreduce(sums)], "the ranks' mean loss")
             value = sums[0] / sums[1]
             return torch.full_like(loss, value) if isinstance(loss, torch.Tensor) else value
@@ -230,6 +241,11 @@ class ExchangeHandle(Closable):
         self._held = held
         for exchange in self.exchanges:
             exchange.hold(held)
+
+    def take_assigned(self) -> None:
+        """Average gradients that were assigned to `.grad`, before the step does."""
+        for exchange in self.exchanges:
+            exchange.take_assigned()
 
     def before_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Return once the gradients of an optimizer, or of all of them, are final. Optimizers call

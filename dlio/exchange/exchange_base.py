@@ -12,6 +12,7 @@ An exchange overrides the calls of the places where it acts; the others do nothi
 | | `allreduce` etc. | `gossip`, `noloco` | the same, nodes | `asgd` | `local-sgd`, `diloco` |
 |---|---|---|---|---|---|
 | `before_backward`, `weigh`, `hold` | x | | x | | |
+| `take_assigned` | x | | x | | |
 | `before_step` | x | x | x | x | |
 | `after_step` | | x | x | x | x |
 | `finish` | | x | x | | x |
@@ -67,6 +68,9 @@ class Exchange:
 
         The next backward that is not held, or the step, averages their sum.
         """
+
+    def take_assigned(self) -> None:
+        """Average gradients that are in place without a backward, before they are clipped."""
 
     def before_step(self) -> None:
         """Return once gradients are final on all ranks, and weights may change."""

@@ -116,6 +116,9 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
     def hold(self, held: bool) -> None:
         self._within.hold(held)
 
+    def take_assigned(self) -> None:
+        self._within.take_assigned()
+
     def before_step(self) -> None:
         # First complete buckets that others may wait for: a rank without samples joined none.
         self._join_all()

@@ -51,6 +51,8 @@ class StepPhase(Enum):
              |
              +--- before_step, from every phase
 
+    Gradients that were assigned lead from IDLE to AVERAGED, or to there again, when they are taken.
+
     "gradient": autograd has accumulated a parameter's gradient. "backward ends": autograd's
     callback at the end of a backward. "backward returns": `Tensor.backward` returns in the thread
     that called it.
@@ -176,17 +178,23 @@ class SynchronousSgd(Exchange):
         self._held = held
 
     def before_step(self) -> None:
+        self.take_assigned()
         phase, self._phase = self._phase, StepPhase.IDLE
         expected = phase not in (StepPhase.IDLE, StepPhase.AVERAGED)
         if phase is StepPhase.IDLE:
             expected = self._weights.everything
-        takes_assigned = self._context.takes_assigned and bool(self._buckets)
-        if takes_assigned and not expected:
-            expected = has_assigned(self._position, phase is StepPhase.IDLE)
         if expected and self._buckets:
             self._average()
-        if takes_assigned:
+        if self._context.takes_assigned:
             mark_means(self._position)
+
+    def take_assigned(self) -> None:
+        is_idle = self._phase is StepPhase.IDLE
+        if not self._context.takes_assigned or not (is_idle or self._phase is StepPhase.AVERAGED):
+            return
+        if has_assigned(self._position, is_idle):
+            self._average()
+            self._phase = StepPhase.AVERAGED
 
     def reshape(self, cuts: Sequence[TensorCut]) -> None:
         before, state = self._buckets, self.state()

@@ -276,6 +276,99 @@ def check_presets(comm: Communicator) -> None:
             assert identical(net, comm), name
 
 
+def check_later(comm: Communicator) -> None:
+    """Parameters that come later are exchanged: unfrozen, added, and by a second optimizer.
+
+    With those that sum, ranks hold identical bytes; with `allreduce`, those of one process.
+    """
+
+    def train(net: nn.Sequential, more: nn.Module, together: str) -> list[float]:
+        first, last = net[0].requires_grad_(False), net[2]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        ranks = dlio.distribute(net, optimizer, together) if together else None
+        sent = []
+        for stage in range(4):
+            if stage == 1:
+                first.requires_grad_(True)
+            elif stage == 2:
+                optimizer.add_param_group({"params": more.parameters()})
+            elif stage == 3:
+                optimizer = torch.optim.SGD([*last.parameters(), *more.parameters()], lr=0.05)
+            for step in range(4):
+                inputs = samples(10 * stage + step, 2 * comm.size)[0][:, :4]
+                if ranks is not None:
+                    inputs = inputs[share(len(inputs), comm.size, comm.rank)]
+                optimizer.zero_grad()
+                more(net(inputs)).square().mean().backward()
+                optimizer.step()
+            if ranks is not None:
+                ranks.finish()
+                sent.append(ranks.statistics()["bytes"])
+        if ranks is not None:
+            ranks.close()
+        return sent
+
+    def made(seed: int) -> tuple[nn.Sequential, nn.Module]:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)), nn.Linear(3, 2)
+
+    for name in ("allreduce", "tree+int8", "gossip", "asgd", "local-sgd(2)", "diloco(2)"):
+        net, more = made(comm.rank if name != "allreduce" else 0)
+        sent = train(net, more, name)
+        growth = [after - before for before, after in zip([0.0, *sent], sent, strict=False)]
+        assert all(bytes_ > 0 for bytes_ in growth), f"{name}: {sent}"
+        assert growth[1] > growth[0], f"{name}: {sent}"  # With those that were frozen.
+        assert growth[2] > growth[1], f"{name}: {sent}"
+        if not name.startswith(("gossip", "asgd")):
+            assert identical(nn.ModuleList([net, more]), comm), name
+        if name == "allreduce":
+            whole, other = made(0)
+            train(whole, other, "")
+            pairs = zip(
+                [*net.parameters(), *more.parameters()],
+                [*whole.parameters(), *other.parameters()],
+                strict=True,
+            )
+            assert all(difference(a, b) < 1e-6 for a, b in pairs)
+
+
+def check_assigned(comm: Communicator) -> None:
+    """Gradients that were assigned, or changed in place without a backward, are averaged; those of
+    a backward that were clipped, or of a second step, are not exchanged again."""
+    for name in ("allreduce", "tree+int8"):
+        torch.manual_seed(3)
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with dlio.distribute(net, optimizer, name) as ranks:
+            sent = []
+            for way in range(5):
+                mine = torch.full_like(net.weight, float(comm.rank + way))
+                if way == 0:
+                    net.weight.grad = mine
+                elif way == 1:
+                    optimizer.zero_grad(set_to_none=False)
+                    assert net.weight.grad is not None
+                    net.weight.grad += mine
+                else:
+                    optimizer.zero_grad()
+                    (net.weight * mine).sum().backward()  # type: ignore[no-untyped-call]
+                    assert net.weight.grad is not None
+                    if way == 3:
+                        net.weight.grad.mul_(0.5)
+                optimizer.step()
+                mean = ((comm.size - 1) / 2 + way) * (0.5 if way == 3 else 1)
+                assert net.weight.grad is not None
+                off = (net.weight.grad - mean).abs().max()
+                assert off < (0.1 if "int8" in name else 1e-5), f"{name}, {way}: {off}"
+                sent.append(ranks.statistics()["messages"])
+            optimizer.step()
+            sent.append(ranks.statistics()["messages"])
+            each = [after - before for before, after in zip([0.0, *sent], sent, strict=False)]
+            assert len(set(each[:5])) == 1, f"{name}: {each}"
+            assert each[5] == 0, f"{name}: {each}"
+            assert identical(net, comm)
+
+
 def check_parts(comm: Communicator) -> None:
     """Several losses of one step that reach different parameters have the mean's gradients.
 
@@ -363,6 +456,8 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "compressed": check_compressed,
     "compressed_pairs": check_compressed_pairs,
     "distribute": check_distribute,
+    "later": check_later,
+    "assigned": check_assigned,
     "parts": check_parts,
     "reached": check_reached,
     "types": check_types,

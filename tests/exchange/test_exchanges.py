@@ -31,11 +31,11 @@ BODY = Path(__file__).with_name("exchange_checks.py")
 @pytest.mark.parametrize(
     ("ranks", "checks"),
     [
-        (2, ("allreduce", "shares", "skipped", "mean", "half", "gossip")),
+        (2, tuple("allreduce shares skipped mean half gossip assigned reached".split())),
         (3, ("allreduce", "shares", "mean", "gossip", "gossip_trains")),
         (4, ("gossip",)),
-        (2, tuple("sums compressed_pairs gossips noloco distribute parts reached types".split())),
-        (3, ("sums", "compressed", "noloco", "asgd", "distribute", "reached")),
+        (2, tuple("sums compressed_pairs gossips noloco distribute later parts types".split())),
+        (3, ("sums", "compressed", "noloco", "asgd", "distribute", "later", "assigned", "reached")),
         (4, ("sums", "gossips", "noloco", "noloco_trains", "asgd")),
         (4, ("noloco_of_differences", "differences_resume")),
         (3, ("noloco_of_differences",)),

@@ -129,6 +129,10 @@ class _ScriptTakeover:
             put(nn.Module, "train", self._mode_set(nn.Module.train))
             put(torch, "save", self._saved(torch.save))
             put(torch.autograd, "backward", self._backward(torch.autograd.backward))
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                clip = self._clipping(getattr(nn.utils, name))
+                put(nn.utils, name, clip)
+                put(nn.utils.clip_grad, name, clip)
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
             put(plateau, "step", self._plateau_step(plateau.step))
             put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
@@ -255,6 +259,14 @@ class _ScriptTakeover:
                 original(tensors, *args, **options)
 
         return backward
+
+    def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(*args: Any, **options: Any) -> Any:
+            if not self._context.aside:
+                self._ranks.take_assigned()  # The mean is clipped, not each rank's own gradients.
+            return original(*args, **options)
+
+        return clip
 
     def _plateau_step(self, original: Callable[..., None]) -> Callable[..., None]:
         """Give a schedule that follows a metric the mean of all ranks' metrics."""
