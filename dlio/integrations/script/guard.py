@@ -53,13 +53,15 @@ _Call = tuple[int, str, str]
 class ScriptGuard:
     """The calls of a script on this rank. One per process; the main thread uses it.
 
-    `folder` is that of the script, whose lines are named.
+    `folder` is that of the script, whose lines are named. `active` is False where ranks go their
+    own ways between exchanges of weights: nothing is compared.
     """
 
     count = _LOSSES + 1 + 2 * _CHUNKS
 
-    def __init__(self, comm: Communicator, folder: str) -> None:
+    def __init__(self, comm: Communicator, folder: str, active: bool = True) -> None:
         self._comm, self._folder = comm, os.path.join(folder, "")
+        self._active = active and comm.size > 1
         self._digest, self._made = 0, 0
         self._calls: deque[_Call] = deque(maxlen=_KEPT)
         bits = (_EXACT_BITS - math.ceil(math.log2(max(1, comm.size)))) // 2
@@ -79,7 +81,7 @@ class ScriptGuard:
     def watching(self, survives: bool) -> Iterator[None]:
         """Look at ranks that wait for long, within a `with` statement, unless ranks may be lost.
         Collective."""
-        if survives:
+        if survives or not self._active:
             yield
             return
         self._talk = self._comm.dup()
@@ -125,14 +127,13 @@ class ScriptGuard:
         Raises UsageError if another rank has called something else.
         """
         self.note(call, more)
-        if self._comm.size == 1:
+        if not self._active or self._comm.size == 1:
             return
         self._sums = uniform(self._comm, lambda: self._summed(call))
         self.check()
 
     def _summed(self, call: str) -> torch.Tensor:
-        sums = torch.zeros(1 + 2 * _CHUNKS, dtype=torch.float64)
-        self._write(sums)
+        sums = torch.tensor(self._numbers(), dtype=torch.float64)
         self._comm.wait([self._comm.iallreduce(sums.numpy())], f"others at {call}")
         return sums
 
@@ -146,7 +147,7 @@ class ScriptGuard:
         Raises UsageError if ranks do different things. Collective then.
         """
         self.note("backward")
-        if not keeps_graph:
+        if self._active and not keeps_graph:
             self._losses = losses_of(tensors, self._frame(), _LOSSES)
         try:
             yield
@@ -157,21 +158,27 @@ class ScriptGuard:
     # Numbers that travel with gradients.
 
     def depart(self, into: torch.Tensor, factor: float) -> None:
-        into.zero_()
+        # On the host as plain numbers: each operation of torch takes some microseconds.
+        losses = [0.0 if each.is_cuda else each.item() * factor for each in self._losses]
+        losses += [0.0] * (_LOSSES - len(losses))
+        into.copy_(torch.tensor([*losses, *self._numbers()], dtype=into.dtype))
         for place, loss in enumerate(self._losses):
-            into[place] = loss.detach().reshape(()) * factor
-        self._write(into[_LOSSES:])
+            if loss.is_cuda:
+                into[place] = loss.detach().reshape(()) * factor  # Without waiting for the device.
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
         for place, loss in enumerate(self._losses):
             # Autograd does not have to know: it has computed all gradients of these losses.
-            loss.data.copy_((sums[place] * factor).reshape(loss.shape))
+            if loss.is_cuda or sums.is_cuda:
+                loss.data.copy_((sums[place] * factor).reshape(loss.shape))
+            else:
+                loss.data.fill_(sums[place].item() * float(factor))
         self._sums = sums[_LOSSES:].clone()
 
-    def _write(self, into: torch.Tensor) -> None:
+    def _numbers(self) -> list[int]:
+        """Return what tells by its sums over ranks whether all have the same digest."""
         parts = [self._digest >> (self._bits * k) & self._mask for k in range(_CHUNKS)]
-        numbers = [1, *(number for part in parts for number in (part, part * part))]
-        into.copy_(torch.tensor(numbers, dtype=into.dtype))
+        return [1, *(number for part in parts for number in (part, part * part))]
 
     def check(self) -> None:
         """Raise UsageError on all ranks if they have called different things. Collective then."""

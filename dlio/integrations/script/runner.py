@@ -43,7 +43,9 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
         raise UsageError(f"{path}: no such script")
     comm = world()
     check_survival(comm, options.fault_tolerance, options.min_ranks)
-    guard = ScriptGuard(comm, os.path.dirname(os.path.abspath(path)))
+    spec = parse_exchange(options.exchange)
+    together = spec.payload == "gradient" and not spec.pairwise
+    guard = ScriptGuard(comm, os.path.dirname(os.path.abspath(path)), together)
     context = ScriptContext(comm, options.batch, options.tiers, guard)
     context.balance = options.balance
     _seed(options.seed)

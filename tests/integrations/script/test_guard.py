@@ -1,0 +1,157 @@
+"""Ranks of a script that do different things are stopped, with the lines and the reason."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import UsageError
+from dlio.integrations.script.guard import ScriptGuard
+from dlio.integrations.script.script_losses import losses_of
+from tests.conftest import examples
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+way = sys.argv[1]
+torch.manual_seed(0)
+x = torch.randn(64, 6)
+y = x @ torch.randn(6, 1)
+if way in ("middle", "last"):
+    x[{"middle": 41, "last": 62}[way]] = float("nan")
+model = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16):
+        loss = torch.nn.functional.mse_loss(model(a), b)
+        if not torch.isfinite(loss):
+            continue
+        if way == "save" and loss.item() < 1e6 * (a[0, 0] > 0):
+            torch.save(model.state_dict(), "best.pt")
+        if way == "rates":
+            optimizer.param_groups[0]["lr"] = 0.1 * float(loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+EXPECTED = {
+    "middle": r"rank 0 goes on with backward at train\.py:\d+, rank 1 with the next batch "
+    r"\(loss is nan\) at train\.py:13",
+    "last": r"rank 0 goes on with backward at train\.py:\d+, rank 1 with the end of a pass over a "
+    r"loader at train\.py:13",
+    "save": r"rank \d .*torch\.save at train\.py:18",
+    "rates": r"rank 0 goes on with optimizer\.step with learning rate [\d.e-]+ at train\.py:\d+, "
+    r"rank 1 with optimizer\.step with learning rate [\d.e-]+ at train\.py",
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", EXPECTED)
+@pytest.mark.daily("middle", "last")
+def test_ranks_that_decide_otherwise_end_with_the_lines_of_the_script(
+    way: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "dlio.cli", "run", "-n", "2", "train.py", way],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert re.search(EXPECTED[way], done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "waited" not in done.stderr  # Not by a deadline.
+
+
+@dataclass
+class _Ranks(SingleCommunicator):
+    size: int = 1
+
+
+def _guard(ranks: int, calls: list[str]) -> ScriptGuard:
+    guard = ScriptGuard(_Ranks(ranks), os.path.dirname(__file__))
+    for call in calls:
+        guard.note(call)
+    return guard
+
+
+@given(
+    st.sampled_from([2, 3, 7, 64, 1000, 10_000]),
+    st.lists(st.sampled_from(["the next batch", "backward", "torch.save"]), max_size=6),
+    st.integers(0, 9999),
+)
+@settings(max_examples=examples(60), deadline=None)
+def test_sums_in_float32_tell_whether_all_digests_are_the_same(
+    ranks: int, calls: list[str], odd: int
+) -> None:
+    guard = _guard(ranks, calls)
+    mine = torch.zeros(guard.count)
+    guard.depart(mine, 1.0)
+    guard.arrive(mine * ranks, 1.0)
+    guard.check()
+    other = torch.zeros(guard.count)
+    found = 0
+    for more in range(8):  # A difference that one step leaves unseen shows in a later one.
+        _guard(ranks, [*calls, f"something else {odd} {more}"]).depart(other, 1.0)
+        guard.arrive(mine * (ranks - 1) + other, 1.0)
+        try:
+            guard.check()
+        except UsageError:
+            found += 1
+    assert found >= 6
+
+
+def test_equal_digests_pass_and_a_different_one_ends_the_script() -> None:
+    calls = ["the next batch", "backward", "optimizer.step with learning rate 0.1"]
+    guard = _guard(2, calls)
+    sums = torch.zeros(guard.count)
+    guard.depart(sums, 1.0)
+    guard.arrive(2 * sums, 1.0)
+    guard.check()
+    guard.arrive(torch.tensor([*[0.0] * 4, 2.0, 3.0, 5.0, 3.0, 5.0]), 1.0)
+    with pytest.raises(UsageError, match="different things"):
+        guard.check()
+
+
+def _frame() -> FrameType:
+    return sys._getframe(1)
+
+
+def test_losses_are_the_scalars_that_lead_to_the_one_of_the_backward() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    first, second = weight.sum(), weight.square().mean()
+    elsewhere, many, number = weight.prod(), weight * 2, 3.0
+    whole = (first + 0.1 * second) / 4
+    found = losses_of(whole, _frame(), 4)
+    assert found[0] is whole
+    assert {id(each) for each in found[1:]} == {id(first), id(second)}
+    assert losses_of([whole], _frame(), 2)[0] is whole
+    assert len(losses_of(whole, _frame(), 2)) == 2
+    assert losses_of(many, _frame(), 4) == []
+    assert losses_of([whole, elsewhere], _frame(), 4) == []
+    assert number == 3.0
+
+
+def test_a_loss_becomes_the_mean_unless_its_graph_is_kept() -> None:
+    guard = _guard(2, [])
+    for keeps in (False, True):
+        weight = torch.tensor(2.0, requires_grad=True)
+        loss = weight * 3
+        with guard.backward(loss, keeps):
+            sums = torch.zeros(guard.count)
+            guard.depart(sums, 5.0)  # Of 5 samples, like those of another rank.
+            guard.arrive(sums + sums, 1 / 20)
+        assert loss.item() == (6.0 if keeps else 3.0)
