@@ -170,6 +170,11 @@ class ExchangeHandle(Closable):
         mine = [self._of_parameter[p] for p in trained]
         followed.exchanges = list(dict.fromkeys([*followed.exchanges, *mine]))
 
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """All parameters that have an exchange, in an order that is the same on all ranks."""
+        return list(self._of_parameter)
+
     def exchange_of(self, parameter: torch.Tensor) -> Exchange | None:
         """Return a parameter's exchange, None if it has none."""
         return self._of_parameter.get(parameter)

@@ -15,19 +15,21 @@ import os
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Final
 
 import numpy as np
 import torch
+import xxhash
 
 from dlio.comm import Communicator
 from dlio.comm.comm_protocol import Request
 from dlio.comm.deadlines import leave, looking_on
 from dlio.comm.survival.recovery import uniform
 from dlio.errors import UsageError
+from dlio.exchange.buckets import broadcast_tensors
 from dlio.integrations.script.script_losses import losses_of
 
 _LOSSES: Final = 4
@@ -41,6 +43,8 @@ _EXACT_BITS: Final = 24
 _LOOK_AFTER_S: Final = 3.0
 _MESSAGE_BYTES: Final = 16 << 10
 _TAG: Final = 7
+_ROUNDING: Final = 1e-4
+"""Differences of weights, by their size, that are taken for rounding."""
 _BATCH: Final = "the next batch"
 _REMEDY: Final = (
     "Each rank sees its share of a batch: let the script decide by values that are the same on all "
@@ -57,7 +61,7 @@ class ScriptGuard:
     own ways between exchanges of weights: nothing is compared.
     """
 
-    count = _LOSSES + 1 + 2 * _CHUNKS
+    count = _LOSSES + 1 + 4 * _CHUNKS
 
     def __init__(self, comm: Communicator, folder: str, active: bool = True) -> None:
         self._comm, self._folder = comm, os.path.join(folder, "")
@@ -69,6 +73,12 @@ class ScriptGuard:
         self._bits = max(1, bits)
         self._losses: list[torch.Tensor] = []
         """Of the backward that is under way; they become means."""
+        self.parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
+        """Returns the parameters whose weights are the same on all ranks, with names."""
+        self.notes: list[str] = []
+        """Lines for the end."""
+        self._steps = self._weights = 0
+        """Steps of optimizers, and the digest of the weights that is to travel next; 0 for none."""
         self._sums: torch.Tensor | None = None
         """The latest sums of digests that were not looked at yet."""
         self._talk: Communicator | None = None
@@ -115,20 +125,38 @@ class ScriptGuard:
         frame = self._frame()
         for name, value in {} if frame is None else frame.f_locals.items():
             is_number = isinstance(value, float) or (
-                isinstance(value, torch.Tensor) and value.numel() == 1
+                isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
             )
             if is_number and not math.isfinite(value):
                 return f" ({name} is {float(value)})"
         return ""
 
-    def meet(self, call: str, more: str = "") -> None:
-        """Note a call in which ranks meet. Collective.
+    def stepped(self, rates: Sequence[float]) -> None:
+        """Note a step of an optimizer with some learning rates. After the 1st, 2nd, 4th, 8th and so
+        on the weights are compared, too."""
+        self.note(f"optimizer.step with learning rate {', '.join(map(str, rates))}")
+        self._steps += 1
+        if self._active and self._steps & (self._steps - 1) == 0:
+            self._weights = self._digest_of_weights()
 
-        Raises UsageError if another rank has called something else.
+    def _digest_of_weights(self) -> int:
+        digest = xxhash.xxh3_64()
+        for _, tensor in self.parameters():
+            values = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(memoryview(values.view(torch.uint8).numpy()))
+        return digest.intdigest() or 1
+
+    def meet(self, call: str, weights: bool = False) -> None:
+        """Note a call in which ranks meet, and whose weights are compared if they are to be.
+        Collective.
+
+        Raises UsageError if another rank has called something else, or has other weights.
         """
-        self.note(call, more)
+        self.note(call)
         if not self._active or self._comm.size == 1:
             return
+        if weights:
+            self._weights = self._digest_of_weights()
         self._sums = uniform(self._comm, lambda: self._summed(call))
         self.check()
 
@@ -176,26 +204,56 @@ class ScriptGuard:
         self._sums = sums[_LOSSES:].clone()
 
     def _numbers(self) -> list[int]:
-        """Return what tells by its sums over ranks whether all have the same digest."""
-        parts = [self._digest >> (self._bits * k) & self._mask for k in range(_CHUNKS)]
-        return [1, *(number for part in parts for number in (part, part * part))]
+        """Return what tells by its sums over ranks whether all have the same digests."""
+        numbers = [1]
+        for digest in (self._digest, self._weights):
+            for k in range(_CHUNKS):
+                part = digest >> (self._bits * k) & self._mask
+                numbers += [part, part * part]
+        self._weights = 0
+        return numbers
 
     def check(self) -> None:
-        """Raise UsageError on all ranks if they have called different things. Collective then."""
+        """Raise UsageError on all ranks if they have called different things, or have other
+        weights. Collective then."""
         sums, self._sums = self._sums, None
         if sums is None:
             return
-        ranks, *pairs = [round(number) for number in sums.tolist()]
+        ranks, *numbers = [round(number) for number in sums.tolist()]
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
         # By Cauchy and Schwarz equal only if all are.
-        if all(
-            ranks * square == total * total
-            for total, square in zip(pairs[::2], pairs[1::2], strict=True)
-        ):
+        same = [ranks * square == total * total for total, square in pairs]
+        if not all(same[:_CHUNKS]):
+            reports = self._comm.allgather(list(self._calls))
+            raise UsageError(
+                _difference(reports)
+                or f"the ranks of the script have done different things for a while. {_REMEDY}"
+            )
+        if not all(same[_CHUNKS:]):
+            self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        """Raise UsageError that names the parameter that differs most. Collective."""
+        named = list(self.parameters())
+        distances = []
+        for _, tensor in named:
+            theirs = tensor.detach().clone()
+            broadcast_tensors([theirs], self._comm)
+            size = max(float(theirs.abs().max()), 1e-12) if theirs.numel() else 1.0
+            off = float((tensor.detach() - theirs).abs().max()) if theirs.numel() else 0.0
+            distances.append(off / size)
+        most, place = max((each, place) for place, each in enumerate(distances))
+        everyone: list[list[float]] = self._comm.allgather([most, place])
+        worst, rank = max((each[0], rank) for rank, each in enumerate(everyone))
+        if worst < _ROUNDING:
+            # Processors of different kinds compute the same step with other rounding.
+            note = f"the ranks' weights differ by rounding, {worst:.0e} at most"
+            self.notes += [] if self.notes else [note]
             return
-        reports = self._comm.allgather(list(self._calls))
         raise UsageError(
-            _difference(reports)
-            or f"the ranks of the script have done different things for a while. {_REMEDY}"
+            f"after step {self._steps} the weights of {named[int(everyone[rank][1])][0]} differ "
+            f"between rank 0 and rank {rank} by {worst:.1g} of their size: something other than "
+            "the optimizers' steps changes them on each rank by its own batch"
         )
 
     # Ranks that wait.

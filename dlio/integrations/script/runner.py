@@ -32,6 +32,7 @@ from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
 
 _PLACE: Final = "_dlio_place"
+_NAME: Final = "_dlio_name"
 
 
 def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
@@ -110,6 +111,7 @@ class _ScriptTakeover:
             nodes = find_nodes(comm, options.pretend_nodes)
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (0, self._steps))
+        context.guard.parameters = self._exchanged
         context.waited = lambda: self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
@@ -158,7 +160,7 @@ class _ScriptTakeover:
     def finish(self) -> None:
         """Complete pending messages, so that weights are those of the next step. Collective."""
         if not self._context.aside:
-            self._context.guard.meet("its end")
+            self._context.guard.meet("its end", weights=True)
         self._ranks.finish()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         self._tell_losses()
@@ -173,7 +175,7 @@ class _ScriptTakeover:
     def notes(self) -> list[str]:
         """Limits that the user should know of, one line each."""
         context = self._context
-        notes = list(context.notes)
+        notes = [*context.notes, *context.guard.notes]
         if context.aside:
             return notes
         if context.assigner.missed:
@@ -206,6 +208,7 @@ class _ScriptTakeover:
     def _registered(self, module: nn.Module, name: str, parameter: object) -> None:
         if isinstance(parameter, torch.Tensor):
             setattr(parameter, _PLACE, self._made)
+            setattr(parameter, _NAME, f"{type(module).__name__}.{name}")
             self._made += 1
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -225,6 +228,11 @@ class _ScriptTakeover:
         number = len(self._ranks.exchanges)
         return [(f"parameter {k} of optimizer {number}", p) for k, p in enumerate(ordered)]
 
+    def _exchanged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, parameter in enumerate(self._ranks.parameters):
+            name = getattr(parameter, _NAME, f"number {number}")
+            yield f"parameter {name} of shape {tuple(parameter.shape)}", parameter
+
     def _begun_later(self, exchange: Exchange) -> None:
         """Prepare the exchange of parameters that an optimizer has got since it was made."""
         exchange.weigh(self._context.weight)
@@ -232,8 +240,8 @@ class _ScriptTakeover:
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
-        rates = ", ".join(str(float(group.get("lr", 0))) for group in optimizer.param_groups)
-        self._context.guard.note(f"optimizer.step with learning rate {rates}")
+        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        self._context.guard.stepped(rates)
         self._tell_losses()
 
     def _tell_losses(self) -> None:
@@ -379,7 +387,7 @@ class _ScriptTakeover:
             if self._context.aside:
                 original(*args, **options)
                 return
-            self._context.guard.meet("torch.save")
+            self._context.guard.meet("torch.save", weights=True)
             self._ranks.finish()
             # Other ranks may read the file next: they wait until it is complete.
             act = once_on_rank_0(self._comm, lambda: original(*args, **options))

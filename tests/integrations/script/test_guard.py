@@ -42,6 +42,9 @@ for epoch in range(2):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if way == "weights":
+            with torch.no_grad():
+                model.weight *= 1 + a.abs().mean()
 """
 EXPECTED = {
     "middle": r"rank 0 goes on with backward at train\.py:\d+, rank 1 with the next batch "
@@ -49,6 +52,8 @@ EXPECTED = {
     "last": r"rank 0 goes on with backward at train\.py:\d+, rank 1 with the end of a pass over a "
     r"loader at train\.py:13",
     "save": r"rank \d .*torch\.save at train\.py:18",
+    "weights": r"after step 2 the weights of parameter Linear\.weight of shape \(1, 6\) "
+    r"differ between rank 0 and rank 1 by 0\.\d+ of their size",
     "rates": r"rank 0 goes on with optimizer\.step with learning rate [\d.e-]+ at train\.py:\d+, "
     r"rank 1 with optimizer\.step with learning rate [\d.e-]+ at train\.py",
 }
@@ -121,7 +126,7 @@ def test_equal_digests_pass_and_a_different_one_ends_the_script() -> None:
     guard.depart(sums, 1.0)
     guard.arrive(2 * sums, 1.0)
     guard.check()
-    guard.arrive(torch.tensor([*[0.0] * 4, 2.0, 3.0, 5.0, 3.0, 5.0]), 1.0)
+    guard.arrive(torch.tensor([*[0.0] * 4, 2.0, 3.0, 5.0, 3.0, 5.0, *[0.0] * 4]), 1.0)
     with pytest.raises(UsageError, match="different things"):
         guard.check()
 
