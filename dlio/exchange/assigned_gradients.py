@@ -19,8 +19,8 @@ def mark_means(parameters: Iterable[torch.Tensor]) -> None:
 def has_assigned(parameters: Iterable[torch.Tensor], is_idle: bool) -> bool:
     """True if a gradient is in place that is not the mean.
 
-    If there was no backward since the last step (`is_idle`), changed ones are not; after one they
-    may have been clipped. A mean that was moved into another tensor is taken for one that is not:
+    Without a backward since the last step (`is_idle`), changed ones are not; after one they may
+    have been clipped. A mean that was moved into another tensor is taken for one that is not:
     to average it again changes nothing.
     """
     for parameter in parameters:

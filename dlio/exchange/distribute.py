@@ -29,6 +29,7 @@ from dlio.util.closable import Closable
 
 _around: "WeakKeyDictionary[torch.optim.Optimizer, ExchangeHandle]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
+_Closure = Callable[[], torch.Tensor | float | None]
 _Naming = Callable[[Sequence[nn.Parameter]], Named]
 _IGNORES_LOSS: Final = tuple(
     kind
@@ -45,7 +46,7 @@ class _OptimizerHook(Protocol):
 
 
 @dataclass(slots=True)
-class _Followed:
+class _OptimizerExchanges:
     """An optimizer, as it was at its last step."""
 
     exchanges: list[Exchange]
@@ -86,7 +87,7 @@ class ExchangeHandle(Closable):
         self._seed, self._pretend_nodes = seed, pretend_nodes
         self._follow_steps = follow_steps
         self._naming, self._added, self._values = naming, added, values
-        self._followed: dict[torch.optim.Optimizer, _Followed] = {}
+        self._followed: dict[torch.optim.Optimizer, _OptimizerExchanges] = {}
         self._of_parameter: dict[torch.Tensor, Exchange] = {}
         self._announce: Callable[[Exchange], None] | None = None
         """Repeats the last call about the next losses."""
@@ -115,7 +116,7 @@ class ExchangeHandle(Closable):
             self._of_parameter[p] for p in parameters_of(optimizer) if p in self._of_parameter
         )
         made = [] if exchange is None or exchange in known else [exchange]
-        self._followed[optimizer] = _Followed([*known, *made])
+        self._followed[optimizer] = _OptimizerExchanges([*known, *made])
         if self._follow_steps:
             _around[optimizer] = self
             self._hooks += [
@@ -154,7 +155,7 @@ class ExchangeHandle(Closable):
         return followed.exchanges
 
     def _look_again(
-        self, followed: _Followed, trained: Sequence[nn.Parameter], naming: _Naming
+        self, followed: _OptimizerExchanges, trained: Sequence[nn.Parameter], naming: _Naming
     ) -> None:
         """Find the exchanges of an optimizer whose parameters have changed."""
         fresh = [p for p in trained if p not in self._of_parameter]
@@ -198,16 +199,14 @@ class ExchangeHandle(Closable):
             return (args[0], agreed, *args[2:]), options
         return args, {**options, "closure": agreed}
 
-    def agreed(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
-    ) -> Callable[[], Any]:
+    def agreed(self, optimizer: torch.optim.Optimizer, closure: _Closure) -> _Closure:
         """Return a closure that has all ranks' mean loss where an optimizer decides by it, such as
         LBFGS, so that it takes the same way on all ranks."""
         # Its gradients are means only where each backward ends with all ranks' sum.
         if isinstance(optimizer, _IGNORES_LOSS) or self._comm.size == 1 or not self.alike:
             return closure
 
-        def mean() -> Any:
+        def mean() -> torch.Tensor | float | None:
             loss = closure()
             if loss is None:
                 return None

@@ -1,6 +1,6 @@
 """Notices ranks of a script that decide otherwise than others, by values of their own.
 
-Each rank keeps a digest of what the script has called so far: batches that it took, backwards,
+Each rank keeps a digest of the script's calls so far: batches that it took, backwards,
 steps with their learning rates, saves. It travels with the gradients, as a few numbers whose sums
 tell whether all ranks have the same one; where ranks meet otherwise, they compare it first. A rank
 that waits for some seconds sends its latest calls to rank 0, which compares them with its own.
@@ -51,7 +51,7 @@ _REMEDY: Final = (
     "ranks, such as the loss after backward()"
 )
 _Call = tuple[int, str, str]
-"""(number, what was called, the script's line)."""
+"""(number, the call, the script's line)."""
 
 
 class ScriptGuard:
@@ -143,7 +143,7 @@ class ScriptGuard:
         digest = xxhash.xxh3_64()
         for _, tensor in self.parameters():
             values = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(memoryview(values.view(torch.uint8).numpy()))
+            digest.update(values.view(torch.uint8).numpy().data)
         return digest.intdigest() or 1
 
     def meet(self, call: str, weights: bool = False) -> None:
@@ -204,7 +204,7 @@ class ScriptGuard:
         self._sums = sums[_LOSSES:].clone()
 
     def _numbers(self) -> list[int]:
-        """Return what tells by its sums over ranks whether all have the same digests."""
+        """Return numbers whose sums over ranks tell whether all have the same digests."""
         numbers = [1]
         for digest in (self._digest, self._weights):
             for k in range(_CHUNKS):

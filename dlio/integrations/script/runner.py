@@ -285,10 +285,12 @@ class _ScriptTakeover:
             if not self._context.aside:
                 self._context.guard.meet("ReduceLROnPlateau.step")
                 mine = [float(metrics), self._context.take_samples()]
-                told: list[list[float]] = uniform(self._comm, lambda: self._comm.allgather(mine))
-                if any(value != told[0][0] for value, _ in told):
-                    total = sum(samples for _, samples in told)
-                    metrics = sum(value * samples for value, samples in told) / total
+                metrics_of_all: list[list[float]] = uniform(
+                    self._comm, lambda: self._comm.allgather(mine)
+                )
+                if any(value != metrics_of_all[0][0] for value, _ in metrics_of_all):
+                    total = sum(samples for _, samples in metrics_of_all)
+                    metrics = sum(value * samples for value, samples in metrics_of_all) / total
             original(scheduler, metrics, *args, **options)
 
         return step

@@ -108,15 +108,15 @@ def test_sums_in_float32_tell_whether_all_digests_are_the_same(
     guard.arrive(mine * ranks, 1.0)
     guard.check()
     other = torch.zeros(guard.count)
-    found = 0
+    seen = 0
     for more in range(8):  # A difference that one step leaves unseen shows in a later one.
         _guard(ranks, [*calls, f"something else {odd} {more}"]).depart(other, 1.0)
         guard.arrive(mine * (ranks - 1) + other, 1.0)
         try:
             guard.check()
         except UsageError:
-            found += 1
-    assert found >= 6
+            seen += 1
+    assert seen >= 6
 
 
 def test_equal_digests_pass_and_a_different_one_ends_the_script() -> None:
@@ -140,9 +140,9 @@ def test_losses_are_the_scalars_that_lead_to_the_one_of_the_backward() -> None:
     first, second = weight.sum(), weight.square().mean()
     elsewhere, many, number = weight.prod(), weight * 2, 3.0
     whole = (first + 0.1 * second) / 4
-    found = losses_of(whole, _frame(), 4)
-    assert found[0] is whole
-    assert {id(each) for each in found[1:]} == {id(first), id(second)}
+    losses = losses_of(whole, _frame(), 4)
+    assert losses[0] is whole
+    assert {id(each) for each in losses[1:]} == {id(first), id(second)}
     assert losses_of([whole], _frame(), 2)[0] is whole
     assert len(losses_of(whole, _frame(), 2)) == 2
     assert losses_of(many, _frame(), 4) == []
