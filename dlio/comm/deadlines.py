@@ -43,7 +43,7 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
 @contextmanager
 def looking_on(look: Callable[[float], None]) -> Iterator[None]:
     """Within a `with` statement, call `look` once a second while the main thread waits, with the
-    seconds of that wait. It may raise what ends the wait, and wait for nothing itself."""
+    seconds of that wait. An error of it ends the wait; it waits for nothing itself."""
     global _look
     _look = look
     try:

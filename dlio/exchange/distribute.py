@@ -38,7 +38,7 @@ _IGNORES_LOSS: Final = tuple(
     and issubclass(kind, torch.optim.Optimizer)
     and kind not in (torch.optim.Optimizer, torch.optim.LBFGS)
 )
-"""Optimizers that return what a closure returns, and do not look at it."""
+"""Optimizers that return a closure's loss, and do not look at it."""
 
 
 class _OptimizerHook(Protocol):

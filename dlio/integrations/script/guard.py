@@ -6,7 +6,7 @@ tell whether all ranks have the same one; where ranks meet otherwise, they compa
 that waits for some seconds sends its latest calls to rank 0, which compares them with its own.
 
 The losses travel, too: after `backward` they are the mean over all ranks, as `.grad` is, so that a
-script which decides by them, or prints them, does what one process would do.
+script which decides by them, or prints them, does as one process would.
 """
 
 import json
@@ -316,7 +316,7 @@ class ScriptGuard:
 
 
 def _difference(reports: Sequence[Sequence[Sequence[Any]]]) -> str:
-    """Say what the first rank and another one have called first that differs, by the latest calls
+    """Name the first calls that differ between the first rank and another one, by the latest calls
     of each; empty if they have called the same, or one has called less so far."""
     mine = {int(number): (call, line) for number, call, line in reports[0]}
     for rank, report in enumerate(reports):

@@ -368,7 +368,7 @@ class _ScriptTakeover:
 
     def _even_out(self, module: nn.Module) -> None:
         """Give batch norms that are evaluated next the statistics of rank 0, which are saved: a
-        metric is the same on all ranks then, and so is what a script decides by it. Collective."""
+        metric is the same on all ranks then, and so are decisions by it. Collective."""
         mine = [each for each in module.modules() if each in self._unlike]
         if mine:
             self._context.guard.meet("eval()")
