@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,7 +111,13 @@ class ScriptGuard:
 
     def note(self, call: str, more: str = "") -> None:
         """Note a call of the script; all ranks make the same ones in the same order. `more` is told
-        if the call is one that differs, and may differ itself."""
+        if the call is one that differs, and may differ itself.
+
+        Calls of other threads than the main one, such as those that take batches ahead, come at
+        other moments on each rank: they are not compared.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         self._digest = zlib.crc32(call.encode(), self._digest)
         self._calls.append((self._made, call + more, self._line()))
         self._made += 1

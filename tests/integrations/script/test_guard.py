@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -129,6 +130,17 @@ def test_equal_digests_pass_and_a_different_one_ends_the_script() -> None:
     guard.arrive(torch.tensor([*[0.0] * 4, 2.0, 3.0, 5.0, 3.0, 5.0, *[0.0] * 4]), 1.0)
     with pytest.raises(UsageError, match="different things"):
         guard.check()
+
+
+def test_calls_of_other_threads_are_not_compared() -> None:
+    guard, alone = _guard(2, ["backward"]), _guard(2, ["backward"])
+    thread = threading.Thread(target=guard.took_batch)
+    thread.start()
+    thread.join()
+    sums, other = torch.zeros(guard.count), torch.zeros(guard.count)
+    guard.depart(sums, 1.0)
+    alone.depart(other, 1.0)
+    assert torch.equal(sums, other)
 
 
 def _frame() -> FrameType:
