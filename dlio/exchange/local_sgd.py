@@ -169,7 +169,7 @@ class LocalSgd(Exchange):
     def reset(self, undo: bool) -> None:
         self._sums.reset(undo, self._begun)
 
-    def arrays(self, last: bool) -> list[npt.NDArray[np.float32]]:
+    def arrays(self, last: bool) -> list[npt.NDArray[np.generic]]:
         return [(each.before if last else each.flat).numpy() for each in self._buckets]
 
     @torch.no_grad()

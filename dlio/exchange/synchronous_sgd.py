@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from dlio.comm.funnel import funnel_in_use, is_foreign_thread
 from dlio.comm.progress_thread import ProgressThread
 from dlio.errors import PeerLost
-from dlio.exchange.buckets import Bucket, Named, in_buckets
+from dlio.exchange.buckets import Bucket, Named, gradient_type, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
 from dlio.exchange.cut import TensorCut, reshape_state
 from dlio.exchange.exchange_base import Exchange
@@ -429,7 +429,7 @@ def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale
         if parameter.grad is None:
             if not float(flags[place]):
                 continue
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter, dtype=gradient_type(parameter))
         if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
             torch.mul(view, factor, out=parameter.grad)
         else:
