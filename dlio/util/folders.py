@@ -178,7 +178,8 @@ def _make_and_open(name: str, parent: int) -> int:
 
 def mark(folder: int, text: str = "dlio\n") -> None:
     """Mark a folder as dlio's."""
-    with suppress(FileExistsError), open_new(folder, MARK, 0o600) as file:
+    # The folder is private; if it is published, the mark's mode is that of its other files.
+    with suppress(FileExistsError), open_new(folder, MARK) as file:
         file.write(text.encode())
 
 

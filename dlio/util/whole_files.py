@@ -13,8 +13,9 @@ from dlio.util.trusted_files import open_file, publish_file, temporary_name
 from dlio.util.user_folders import parent_of
 
 _POLL_S: Final = 0.02
-_MODE: Final = 0o664
-"""Mode of files that users name: as the umask has it, but never writable by all users."""
+PUBLIC_FILE: Final = 0o664
+"""Mode of files that users name, and of all files in folders that are published: as the umask has
+it, so that groups share what their umask lets them, but never writable by all users."""
 
 
 def check_writable(option: str, path: str) -> None:
@@ -28,7 +29,7 @@ def check_writable(option: str, path: str) -> None:
         raise UsageError(f"{option} {path}: {folder} cannot be written")
 
 
-def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = _MODE) -> None:
+def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = PUBLIC_FILE) -> None:
     """Write a file by calling `write`; it appears under its name once it is complete.
 
     The path is one that the user has named, or below the `path_of` a folder; the umask takes its
@@ -76,7 +77,7 @@ def open_partial(path: str, *, new: bool) -> IO[str]:
     user's own file.
     """
     flags = os.O_RDWR | (os.O_CREAT if new else 0)
-    file = os.fdopen(open_own(path, flags, _MODE), "r+")
+    file = os.fdopen(open_own(path, flags, PUBLIC_FILE), "r+")
     if new:
         file.truncate()
     return file

@@ -39,7 +39,8 @@ class _Mixed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x.to(layer.weight.dtype)))  # type: ignore[arg-type]
-        return x.double() * self.scale
+        scaled: torch.Tensor = x.double() * self.scale
+        return scaled
 
 
 def _loss(net: _Mixed, step: int, part: slice = slice(None)) -> torch.Tensor:
@@ -190,7 +191,7 @@ def check_gradient_types(comm: Communicator) -> None:
         return
     parameters = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
     for parameter in parameters:
-        parameter.grad_dtype = torch.float64  # type: ignore[attr-defined]
+        parameter.grad_dtype = torch.float64
     net = nn.ParameterList(parameters)
     exchange = started("allreduce", net, comm)
     exchange.before_backward(1, comm.size)

@@ -13,7 +13,7 @@ from dlio.errors import UsageError, printable
 from dlio.util.folders import open_below, open_working, publish_folder, remove_marked, rename
 from dlio.util.trusted_files import closing_descriptor, open_file, path_of, planted
 from dlio.util.user_folders import make_folders
-from dlio.util.whole_files import take_lock, unwritable
+from dlio.util.whole_files import PUBLIC_FILE, take_lock, unwritable
 
 _LOCK: Final = ".lock"
 _LOCK_TIMEOUT_S: Final = 2.0
@@ -49,7 +49,7 @@ class CheckpointFolder:
         try:
             owner = os.fstat(self._folder).st_uid
             flags = os.O_RDWR | os.O_CREAT
-            lock = open_file(self._folder, _LOCK, flags, 0o644, owners=(owner,))
+            lock = open_file(self._folder, _LOCK, flags, PUBLIC_FILE, owners=(owner,))
         except OSError as error:
             raise unwritable(f"--checkpoint {self.path}", error) from error
         try:
