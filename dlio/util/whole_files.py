@@ -1,7 +1,6 @@
 """Output files that appear complete or not at all, and locks on files."""
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from contextlib import suppress
 from typing import IO, Final
 
 from dlio.errors import UsageError
+from dlio.util.json_output import json_text
 from dlio.util.trusted_files import open_file, publish_file, temporary_name
 from dlio.util.user_folders import parent_of
 
@@ -113,8 +113,8 @@ def take_lock(descriptor: int, how: int, timeout_s: float = 0.0, poll_s: float =
 
 
 def write_json(path: str, value: object) -> None:
-    """Write a value as JSON. Raises UsageError if the file cannot be written."""
-    text = json.dumps(value, indent=2).encode()
+    """Write a value as `json_text`. Raises UsageError if the file cannot be written."""
+    text = json_text(value, indent=2).encode()
     write_whole(path, lambda file: file.write(text))
 
 

@@ -22,8 +22,19 @@ _PLAIN: Final = (
     "gossip(gradient)",
     "noloco(2,rate=1,momentum=0)",
 )
-_PACKED: Final = ("gossip+bf16", "gossip+adaptive", "noloco(1)+onebit", "noloco(2,rate=1,momentum=0)+int8")
-_LOSSY: Final = ("allreduce+bf16", "tree+int8", "local-sgd(2)+fp16", "diloco(2)+onebit", "asgd+bf16")
+_PACKED: Final = (
+    "gossip+bf16",
+    "gossip+adaptive",
+    "noloco(1)+onebit",
+    "noloco(2,rate=1,momentum=0)+int8",
+)
+_LOSSY: Final = (
+    "allreduce+bf16",
+    "tree+int8",
+    "local-sgd(2)+fp16",
+    "diloco(2)+onebit",
+    "asgd+bf16",
+)
 
 
 class _Mixed(nn.Module):
@@ -46,7 +57,8 @@ class _Mixed(nn.Module):
 def _loss(net: _Mixed, step: int, part: slice = slice(None)) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(12, _SIDE, dtype=torch.float64, generator=generator)
-    return (net(inputs[part]) - inputs[part].roll(1, 1)).square().mean()
+    loss: torch.Tensor = (net(inputs[part]) - inputs[part].roll(1, 1)).square().mean()
+    return loss
 
 
 def _apart(net: nn.Module, whole: nn.Module, kind: torch.dtype) -> float:
@@ -137,7 +149,9 @@ def check_asgd_keeps(comm: Communicator) -> None:
             comm.barrier()
         totals = ranks.statistics()
     assert comm.size == 1 or totals["messages"] > 0
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True)
+    )
 
 
 def check_state(comm: Communicator) -> None:

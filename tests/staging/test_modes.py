@@ -5,6 +5,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 
@@ -31,9 +33,10 @@ def test_packed_files_have_the_mode_of_any_new_file(umask: int, tmp_path: Path) 
     source = tmp_path / "source"
     for number in range(4):
         (source / str(number % 2)).mkdir(parents=True, exist_ok=True)
-        (source / str(number % 2) / f"{number}.txt").write_bytes(bytes(range(number + 1)))
+        picture = np.full((8, 8, 3), 9 * number, np.uint8)
+        cv2.imwrite(str(source / str(number % 2) / f"{number}.png"), picture)
     for kind in ("native", "tar", "hdf5", "zarr"):
-        pack(str(source), str(tmp_path / kind), PackOptions(format=kind))
+        pack(str(source), str(tmp_path / kind), options=PackOptions(format=kind))
         modes = _modes(tmp_path / kind)
         assert set(modes.values()) == {0o664 & ~umask}, kind
 

@@ -44,7 +44,7 @@ from dlio.train.report import CheckpointReport
 from dlio.util.limits import parsing
 from dlio.util.printable import print_line
 from dlio.util.threads import Workers
-from dlio.util.whole_files import write_json
+from dlio.util.whole_files import write_whole
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"
@@ -334,7 +334,8 @@ class Checkpoints(RecoveryPart[Report]):
             with self._place.unfinished(unfinished.hidden) as path:
                 complete(path, unfinished.ranks)
                 about = json.loads(json.dumps(unfinished.about))  # As it will be read.
-                write_json(os.path.join(path, _ABOUT), {**about, _SUMS: _sums(path, about)})
+                text = json.dumps({**about, _SUMS: _sums(path, about)}, indent=2).encode()
+                write_whole(os.path.join(path, _ABOUT), lambda file: file.write(text))
             self._place.publish(unfinished.hidden, unfinished.name)
             # Newer ones are damaged: this run would have gone on from them.
             names = [os.path.basename(path) for path in self.paths()]

@@ -11,6 +11,7 @@ import torch
 
 _SCRIPT = """
 import sys, torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 def train(default, model):
@@ -18,11 +19,11 @@ def train(default, model):
     torch.manual_seed(0)
     x = torch.randn(64, 6, dtype=torch.float64).to(model)
     y = x @ torch.randn(6, 2, dtype=torch.float64).to(model)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).to(model)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).to(model)
     opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(2):
         for a, b in DataLoader(TensorDataset(x, y), batch_size=12):
-            loss = torch.nn.functional.mse_loss(net(a), b)
+            loss = nn.functional.mse_loss(net(a), b)
             opt.zero_grad()
             loss.backward()
             opt.step()
