@@ -30,6 +30,7 @@ from dlio.util.trusted_files import (
     open_new,
     path_of,
     read_small,
+    shown_as,
     temporary_name,
 )
 from dlio.util.user_folders import open_folder, parent_of
@@ -114,7 +115,9 @@ def new_folder(path: str) -> Iterator[str]:
         hidden = temporary_name(name)
         folder = open_working(parent, hidden, marked=False)
         try:
-            yield path_of(folder)
+            inside = path_of(folder)
+            with shown_as(inside, path):
+                yield inside
             publish_folder(parent, hidden, folder, name)
         finally:
             remove_entry(parent, hidden)

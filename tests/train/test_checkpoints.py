@@ -1,5 +1,6 @@
 """Checkpoints: complete whenever a run is killed; a resumed run equals an uninterrupted one."""
 
+import errno
 import json
 import os
 import pickle
@@ -404,3 +405,23 @@ def test_a_run_does_not_resume_from_checkpoints_of_another_run(
         refused = dlio(*same, *MLP, *other, "--resume")
         assert refused.returncode == 2
         assert named in refused.stderr
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "part-0.json", "about.json"])
+def test_a_failure_names_the_folder_that_the_user_gave(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.open
+
+    def full(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if str(path).startswith(file):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return original(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+        checkpoints.save(1, {"all/model/w": torch.ones(9)}, {})
+        checkpoints.wait()
+    (failure,) = checkpoints.failures
+    assert str(tmp_path / "c") in failure
+    assert "/proc/self" not in failure

@@ -11,7 +11,13 @@ from typing import Final
 
 from dlio.errors import UsageError, printable
 from dlio.util.folders import open_below, open_working, publish_folder, remove_marked, rename
-from dlio.util.trusted_files import closing_descriptor, open_file, path_of, planted
+from dlio.util.trusted_files import (
+    closing_descriptor,
+    open_file,
+    path_of,
+    planted,
+    shown_as,
+)
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import PUBLIC_FILE, take_lock, unwritable
 
@@ -90,7 +96,9 @@ class CheckpointFolder:
         It is made if missing.
         """
         with closing_descriptor(open_working(self._folder, name)) as folder:
-            yield path_of(folder)
+            inside = path_of(folder)
+            with shown_as(inside, os.path.join(self.path, name)):
+                yield inside
 
     def exists(self, name: str) -> bool:
         """True if the folder has an entry of this name."""
