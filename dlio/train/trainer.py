@@ -317,6 +317,8 @@ def _resume(run: Worker, checkpoints: "Checkpoints") -> str | None:
     if run.comm.rank == 0:
         where = f"epoch {run.epoch_number + 1}, step {run.updates}"
         print(f"resumed from {checkpoint.path}: {where}", flush=True)
+        if sharing := checkpoints.sharing():
+            print(sharing, flush=True)
         before = checkpoint.about["global_batch"]
         if before != run.global_batch:
             print(

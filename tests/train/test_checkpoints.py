@@ -1,6 +1,7 @@
 """Checkpoints: complete whenever a run is killed; a resumed run equals an uninterrupted one."""
 
 import errno
+import fcntl
 import json
 import os
 import pickle
@@ -425,3 +426,59 @@ def test_a_failure_names_the_folder_that_the_user_gave(
     (failure,) = checkpoints.failures
     assert str(tmp_path / "c") in failure
     assert "/proc/self" not in failure
+
+
+def _array(monkeypatch: pytest.MonkeyPatch, task: int) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+
+
+@pytest.mark.parametrize("locks", ["none", "of a node"])
+def test_runs_without_common_locks_do_not_write_to_one_folder_in_silence(
+    locks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As on file systems without locks, or whose locks end at the node."""
+
+    def flock(*_: object) -> None:
+        if locks == "none":
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = tmp_path / "c"
+    _array(monkeypatch, 3)
+    with Checkpoints(str(folder), SingleCommunicator()) as first:
+        first.save(1, {"all/model/w": torch.zeros(9)}, {"at": 1})
+        first.wait()
+        assert not first.failures
+        _array(monkeypatch, 4)
+        with Checkpoints(str(folder), SingleCommunicator()) as second:
+            for step in (2, 3):
+                for checkpoints, value in ((first, 1.0), (second, 2.0)):
+                    tensors = {"all/model/w": torch.full((9,), value)}
+                    checkpoints.save(step, tensors, {"at": step})
+                    checkpoints.wait()
+            assert not second.failures
+            newest = second.newest()
+        assert newest is not None
+        assert float(newest.read("all/model/")["w"][0]) == 2.0
+        assert len(first.failures) == 2
+    said = capsys.readouterr().err
+    assert "task 4 of job array 77" in said
+    assert f"--checkpoint {folder}/$SLURM_ARRAY_TASK_ID" in said
+
+
+def test_a_task_of_a_job_array_says_whose_checkpoint_it_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for task, said in ((3, ""), (3, ""), (4, "of task 3"), (5, "of task 4")):
+        _array(monkeypatch, task)
+        with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+            assert (said in checkpoints.sharing()) if said else not checkpoints.sharing()
+            with pytest.raises(UsageError, match=r"task \d of job array 77.*SLURM_ARRAY_TASK_ID"):
+                Checkpoints(str(tmp_path / "c"), SingleCommunicator())
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "78")
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+        assert not checkpoints.sharing()

@@ -156,6 +156,10 @@ class Checkpoints(RecoveryPart[Report]):
         if self._comm.rank == 0 and not self._leads:
             self._leads, self._lock = True, self._place.lock()
 
+    def sharing(self) -> str:
+        """Return a sentence if the folder was that of another task of this job array."""
+        return self._place.sharing()
+
     def paths(self) -> list[str]:
         """Paths of complete checkpoints, the newest first."""
         names = [name for name in self._place.names() if _NAME.fullmatch(name)]
@@ -295,7 +299,7 @@ class Checkpoints(RecoveryPart[Report]):
                 lambda: self._published(unfinished),
                 wait,
             )
-            if unfinished.rank == 0 and self._outcome:
+            if unfinished.rank == 0 and self._outcome and self._place.is_held():
                 self._place.remove(unfinished.hidden)
         except PeerLost:
             pass  # Those that are left settle in `wait` what becomes of it.
