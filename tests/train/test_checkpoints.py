@@ -482,3 +482,41 @@ def test_a_task_of_a_job_array_says_whose_checkpoint_it_continues(
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "78")
     with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
         assert not checkpoints.sharing()
+
+
+_RATES = """
+from dlio.train.callbacks import Callback
+
+class Rates(Callback):
+    def after_step(self, run):
+        print("rate", run.updates, repr(run.optimizer.param_groups[0]["lr"]), flush=True)
+
+def make():
+    return Rates()
+"""
+
+
+def _rates(text: str) -> dict[int, float]:
+    rows = [line.split() for line in text.splitlines() if line.startswith("rate ")]
+    return {int(row[1]): float(row[2]) for row in rows}
+
+
+def test_a_run_that_is_made_longer_goes_on_at_the_rate_of_the_longer_one_and_says_so(
+    dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    (here / "rates.py").write_text(_RATES)
+    same: Args = (str(pictures / "train"), "--batch-size", "10", *SHAPE, *MLP)
+    same += ("--callback", "rates:make")
+    whole = dlio("train", *same, "--epochs", "8")
+    assert whole.returncode == 0, whole.stderr
+    kept = (*same, "--checkpoint", "c")
+    first = dlio("train", *kept, "--epochs", "2")
+    assert first.returncode == 0, first.stderr
+    again = dlio("train", *kept, "--epochs", "8", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "was to have 2 epochs and is to have 8 now" in again.stdout
+    expected, rates = _rates(whole.stdout), _rates(again.stdout)
+    steps = [step for step in expected if step > max(_rates(first.stdout))]
+    assert steps
+    assert [rates[step] for step in steps] == [expected[step] for step in steps]
+    assert "epochs and is to have" not in first.stdout
