@@ -8,8 +8,7 @@ import math
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """Return a value as JSON, in which numbers that are not finite are the strings "NaN",
-    "Infinity" and "-Infinity", as in the JSON of protocol buffers.
+    """Return a value as JSON, in which numbers that are not finite are null.
 
     Raises TypeError for a value that JSON does not have.
     """
@@ -20,11 +19,9 @@ def json_text(value: object, indent: int | None = None) -> str:
 
 
 def _finite(value: object) -> object:
-    """Return a value with strings in the place of numbers that are not finite."""
+    """Return a value with None in the place of numbers that are not finite."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

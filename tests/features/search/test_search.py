@@ -207,7 +207,7 @@ def test_trials_without_a_finite_value_fail_with_the_reason_and_the_rest_is_json
         for x, note in ((2, "loss is nan"), (3, "loss is inf"), (4, "loss is nan")):
             assert states[x]["state"] in ("failed", "pruned")
             assert states[x]["note"] == note or states[x]["epochs"] == [[4.0]]
-        assert states[2]["epochs"][0] == ["NaN"]
+        assert states[2]["epochs"][0] == [None]
         page = (tmp_path / f"{pruner}.html").read_text()
         shown = page.split('id="trials">')[1].split("</script>")[0]
         assert json.loads(shown, parse_constant=constants.append) == result["trials"]
