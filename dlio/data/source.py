@@ -249,8 +249,8 @@ class Source(FsspecHandle):
             first = f"{first} -> {os.readlink(first)}"
         count = len(self.dangling)
         raise SourceError(
-            f"{self.path()}: {count} of {found + count} files are links to what is not there, such "
-            f"as {printable(first)}: restore or fetch what they name, or remove the links"
+            f"{self.path()}: {count} of {found + count} files are links to missing files, such "
+            f"as {printable(first)}: restore or fetch these, or remove the links"
         )
 
     def _scan(self, name: str) -> list[Entry]:

@@ -15,7 +15,7 @@ from dlio.util.user_folders import parent_of
 _POLL_S: Final = 0.02
 PUBLIC_FILE: Final = 0o664
 """Mode of files that users name, and of all files in folders that are published: as the umask has
-it, so that groups share what their umask lets them, but never writable by all users."""
+it, which may let a group write, but never all users."""
 
 
 def check_writable(option: str, path: str) -> None:

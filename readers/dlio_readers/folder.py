@@ -339,7 +339,7 @@ class _Walk:
 
 
 def _bare_links(source: Source, folder: str, rows: Sequence[tuple[str, bool]]) -> list[str]:
-    """Return the links of a local folder that have no suffix and are no folders."""
+    """Return the links of a local folder without a suffix that lead to no folder."""
     if not source.local:
         return []
     bare = [name for name, is_folder in rows if not is_folder and "." not in name]

@@ -374,7 +374,7 @@ def _taken(
         return wanted
     notes = "; ".join(mounted.hierarchy.notes()[:3])
     reasons = next(filter(None, comm.allgather(notes)), "see the errors of other ranks")
-    # Ranks of a node share its blocks: what another one had no room for is missing here, too.
+    # Ranks of a node share its blocks: those that another had no room for are missing here, too.
     everywhere = [set(each) for each in comm.allgather(sorted(short))]
     nodes = mounted.ranks.node_of.tolist()
     of_node = set().union(

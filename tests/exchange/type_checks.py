@@ -100,7 +100,7 @@ def check_precise(comm: Communicator) -> None:
         # Later layers of 16 bits round their parts of the batch otherwise: their error is not ours.
         _check_near(net, whole, name, 2e-4)
     for name in (*_PLAIN, *_PACKED):
-        # Ranks with the same data, whose mean is what each one has.
+        # Ranks with the same data: the mean equals each of them.
         _check_near(_together(name, comm, shared=False), whole, name, 1e-15)
     for name in _LOSSY:
         net = _together(name, comm, shared=False)

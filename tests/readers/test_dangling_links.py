@@ -66,9 +66,9 @@ def test_purged_targets_are_counted_in_an_error(
         purge(tmp_path)
         # Twice: the first listing is not kept.
         for _ in range(2):
-            with pytest.raises(SourceError, match=f"{count} files are links to what is not there"):
+            with pytest.raises(SourceError, match=f"{count} files are links to missing files"):
                 open_reader(str(root))
-    with pytest.raises(SourceError, match="links to what is not there"):
+    with pytest.raises(SourceError, match="links to missing files"):
         dlio.open(root, follow_links=True)
     done = subprocess.run(
         [sys.executable, "-m", "dlio.cli", "verify", str(root), "--follow-links"],

@@ -55,16 +55,16 @@ def test_results_of_commands_are_json(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_commands_print_json_in_this_way_alone() -> None:
-    """No command prints what `json.dumps` has made: it writes NaN, which is not JSON."""
+    """No command prints by `json.dumps`, which writes NaN: that is not JSON."""
     root = Path(dlio.__file__).parent
     folders = [root, *(root.parent / name for name in ("readers", "staging", "bench"))]
     direct = re.compile(r"\bprint\(\s*json\.dumps\(")
     # These print messages to other processes of dlio.
     internal = {"live_line.py", "probe.py", "rehearsal.py", "shuffle_cases.py", "bench_ranks.py"}
-    found = {
+    printing = {
         path.name
         for folder in folders
         for path in folder.rglob("*.py")
         if direct.search(path.read_text())
     }
-    assert found <= internal
+    assert printing <= internal

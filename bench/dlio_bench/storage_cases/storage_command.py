@@ -198,8 +198,8 @@ def _notes(
     counted = min(run.steps for run in measured.runs) - LEFT_OUT
     if counted < 1:
         notes.append(
-            "an epoch has one step, which does not count: there is no utilisation and no "
-            "throughput; give more files, or smaller batches"
+            "an epoch has one step, which does not count: utilisation and throughput are unknown; "
+            "give more files, or smaller batches"
         )
     ranks = len(measured.runs[0].ranks)
     if rest := workload.samples % (workload.batch_size * ranks):
