@@ -426,9 +426,9 @@ class BlockFetcher(Fetcher):
         self._filling: dict[int, threading.Event] = {}
         self._reserved: set[int] = set()
         self._full = {n for n, tier in enumerate(targets.tiers) if not tier.writable}
-        self.short: set[int] = set()
-        """Numbers of tiers whose disks had less room than their capacity."""
         """Numbers of tiers that take no more blocks."""
+        self.short: set[int] = set()
+        """Those of them whose disks had less room than their capacity."""
         self._damaged: set[tuple[int, int]] = set()
         """(block, tier) whose file is damaged: not used before it is rewritten."""
         self._broken: set[int] = set()
