@@ -45,7 +45,7 @@ from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
 from dlio.comm.progress_thread import ProgressThread
 from dlio.comm.survival.recovery import RecoveryPart
-from dlio.errors import PeerLost
+from dlio.errors import PeerLost, UsageError
 from dlio.exchange.buckets import Bucket, Named
 from dlio.exchange.compress import make_compressor
 from dlio.exchange.compress.message_layout import pieces_of
@@ -214,6 +214,9 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
 
     @torch.no_grad()
     def before_step(self) -> None:
+        if self._peers and self._now.is_narrow:
+            # Others have posted receives for shorter messages.
+            raise UsageError("asgd: the model became float64 after its optimizer was made")
         if self._peers and not self._started:
             self._now.read()
             self._before.copy_(self._now.flat)

@@ -83,6 +83,22 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.copy_(view)
 
+    @property
+    def is_narrow(self) -> bool:
+        """True if a parameter has become float64 since, because the script has converted its model
+        after it made the optimizer."""
+        return self.flat.dtype is torch.float32 and any(
+            parameter.dtype is torch.float64 for parameter in self.parameters
+        )
+
+    def take_over(self, narrower: "Bucket") -> None:
+        """Continue with the values of a bucket of the same parameters in another type."""
+        self.flat.copy_(narrower.flat)
+        if narrower._other is not None:
+            self.swap()
+            self.flat.copy_(narrower.before)
+            self.swap()
+
     def swap(self) -> None:
         """Continue in a second buffer; the next call returns to this one, whose contents stay."""
         before = (self.flat, self.views)

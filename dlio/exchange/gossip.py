@@ -130,6 +130,8 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
     def before_step(self) -> None:
         # Parameters that no forward pass of this step used have not been joined yet.
         self._join_all()
+        if self._onward is None and any(pair.outgoing.is_narrow for pair in self._pairs):
+            self.reshape(())
         if self._spec.payload == "gradient":
             self._send(tuple(range(len(self._pairs))), whole=False)
             self._join_all()

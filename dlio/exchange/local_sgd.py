@@ -80,6 +80,10 @@ class LocalSgd(Exchange):
             bucket.read()
             common.copy_(bucket.flat)
 
+    def before_step(self) -> None:
+        if any(bucket.is_narrow for bucket in self._buckets):
+            self.reshape(())
+
     def after_step(self) -> None:
         self._steps += 1
         self._stale.update(range(self._fragments))

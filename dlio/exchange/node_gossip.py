@@ -119,6 +119,8 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
     def before_step(self) -> None:
         # First complete buckets that others may wait for: a rank without samples joined none.
         self._join_all()
+        if any(bucket.is_narrow for bucket in self._values()):
+            self.reshape(())
         self._within.before_step()
         if self._gradients:
             self._exchange()

@@ -15,7 +15,7 @@ by `make gpu-check`.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -114,6 +114,15 @@ class BucketSums(list[Sum]):
         self._before = self.statistics()
         self.close()
         self[:] = sums
+
+    def replace(self, number: int, make: Callable[[], Sum]) -> None:
+        """Close a sum, and continue with another one, made after that, in its place."""
+        state = {name: value.clone() for name, value in self[number].state().items()}
+        for key, value in self[number].statistics().items():
+            self._before[key] = self._before.get(key, 0.0) + value
+        self[number].close()
+        self[number] = make()
+        self[number].load_state(state)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Merge the states of the sums, as `owed/<number>` etc."""

@@ -330,6 +330,8 @@ class SynchronousSgd(Exchange):
     @torch.no_grad()
     def _copy(self, parameter: nn.Parameter, factor: float) -> None:
         number, place = self._position[parameter]
+        if parameter.dtype is torch.float64 and self._buckets[number].is_narrow:
+            self._widen(number)
         view = self._buckets[number].views[place]
         if parameter.grad is None:
             view.zero_()
@@ -337,6 +339,18 @@ class SynchronousSgd(Exchange):
         view.copy_(parameter.grad)
         if factor != 1.0:
             view.mul_(factor)
+
+    def _widen(self, number: int) -> None:
+        """Continue a bucket in float64. All ranks do so before they start its next sum."""
+        before = self._buckets[number]
+        names = [name for name, _ in before.tensors]
+        named = list(zip(names, before.parameters, strict=True))
+        extra = len(before.flat) - sum(parameter.numel() for parameter in before.parameters)
+        bucket = self._placement.for_gradients(named, extra)
+        bucket.take_over(before)
+        self._buckets[number] = bucket
+        tag = _FIRST_TAG + number * TAGS
+        self._sums.replace(number, lambda: self._placement.make_sum(bucket, extra, tag))
 
     # At the end of backward.
 

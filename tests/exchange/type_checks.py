@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Final
 
+import pytest
 import torch
 from torch import nn
 
 import dlio
 from dlio.comm import Communicator
+from dlio.errors import UsageError
 from tests.exchange.training import identical, started
 
 _SIDE: Final = 6
@@ -138,6 +140,46 @@ def check_float64(comm: Communicator) -> None:
             assert error < 1e-15, f"{name}: {error}"
 
 
+def check_converted(comm: Communicator) -> None:
+    """A network that becomes float64 after its exchange was made trains as one that was before."""
+    whole = _made_double()
+    whole_optimizer = torch.optim.SGD(whole.parameters(), lr=0.3)
+    inputs = torch.linspace(-1, 1, 8 * _SIDE, dtype=torch.float64).view(8, _SIDE)
+    for _ in range(4):
+        whole_optimizer.zero_grad()
+        whole(inputs).tanh().square().mean().backward()
+        whole_optimizer.step()
+    for name in (*_PLAIN, "gossip+adaptive", "noloco(1)+onebit"):
+        net = nn.Linear(_SIDE, _SIDE)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+        nodes = 2 if comm.size > 2 and name == "gossip" else None
+        with dlio.distribute(net, optimizer, name, pretend_nodes=nodes) as ranks:
+            net.double().load_state_dict(_made_double().state_dict())
+            for _ in range(4):
+                optimizer.zero_grad()
+                net(inputs).tanh().square().mean().backward()
+                optimizer.step()
+            ranks.finish()
+        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+            error = float((a - b).detach().abs().max())
+            assert error < 1e-15, f"{name}: {error}"
+    net = nn.Linear(_SIDE, _SIDE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    with dlio.distribute(net, optimizer, "asgd"):
+        net.double()
+        if comm.size > 1:
+            with pytest.raises(UsageError, match="became float64"):
+                optimizer.step()
+
+
+def _made_double() -> nn.Linear:
+    net = nn.Linear(_SIDE, _SIDE, dtype=torch.float64)
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            parameter.fill_((number + 1) / 4)  # As exact in float32.
+    return net
+
+
 def check_asgd_keeps(comm: Communicator) -> None:
     """Weights that no step changes stay as they are to the last bit, however often they travel."""
     net, before = _Mixed(), _Mixed()
@@ -222,6 +264,7 @@ def check_gradient_types(comm: Communicator) -> None:
 CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "precise": check_precise,
     "float64": check_float64,
+    "converted": check_converted,
     "asgd_keeps": check_asgd_keeps,
     "state": check_state,
     "defaults": check_defaults,
