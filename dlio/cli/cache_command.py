@@ -1,11 +1,11 @@
 """`dlio cache`: the cache of indexes of data sets."""
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final
 
 from dlio.cli.app import CommandGroup
+from dlio.util.json_output import json_text
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
@@ -32,7 +32,7 @@ def list_entries(options: CacheListOptions) -> None:
     entries = cache_entries()
     if options.as_json:
         rows = [asdict(entry) for entry in entries]
-        print(json.dumps({"folder": cache_folder(), "entries": rows}, indent=2))
+        print(json_text({"folder": cache_folder(), "entries": rows}, indent=2))
         return
     total = sum(entry.bytes for entry in entries)
     print_line(f"{cache_folder()}: {len(entries):,} entries, {format_bytes(total)}")

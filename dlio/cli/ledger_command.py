@@ -1,12 +1,12 @@
 """`dlio ledger`: check the trace of a run."""
 
-import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from dlio.errors import UsageError
+from dlio.util.json_output import json_text
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line
 
@@ -59,7 +59,7 @@ def command(options: LedgerOptions) -> None:
     if options.as_json:
         about = {"file": options.file, "samples": samples, "exact": exact}
         epochs = [_as_json(each) for each in checked]
-        print(json.dumps({**about, "epochs": epochs}, indent=2))
+        print(json_text({**about, "epochs": epochs}, indent=2))
     else:
         for each in checked:
             for line in _described(each):

@@ -1,11 +1,11 @@
 """`dlio ls`: describe the data set at a path."""
 
-import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from dlio.data.source import redact
 from dlio.errors import printable
+from dlio.util.json_output import json_text
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
@@ -148,7 +148,7 @@ def command(options: ListOptions) -> None:
         check_writable("--html", options.html)
     path, about = options.path, describe(options.path)
     if options.as_json:
-        print(json.dumps(about, indent=2))
+        print(json_text(about, indent=2))
         _draw(replace(options, plot=False))
         return
     counts = about["classes"]

@@ -1,9 +1,9 @@
 """Records of options that several commands share."""
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from dlio.util.json_output import json_text
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import check_writable, write_json
 
@@ -68,4 +68,4 @@ class OutputOptions:
         if self.report is not None:
             write_json(self.report, results)
         if self.as_json:
-            print(json.dumps(results), flush=True)
+            print(json_text(results), flush=True)

@@ -1,6 +1,5 @@
 """`dlio top`: the jobs of this user on this machine, while they run."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from dlio.cli.option_groups import with_help
 from dlio.errors import UsageError, printable
 from dlio.storage.counters import PLACES
+from dlio.util.json_output import json_text
 from dlio.util.live_figures import Figures, ProcessFigures, ask_all
 from dlio.util.options import Option
 from dlio.util.printable import print_line
@@ -65,7 +65,7 @@ def command(options: TopOptions) -> None:
 def _print_json(options: TopOptions) -> None:
     while True:
         processes = [asdict(answer) for answer in ask_all(_ANSWER_S)]
-        print(json.dumps({"time": time.time(), "processes": processes}), flush=True)
+        print(json_text({"time": time.time(), "processes": processes}), flush=True)
         if options.once:
             return
         time.sleep(options.every)

@@ -228,7 +228,7 @@ class MpiCommunicator(CommunicatorBase):
         return _call(lambda: MpiRequest(self.raw.Iallreduce(*both, _OPS[op]), both))
 
     def iallreduce_device(self, tensor: "torch.Tensor") -> Request:
-        """Start summing a float32 tensor in GPU memory over all ranks, in place.
+        """Start summing a float32 or float64 tensor in GPU memory over all ranks, in place.
 
         Requires `dlio.comm.devices.sums_device_memory()`. The caller has synchronised the stream
         that writes the tensor.

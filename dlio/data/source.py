@@ -25,7 +25,7 @@ import xxhash
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
 from dlio.data.requests import pread, pread_into, request
-from dlio.errors import DlioError, SourceError, UsageError
+from dlio.errors import DlioError, SourceError, UsageError, printable
 from dlio.util.limits import check_regular, open_regular
 
 _MAX_FILES: Final = 1_000_000
@@ -124,6 +124,8 @@ class Source(FsspecHandle):
         self.url = url
         self._follow = links_followed()
         self.root = os.path.abspath(os.path.expanduser(url))
+        self.dangling: list[str] = []
+        """Paths of links that `entry` was asked for, and that lead to nothing."""
         if is_remote(url):
             with ReadErrors(url, "cannot be opened"):
                 self._opened, self.root = fsspec().core.url_to_fs(url)
@@ -197,7 +199,8 @@ class Source(FsspecHandle):
         return rows
 
     def entry(self, folder: str, name: str) -> Entry | None:
-        """Return a file of a local folder, None for a dangling link.
+        """Return a file of a local folder, None if it is not there. One that is a link to nothing
+        is noted in `dangling`.
 
         Raises SourceError, also if it is not a regular file, or a link out of the root.
         """
@@ -205,12 +208,16 @@ class Source(FsspecHandle):
         with ReadErrors(path):
             try:
                 status = os.lstat(path)
-                if stat.S_ISLNK(status.st_mode):
-                    status = os.stat(path)
-                    self.check_link(path)
-                check_regular(status, path)
             except FileNotFoundError:
                 return None
+            if stat.S_ISLNK(status.st_mode):
+                try:
+                    status = os.stat(path)
+                except FileNotFoundError:
+                    self.dangling.append(path)
+                    return None
+                self.check_link(path)
+            check_regular(status, path)
         return Entry(name, False, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
@@ -232,6 +239,20 @@ class Source(FsspecHandle):
         if self.local and not self._follow and path != self.root and os.path.islink(path):
             check_link(self.root, path)
 
+    def check_dangling(self, found: int) -> None:
+        """Raise SourceError if files of the data set are links to nothing, next to the `found` ones
+        that are there: purged from scratch, or not fetched yet."""
+        if not self.dangling:
+            return
+        first = min(self.dangling)
+        with suppress(OSError):
+            first = f"{first} -> {os.readlink(first)}"
+        count = len(self.dangling)
+        raise SourceError(
+            f"{self.path()}: {count} of {found + count} files are links to missing files, such "
+            f"as {printable(first)}: restore or fetch these, or remove the links"
+        )
+
     def _scan(self, name: str) -> list[Entry]:
         entries = []
         with os.scandir(self.path(name)) as rows:
@@ -239,7 +260,7 @@ class Source(FsspecHandle):
                 try:
                     status = row.stat()
                 except FileNotFoundError:
-                    continue  # A dangling link: torchvision cannot read it either.
+                    continue  # A dangling link, or removed meanwhile.
                 times = status.st_mtime_ns, status.st_ctime_ns
                 entries.append(Entry(row.name, row.is_dir(), status.st_size, *times))
         return entries

@@ -45,13 +45,14 @@ from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
 from dlio.comm.progress_thread import ProgressThread
 from dlio.comm.survival.recovery import RecoveryPart
-from dlio.errors import PeerLost
+from dlio.errors import PeerLost, UsageError
 from dlio.exchange.buckets import Bucket, Named
 from dlio.exchange.compress import make_compressor
 from dlio.exchange.compress.message_layout import pieces_of
 from dlio.exchange.cut import TensorCut, reshape_flats
 from dlio.exchange.exchange_base import PeerExchange
 from dlio.exchange.exchange_context import ExchangeContext
+from dlio.exchange.pair_buffer import add_message
 from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.traffic import MessageTraffic
 
@@ -204,7 +205,7 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
     def _make_bucket(self) -> None:
         self._now = Bucket(self._named)
         self._codec = None
-        self._longest = 4 * self._now.flat.numel()
+        self._longest = self._now.flat.nbytes
         compressor = self._context.spec.compressor
         if compressor is not None and self._named:
             pieces = pieces_of(self._now.tensors)
@@ -213,6 +214,9 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
 
     @torch.no_grad()
     def before_step(self) -> None:
+        if self._peers and self._now.is_narrow:
+            # Others have posted receives for shorter messages.
+            raise UsageError("asgd: the model became float64 after its optimizer was made")
         if self._peers and not self._started:
             self._now.read()
             self._before.copy_(self._now.flat)
@@ -407,11 +411,10 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
         for each in messages:
             message = each.memory[: each.count]
             if self._codec is None:
-                theirs = torch.from_numpy(message.view(np.float32))
+                theirs = torch.from_numpy(message.view(self._now.array.dtype))
             else:
-                unpacked = np.zeros(self._now.flat.numel(), np.float32)
-                self._codec.add(message, unpacked)
-                theirs = torch.from_numpy(unpacked)
+                theirs = torch.zeros_like(self._now.flat)
+                add_message(self._codec, message, theirs)
             then = self._trail.at(each.sent_ns)
             accepted.append(self._accepts(theirs, then))
             taken += [theirs, then] if accepted[-1] else []
@@ -483,9 +486,10 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
         memory = self._out.pop() if self._out else np.empty(self._longest, np.uint8)
         used = self._longest
         if self._codec is None:
-            memory.view(np.float32)[:] = self._now.array
+            memory[:] = self._now.bytes
         else:
-            used = self._codec.encode(self._now.array, np.zeros_like(self._now.array), memory)
+            values = self._now.flat.float().numpy()
+            used = self._codec.encode(values, np.zeros_like(values), memory)
         self._sent[peer] += 1
         notice = np.array([self._made, self._version, used, time.time_ns()])
         requests = [

@@ -18,13 +18,27 @@ Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters with their names, in the model's order."""
 
 
+def gradient_type(parameter: torch.Tensor) -> torch.dtype:
+    """The type of a parameter's gradient: its own, unless the script has chosen another."""
+    chosen: torch.dtype | None = getattr(parameter, "grad_dtype", None)  # From torch 2.9 on.
+    return chosen or parameter.dtype
+
+
+def sum_type(parameter: torch.Tensor) -> torch.dtype:
+    """The type in which a parameter or its gradient is summed: float64 if either is, else float32.
+
+    Float32 also for 16 bits: MPI libraries return garbage for sums of bfloat16, and sums in 16 bits
+    would round at each hop.
+    """
+    wide = torch.float64 in (parameter.dtype, gradient_type(parameter))
+    return torch.float64 if wide else torch.float32
+
+
 class Bucket:
-    """Some parameters and one flat float32 buffer with a view of each parameter's shape.
+    """Some parameters and one flat buffer with a view of each parameter's shape.
 
-    The buffer is float32 for any parameters: MPI libraries return garbage for sums of bfloat16.
-
-    It may have `extra` elements at its end, and be `pinned`, page-locked memory of the host.
-    `array` and `bytes` require the host.
+    The buffer has the widest `sum_type` of its parameters. It may have `extra` elements at its end,
+    and be `pinned`, page-locked memory of the host. `array` and `bytes` require the host.
     """
 
     def __init__(
@@ -38,7 +52,14 @@ class Bucket:
         """(name, shape) of the parameters in the order of the buffer."""
         self.parameters = parameters = [parameter for _, parameter in named]
         count = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(count + extra, device=device, pin_memory=pinned)
+        wide = torch.float64 in map(sum_type, parameters)
+        # A script may have set another default type or device.
+        self.flat = torch.zeros(
+            count + extra,
+            dtype=torch.float64 if wide else torch.float32,
+            device=device or "cpu",
+            pin_memory=pinned,
+        )
         self.views = self._views()
         self._other: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
@@ -62,6 +83,22 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.copy_(view)
 
+    @property
+    def is_narrow(self) -> bool:
+        """True if a parameter has become float64 since, because the script has converted its model
+        after it made the optimizer."""
+        return self.flat.dtype is torch.float32 and any(
+            parameter.dtype is torch.float64 for parameter in self.parameters
+        )
+
+    def take_over(self, narrower: "Bucket") -> None:
+        """Continue with the values of a bucket of the same parameters in another type."""
+        self.flat.copy_(narrower.flat)
+        if narrower._other is not None:
+            self.swap()
+            self.flat.copy_(narrower.before)
+            self.swap()
+
     def swap(self) -> None:
         """Continue in a second buffer; the next call returns to this one, whose contents stay."""
         before = (self.flat, self.views)
@@ -79,9 +116,9 @@ class Bucket:
         return self._other[0]
 
     @property
-    def array(self) -> npt.NDArray[np.float32]:
+    def array(self) -> npt.NDArray[np.floating]:
         """The buffer as a numpy array; shared memory."""
-        array: npt.NDArray[np.float32] = self.flat.numpy()
+        array: npt.NDArray[np.floating] = self.flat.numpy()
         return array
 
     @property
@@ -108,18 +145,20 @@ def check_real(named: Named) -> None:
 
 def in_buckets(named: Named, fewest: int = 1) -> list[list[tuple[str, nn.Parameter]]]:
     """Group parameters into buckets of about 1 MiB, or at least into `fewest` smaller ones, in
-    backward's order: the last one first.
+    backward's order: the last one first. Those that are summed in another type have others.
     """
-    total = sum(4 * parameter.numel() for _, parameter in named)
-    most = BUCKET_BYTES if fewest == 1 else max(1, min(BUCKET_BYTES, total // fewest))
+    sizes = [sum_type(parameter).itemsize * parameter.numel() for _, parameter in named]
+    most = BUCKET_BYTES if fewest == 1 else max(1, min(BUCKET_BYTES, sum(sizes) // fewest))
     buckets: list[list[tuple[str, nn.Parameter]]] = []
-    size = most
-    for name, parameter in reversed(named):
-        if size >= most:
+    filled: dict[torch.dtype, tuple[int, int]] = {}
+    """By type, the number of its last bucket, and the bytes in it."""
+    for (name, parameter), size in zip(reversed(named), reversed(sizes), strict=True):
+        number, full = filled.get(sum_type(parameter), (0, most))
+        if full >= most:
+            number, full = len(buckets), 0
             buckets.append([])
-            size = 0
-        buckets[-1].append((name, parameter))
-        size += 4 * parameter.numel()
+        buckets[number].append((name, parameter))
+        filled[sum_type(parameter)] = number, full + size
     return buckets
 
 
@@ -171,7 +210,9 @@ def consensus_distance(
     """Return the root mean square over ranks and weights of the distance to `mean`. Collective."""
     sums = np.zeros(2)
     for name, parameter in model.named_parameters():
-        sums[0] += float((parameter.detach().cpu().float() - mean[name].float()).square().sum())
+        kind = sum_type(parameter)
+        apart = parameter.detach().cpu().to(kind) - mean[name].to(kind)
+        sums[0] += float(apart.square().sum())
         sums[1] += parameter.numel()
     comm.wait([comm.iallreduce(sums)], "the consensus distance")
     return float(np.sqrt(sums[0] / max(1.0, sums[1])))

@@ -27,7 +27,7 @@ from dlio.exchange.buckets import Bucket, Named
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.exchange_spec import ExchangeSpec
 from dlio.exchange.nccl import DeviceGroup, NcclSum, backend_of
-from dlio.exchange.quantised_allreduce import QuantisedAllreduce
+from dlio.exchange.quantised_allreduce import NarrowSum, QuantisedAllreduce
 from dlio.exchange.sums import (
     AllreduceSum,
     CudaCopies,
@@ -195,10 +195,10 @@ class BufferPlacement:
         if self.path == "mpi":
             return DeviceMpiSum(self._context.comm)
         more = [("", (extra,))] if extra else []
-        total = make_host_sum(self._context, [*bucket.tensors, *more], tag)
+        total = make_host_sum(self._context, [*bucket.tensors, *more], tag, bucket.flat.dtype)
         if bucket.flat.device.type == "cpu":
             return total
-        host = torch.empty(bucket.flat.numel(), pin_memory=True)
+        host = torch.empty_like(bucket.flat, device="cpu", pin_memory=True)
         return PinnedSum(total, CudaCopies(self._stream), host)
 
     def close(self) -> None:
@@ -207,15 +207,18 @@ class BufferPlacement:
             self._group.close()
 
 
-def make_host_sum(context: ExchangeContext, tensors: Tensors, tag: int) -> Sum:
+def make_host_sum(
+    context: ExchangeContext, tensors: Tensors, tag: int, dtype: torch.dtype = torch.float32
+) -> Sum:
     """Create the sum of host memory that an exchange's topology and compressor need, for `tensors`
     of one region, with the first of `TAGS` tags that nothing else on the communicator uses.
     """
     spec, comm = context.spec, context.comm
+    total: Sum = AllreduceSum(comm)
     if spec.topology in ("hierarchical", "tree", "star"):
-        return RoutedSum(context, tensors, tag)
-    if spec.codec is not None:
+        total = RoutedSum(context, tensors, tag, dtype)
+    elif spec.codec is not None:
         keeps = context.recovery is not None
         scratch, decay = context.scratch, spec.decay
-        return QuantisedAllreduce(comm, tensors, spec.codec, tag, scratch, keeps, decay)
-    return AllreduceSum(comm)
+        total = QuantisedAllreduce(comm, tensors, spec.codec, tag, scratch, keeps, decay)
+    return NarrowSum(total) if spec.codec is not None and dtype != torch.float32 else total

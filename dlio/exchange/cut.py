@@ -55,21 +55,19 @@ def reshape_flats(
     cuts: Sequence[TensorCut],
 ) -> list[torch.Tensor]:
     """Cut flat values of the old buckets, which may have a rest that is dropped, and regroup them
-    into new buckets of the same parameters in the same order: one tensor for each.
+    into new buckets of the same parameters: one tensor for each.
     """
     cut_of = {id(cut.tensor): cut for cut in cuts}
-    pieces: list[torch.Tensor] = []
+    piece_of: dict[int, torch.Tensor] = {}
     for flat, bucket in zip(flats, before, strict=True):
         at = 0
         for parameter, (_, shape) in zip(bucket.parameters, bucket.tensors, strict=True):
             count = math.prod(shape)
             part = flat[at : at + count].view(shape)
             cut = cut_of.get(id(parameter))
-            pieces.append((part if cut is None else cut.of(part)).reshape(-1))
+            piece_of[id(parameter)] = (part if cut is None else cut.of(part)).reshape(-1)
             at += count
-    whole = torch.cat(pieces) if pieces else torch.empty(0)
-    counts = [sum(math.prod(shape) for _, shape in bucket.tensors) for bucket in after]
-    return [part.clone() for part in torch.split(whole, counts)] if counts else []
+    return [torch.cat([piece_of[id(each)] for each in bucket.parameters]) for bucket in after]
 
 
 def reshape_state(

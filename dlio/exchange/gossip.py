@@ -34,13 +34,13 @@ from dlio.comm.deadlines import await_end, leave
 from dlio.comm.progress_thread import ProgressThread
 from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
-from dlio.exchange.buckets import Bucket, Named, in_buckets
+from dlio.exchange.buckets import Bucket, Named, gradient_type, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
 from dlio.exchange.compress.compressor_base import Bytes
 from dlio.exchange.cut import TensorCut, reshape_state
 from dlio.exchange.exchange_base import PeerExchange
 from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.pair_buffer import PairBuffer
+from dlio.exchange.pair_buffer import PairBuffer, add_message
 from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.traffic import MessageTraffic
 from dlio.plan.order import Order
@@ -130,6 +130,8 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
     def before_step(self) -> None:
         # Parameters that no forward pass of this step used have not been joined yet.
         self._join_all()
+        if self._onward is None and any(pair.outgoing.is_narrow for pair in self._pairs):
+            self.reshape(())
         if self._spec.payload == "gradient":
             self._send(tuple(range(len(self._pairs))), whole=False)
             self._join_all()
@@ -293,10 +295,10 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
             return pair.incoming.bytes, pair.outgoing.bytes
         values = self._values(pair, whole)
         # Weights leave no residual: the next message holds whole weights again.
-        residual = torch.zeros_like(values) if whole else pair.residual
-        used = codec.encode(values.numpy(), residual.numpy(), pair.message)
+        residual = torch.zeros_like(pair.residual) if whole else pair.residual
+        used = codec.encode(values.float().numpy(), residual.numpy(), pair.message)
         pair.own = torch.zeros_like(values)
-        codec.add(pair.message[:used], pair.own.numpy())
+        add_message(codec, pair.message[:used], pair.own)
         return pair.arrived, pair.message[:used]
 
     def _fill(self, pair: PairBuffer) -> None:
@@ -395,7 +397,7 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
             # Half of the difference of both decoded messages, not of the received and the own
             # weights: the two ranks' mean then stays the same, whatever compression has lost.
             move = bucket.flat.zero_()
-            codec.add(pair.arrived, move.numpy())
+            add_message(codec, pair.arrived, move)
             move -= pair.own
             move *= 0.5
         if pair.consensus is not None:
@@ -415,7 +417,7 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
         gradients: list[torch.Tensor] = []
         for parameter in pair.incoming.parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
             gradients.append(parameter.grad)
         return gradients
 

@@ -80,6 +80,10 @@ class LocalSgd(Exchange):
             bucket.read()
             common.copy_(bucket.flat)
 
+    def before_step(self) -> None:
+        if any(bucket.is_narrow for bucket in self._buckets):
+            self.reshape(())
+
     def after_step(self) -> None:
         self._steps += 1
         self._stale.update(range(self._fragments))
@@ -169,7 +173,7 @@ class LocalSgd(Exchange):
     def reset(self, undo: bool) -> None:
         self._sums.reset(undo, self._begun)
 
-    def arrays(self, last: bool) -> list[npt.NDArray[np.float32]]:
+    def arrays(self, last: bool) -> list[npt.NDArray[np.generic]]:
         return [(each.before if last else each.flat).numpy() for each in self._buckets]
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 Gossip saves traffic on the links between nodes. Within a node, ranks average their gradients during
 backward, as `allreduce` does. The first rank of each node, its leader, gossips with the leaders of
-other nodes and forwards the merged weights to its node as whole float32, whatever compressor is
+other nodes and forwards the merged weights to its node uncompressed, whatever compressor is
 used between nodes. So the ranks of a node hold bit-identical weights, and gossip sees nodes in
 place of ranks.
 
@@ -22,7 +22,7 @@ from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
 from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
-from dlio.exchange.buckets import Bucket, Named, in_buckets
+from dlio.exchange.buckets import Bucket, Named, gradient_type, in_buckets
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.exchange_base import PeerExchange
 from dlio.exchange.exchange_context import ExchangeContext
@@ -122,6 +122,8 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
     def before_step(self) -> None:
         # First complete buckets that others may wait for: a rank without samples joined none.
         self._join_all()
+        if any(bucket.is_narrow for bucket in self._values()):
+            self.reshape(())
         self._within.before_step()
         if self._gradients:
             self._exchange()
@@ -384,7 +386,8 @@ class _Follower:
             if not self._gradients:
                 parameter.copy_(view)
             elif parameter.grad is None:
-                parameter.grad = view.to(parameter.device, parameter.dtype, copy=True)
+                kind = gradient_type(parameter)
+                parameter.grad = view.to(parameter.device, kind, copy=True)
             else:
                 parameter.grad.copy_(view)
 

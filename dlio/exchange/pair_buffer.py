@@ -52,7 +52,7 @@ class PairBuffer:
         self.message, self.arrived = (np.empty(longest, np.uint8) for _ in range(2))
         # No residual next to copies: the next difference to a copy holds what a message left out.
         feedback = bool(codecs) and self.copies is None
-        self.residual = flat.new_zeros(flat.numel() if feedback else 0)
+        self.residual = torch.zeros(flat.numel() if feedback else 0, dtype=torch.float32)
         self.sends_changes = spec.payload == "delta"
         self.before = flat.new_empty(0)
         """Weights of the last step, relative to which changes are computed."""
@@ -112,11 +112,25 @@ class PairBuffer:
         self.before = state.get(f"before/{number}", torch.empty(0)).clone()
         if self.outer is not None:
             self.outgoing.read()
-            self.outer = self.outer_of(state.get(f"slow/{number}", self.outgoing.flat))
+            slow = state.get(f"slow/{number}", self.outgoing.flat)
+            self.outer = self.outer_of(slow.to(self.outgoing.flat.dtype))
             velocity = self.outer.velocity
             velocity.copy_(state.get(f"velocity/{number}", velocity))
         if self.consensus is not None and f"consensus/{number}" in state:
             self.consensus.velocity.copy_(state[f"consensus/{number}"])
+
+
+def add_message(codec: Compressor, message: Bytes, into: torch.Tensor) -> None:
+    """Add the decoded values of a message to `into`, shape (entries,), of any type.
+
+    Raises CommError for a damaged message.
+    """
+    if into.dtype == torch.float32:
+        codec.add(message, into.numpy())
+        return
+    decoded = np.zeros(len(into), np.float32)
+    codec.add(message, decoded)
+    into += torch.from_numpy(decoded)
 
 
 class PairCopies:
@@ -163,9 +177,9 @@ class PairCopies:
         copy = self._copies.get(partner)
         left = weights if copy is None else weights - copy
         codec = self._codec_of(partner)
-        used = codec.encode(left.numpy(), np.zeros(len(left), np.float32), message)
+        used = codec.encode(left.float().numpy(), np.zeros(len(left), np.float32), message)
         self._own = torch.zeros_like(weights)
-        codec.add(message[:used], self._own.numpy())
+        add_message(codec, message[:used], self._own)
         return used
 
     def add(self, partner: int, message: Bytes, into: torch.Tensor) -> None:
@@ -173,7 +187,7 @@ class PairCopies:
 
         Call it after `encode` of the same turn. Raises CommError for a damaged message.
         """
-        self._codec_of(partner).add(message, into.zero_().numpy())
+        add_message(self._codec_of(partner), message, into.zero_())
         # The sum is the same to the last bit on both ranks: float addition commutes.
         both = (into + self._own) * 0.5
         copy = self._copies.get(partner)

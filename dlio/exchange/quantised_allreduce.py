@@ -307,3 +307,38 @@ class QuantisedAllreduce(Sum):
             if part.request is not None:
                 return part.request, f"the sum of compressed gradients that rank {rank} owns"
         return self._sends[0], "compressed gradients to leave"
+
+
+class NarrowSum(Sum):
+    """A float64 region, summed as float32 by `total`: compressors know no other type.
+
+    Their messages round to 16 bits or fewer, so that float64 would not be seen in them.
+    """
+
+    def __init__(self, total: Sum) -> None:
+        super().__init__()
+        self._total, self.traffic = total, total.traffic
+        self._region = self._narrow = torch.empty(0)
+
+    def start(self, region: torch.Tensor) -> None:
+        self._region, self._narrow = region, region.float()
+        self._total.start(self._narrow)
+
+    def advance(self) -> bool:
+        return self._total.advance()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._total.wait(timeout_s)
+        self._region.copy_(self._narrow)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self._total.state()
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._total.load_state(state)
+
+    def reset(self, undo: bool) -> None:
+        self._total.reset(undo)
+
+    def close(self) -> None:
+        self._total.close()

@@ -1,10 +1,11 @@
-"""Repeated non-blocking sums of one flat float32 region over all ranks.
+"""Repeated non-blocking sums of one flat float32 or float64 region over all ranks.
 
 | class | the region | the messages |
 |---|---|---|
 | `AllreduceSum` | on the host | the library's non-blocking allreduce |
 | `RoutedSum` | on the host | point to point, along `routes` |
 | `QuantisedAllreduce` | on the host | compressed shares and sums; see `quantised_allreduce` |
+| `NarrowSum` | on the host | those of one of the above, in float32; see there |
 | `PinnedSum` | on the GPU | copied to page-locked memory, for one of the above, and back |
 | `DeviceMpiSum` | on the GPU | by MPI, if it sums GPU memory without blocking |
 | `NcclSum` | on the GPU | by torch.distributed; see `nccl` |
@@ -14,10 +15,11 @@ by `make gpu-check`.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator, Request
@@ -112,6 +114,15 @@ class BucketSums(list[Sum]):
         self._before = self.statistics()
         self.close()
         self[:] = sums
+
+    def replace(self, number: int, make: Callable[[], Sum]) -> None:
+        """Close a sum, and continue with another one, made after that, in its place."""
+        state = {name: value.clone() for name, value in self[number].state().items()}
+        for key, value in self[number].statistics().items():
+            self._before[key] = self._before.get(key, 0.0) + value
+        self[number].close()
+        self[number] = make()
+        self[number].load_state(state)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Merge the states of the sums, as `owed/<number>` etc."""
@@ -223,7 +234,13 @@ class RoutedSum(Sum):
     one message that the root encodes.
     """
 
-    def __init__(self, context: ExchangeContext, tensors: Tensors, tag: int) -> None:
+    def __init__(
+        self,
+        context: ExchangeContext,
+        tensors: Tensors,
+        tag: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self._context, self._comm, self._tag = context, context.comm, tag
         self._ops = self._route()
@@ -231,7 +248,7 @@ class RoutedSum(Sum):
         pieces = pieces_of(tensors)
         self.entries = pieces[-1].stop if pieces else 0
         self._codec = None
-        longest = 4 * self.entries
+        longest = dtype.itemsize * self.entries
         if compressor is not None:
             self._codec = make_compressor(compressor, pieces, context.scratch)
             longest = _HEAD + self._codec.max_bytes
@@ -247,7 +264,7 @@ class RoutedSum(Sum):
         self._at = len(self._ops)
         self._receive: Request | None = None
         self._sends: list[Request] = []
-        self._region = np.empty(0, np.float32)
+        self._region: npt.NDArray[Any] = np.empty(0, np.float32)
 
     def _route(self) -> list[Op]:
         spec, nodes = self._context.spec, self._context.nodes()
@@ -336,7 +353,7 @@ class RoutedSum(Sum):
             return False  # Adding would change a region that is being sent.
         self._receive = None
         if self._codec is None:
-            arrived = self._incoming.view(np.float32)
+            arrived = self._incoming.view(self._region.dtype)
             if kind == "take":
                 self._region[:] = arrived
             else:
@@ -379,7 +396,7 @@ class SumsDeviceMemory(Protocol):
     """A communicator that can sum GPU memory."""
 
     def iallreduce_device(self, tensor: torch.Tensor) -> Request:
-        """Start summing a float32 tensor in GPU memory over all ranks, in place."""
+        """Start summing a float32 or float64 tensor in GPU memory over all ranks, in place."""
 
 
 class PinnedCopies(Protocol):

@@ -20,7 +20,7 @@ from dlio.comm.progress_thread import ProgressThread
 from dlio.errors import PeerLost
 from dlio.exchange.assigned_gradients import has_assigned, mark_means
 from dlio.exchange.backward_end import after_backward, sends_after_backward
-from dlio.exchange.buckets import Bucket, Named, in_buckets
+from dlio.exchange.buckets import Bucket, Named, gradient_type, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
 from dlio.exchange.cut import TensorCut, reshape_state
 from dlio.exchange.exchange_base import Exchange
@@ -350,6 +350,8 @@ class SynchronousSgd(Exchange):
     @torch.no_grad()
     def _copy(self, parameter: nn.Parameter, factor: float) -> None:
         number, place = self._position[parameter]
+        if parameter.dtype is torch.float64 and self._buckets[number].is_narrow:
+            self._widen(number)
         view = self._buckets[number].views[place]
         if parameter.grad is None:
             view.zero_()
@@ -357,6 +359,18 @@ class SynchronousSgd(Exchange):
         view.copy_(parameter.grad)
         if factor != 1.0:
             view.mul_(factor)
+
+    def _widen(self, number: int) -> None:
+        """Continue a bucket in float64. All ranks do so before they start its next sum."""
+        before = self._buckets[number]
+        names = [name for name, _ in before.tensors]
+        named = list(zip(names, before.parameters, strict=True))
+        extra = len(before.flat) - sum(parameter.numel() for parameter in before.parameters)
+        bucket = self._placement.for_gradients(named, extra)
+        bucket.take_over(before)
+        self._buckets[number] = bucket
+        tag = _FIRST_TAG + number * TAGS
+        self._sums.replace(number, lambda: self._placement.make_sum(bucket, extra, tag))
 
     # At the end of backward.
 
@@ -462,7 +476,7 @@ def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale
         if parameter.grad is None:
             if not float(flags[place]):
                 continue
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter, dtype=gradient_type(parameter))
         if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
             torch.mul(view, factor, out=parameter.grad)
         else:

@@ -23,10 +23,10 @@ import numpy.typing as npt
 from dlio.data.open_files import ReadRange, open_ranges
 from dlio.data.reader_contract import RangedSamples, Reader, StoredBlocks
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError
+from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
-from dlio.storage.block import encode_block
+from dlio.storage.block import NO_ROOM, encode_block
 from dlio.storage.counters import RunNotes
 from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.partial_blocks import PartialBlocks
@@ -427,6 +427,8 @@ class BlockFetcher(Fetcher):
         self._reserved: set[int] = set()
         self._full = {n for n, tier in enumerate(targets.tiers) if not tier.writable}
         """Numbers of tiers that take no more blocks."""
+        self.short: set[int] = set()
+        """Those of them whose disks had less room than their capacity."""
         self._damaged: set[tuple[int, int]] = set()
         """(block, tier) whose file is damaged: not used before it is rewritten."""
         self._broken: set[int] = set()
@@ -538,6 +540,8 @@ class BlockFetcher(Fetcher):
     def fill_up(self, number: int, error: OSError) -> None:
         """Add nothing more to a tier that cannot be written."""
         self._full.add(number)
+        if isinstance(error, TierFull) or error.errno in NO_ROOM:
+            self.short.add(number)
         path = self._targets.tiers[number].path
         then = "the blocks it was to hold are read from the source"
         self._notes.tier_failed(path, "written", error, then)

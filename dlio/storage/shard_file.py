@@ -20,7 +20,7 @@ from dlio.errors import CorruptBlock
 from dlio.storage.block import DescriptorlessFile, file_size, read_exactly, write_all
 from dlio.util.closable import Closable
 from dlio.util.memory import new_memory
-from dlio.util.whole_files import open_own
+from dlio.util.whole_files import PUBLIC_FILE, open_own
 
 SUFFIX: Final = ".dlio"
 TRAILER_MAGIC: Final = b"DLIOSHRD"
@@ -128,7 +128,7 @@ class ShardWriter(Closable):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PUBLIC_FILE)
         self.offsets = [0]
         """File offsets of the blocks so far, and of the next block or the footer."""
 

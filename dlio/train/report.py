@@ -1,6 +1,5 @@
 """Reports of a training run: JSON for programs, a table and sentences for people."""
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -15,6 +14,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import find_features
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.util.cores import available_cores
+from dlio.util.json_output import json_text
 from dlio.util.options import as_mapping
 from dlio.util.units import format_bytes
 
@@ -240,7 +240,7 @@ class RunReport:
         """Return the report as indented JSON, with versions and machine."""
         from importlib.metadata import version
 
-        return json.dumps(
+        return json_text(
             {
                 **{each.name: getattr(self, each.name) for each in fields(self)},
                 "config": as_mapping(self.config),

@@ -317,6 +317,15 @@ def _resume(run: Worker, checkpoints: "Checkpoints") -> str | None:
     if run.comm.rank == 0:
         where = f"epoch {run.epoch_number + 1}, step {run.updates}"
         print(f"resumed from {checkpoint.path}: {where}", flush=True)
+        if sharing := checkpoints.sharing():
+            print(sharing, flush=True)
+        planned, epochs = checkpoint.about.get("planned_epochs"), run.config.optimizer.epochs
+        if planned not in (None, epochs):
+            print(
+                f"the run was to have {planned} epochs and is to have {epochs} now: from here on, "
+                f"the learning rate is that of a run of {epochs} epochs at the same step",
+                flush=True,
+            )
         before = checkpoint.about["global_batch"]
         if before != run.global_batch:
             print(

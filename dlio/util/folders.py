@@ -30,6 +30,7 @@ from dlio.util.trusted_files import (
     open_new,
     path_of,
     read_small,
+    shown_as,
     temporary_name,
 )
 from dlio.util.user_folders import open_folder, parent_of
@@ -114,7 +115,9 @@ def new_folder(path: str) -> Iterator[str]:
         hidden = temporary_name(name)
         folder = open_working(parent, hidden, marked=False)
         try:
-            yield path_of(folder)
+            inside = path_of(folder)
+            with shown_as(inside, path):
+                yield inside
             publish_folder(parent, hidden, folder, name)
         finally:
             remove_entry(parent, hidden)
@@ -178,7 +181,8 @@ def _make_and_open(name: str, parent: int) -> int:
 
 def mark(folder: int, text: str = "dlio\n") -> None:
     """Mark a folder as dlio's."""
-    with suppress(FileExistsError), open_new(folder, MARK, 0o600) as file:
+    # The folder is private; if it is published, the mark's mode is that of its other files.
+    with suppress(FileExistsError), open_new(folder, MARK) as file:
         file.write(text.encode())
 
 

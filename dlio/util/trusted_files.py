@@ -6,6 +6,7 @@ of this user, with a single name. A FIFO does not delay that.
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -38,6 +39,22 @@ def path_of(folder: int) -> str:
     somebody has renamed it.
     """
     return f"/proc/self/fd/{folder}"
+
+
+@contextmanager
+def shown_as(inside: str, shown: str) -> Iterator[None]:
+    """Have errors name a folder as the user knows it, not by `inside`, its `path_of`."""
+    pattern = re.compile(re.escape(inside) + r"(?!\d)")
+    try:
+        yield
+    except Exception as error:
+        error.args = tuple(
+            pattern.sub(lambda _: shown, each) if isinstance(each, str) else each
+            for each in error.args
+        )
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            error.filename = pattern.sub(lambda _: shown, error.filename)
+        raise
 
 
 def planted(folder: os.stat_result, entry: os.stat_result) -> str:

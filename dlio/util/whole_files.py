@@ -1,7 +1,6 @@
 """Output files that appear complete or not at all, and locks on files."""
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable
@@ -9,12 +8,14 @@ from contextlib import suppress
 from typing import IO, Final
 
 from dlio.errors import UsageError
+from dlio.util.json_output import json_text
 from dlio.util.trusted_files import open_file, publish_file, temporary_name
 from dlio.util.user_folders import parent_of
 
 _POLL_S: Final = 0.02
-_MODE: Final = 0o664
-"""Mode of files that users name: as the umask has it, but never writable by all users."""
+PUBLIC_FILE: Final = 0o664
+"""Mode of files that users name, and of all files in folders that are published: as the umask has
+it, which may let a group write, but never all users."""
 
 
 def check_writable(option: str, path: str) -> None:
@@ -28,7 +29,7 @@ def check_writable(option: str, path: str) -> None:
         raise UsageError(f"{option} {path}: {folder} cannot be written")
 
 
-def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = _MODE) -> None:
+def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = PUBLIC_FILE) -> None:
     """Write a file by calling `write`; it appears under its name once it is complete.
 
     The path is one that the user has named, or below the `path_of` a folder; the umask takes its
@@ -76,7 +77,7 @@ def open_partial(path: str, *, new: bool) -> IO[str]:
     user's own file.
     """
     flags = os.O_RDWR | (os.O_CREAT if new else 0)
-    file = os.fdopen(open_own(path, flags, _MODE), "r+")
+    file = os.fdopen(open_own(path, flags, PUBLIC_FILE), "r+")
     if new:
         file.truncate()
     return file
@@ -112,8 +113,8 @@ def take_lock(descriptor: int, how: int, timeout_s: float = 0.0, poll_s: float =
 
 
 def write_json(path: str, value: object) -> None:
-    """Write a value as JSON. Raises UsageError if the file cannot be written."""
-    text = json.dumps(value, indent=2).encode()
+    """Write a value as `json_text`. Raises UsageError if the file cannot be written."""
+    text = json_text(value, indent=2).encode()
     write_whole(path, lambda file: file.write(text))
 
 

@@ -189,6 +189,7 @@ class FileSet:
                     lost.append(k)
                 else:
                     rows[k, :2] = listed[name].known_size(), listed[name].modified_ns
+        source.check_dangling(len(names) - len(lost))
         if lost:
             shown = ", ".join(names[k] for k in lost[:3])
             raise SourceError(

@@ -102,6 +102,8 @@ class FolderReader(ListedReader):
             return "holds native shards"
         if any(folder or name.lower().endswith(PICTURES) for name, folder in rows):
             return None
+        if rows and all(name in _bare_links(source, "", rows) for name, _ in rows):
+            return None  # Links to class folders that are gone: listing them says so.
         return "holds neither images nor class folders: sort images into one folder per class"
 
     def _read(self, sample: int) -> bytes | memoryview:
@@ -127,8 +129,11 @@ class FolderReader(ListedReader):
         if any(not folder and name.lower().endswith(PICTURES) for name, folder in rows):
             index, head = _flat(source, rows)
         elif classes:
+            _look_for_folders(source, "", rows)
             index, head = _classes(source, classes)
         else:
+            _look_for_folders(source, "", rows)
+            source.check_dangling(0)
             raise SourceError(f"{source.path()} holds no images ({', '.join(PICTURES)})")
         return self._listed(
             started,
@@ -144,6 +149,7 @@ class FolderReader(ListedReader):
 def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, Any]]:
     """List class folders recursively."""
     listed = _Walk(source).run(classes)
+    source.check_dangling(sum(len(each.sizes) for each in listed))
     folders = {"": source.modified_ns()}
     parts: list[_FolderFiles] = []
     labels = []
@@ -188,6 +194,7 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     if source.local:
         here = [name for name, folder in top if not folder and name.lower().endswith(PICTURES)]
         images = [entry for name in here if (entry := source.entry("", name)) is not None]
+        source.check_dangling(len(images))
     else:
         listed = source.listing()
         images = [e for e in listed if not e.folder and e.name.lower().endswith(PICTURES)]
@@ -319,6 +326,7 @@ class _Walk:
         names = [n for n, inside in rows if not inside and n.lower().endswith(PICTURES)]
         parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
         below = [name for name, inside in rows if inside]
+        _look_for_folders(source, folder, rows)
         return [
             *(partial(self._list_folder, f"{folder}/{name}", came_by) for name in below),
             *(partial(self._look_at, folder, modified_ns, part) for part in parts),
@@ -328,6 +336,22 @@ class _Walk:
         entries = [self._source.entry(folder, name) for name in names]
         self.listed.append(_listed(folder, modified_ns, [entry for entry in entries if entry]))
         return []
+
+
+def _bare_links(source: Source, folder: str, rows: Sequence[tuple[str, bool]]) -> list[str]:
+    """Return the links of a local folder without a suffix that lead to no folder."""
+    if not source.local:
+        return []
+    bare = [name for name, is_folder in rows if not is_folder and "." not in name]
+    return [name for name in bare if os.path.islink(f"{source.path(folder)}/{name}")]
+
+
+def _look_for_folders(source: Source, folder: str, rows: Sequence[tuple[str, bool]]) -> None:
+    """Note links without a suffix that lead to nothing: one may have been a folder of images, and
+    another class would take its label."""
+    for name in _bare_links(source, folder, rows):
+        if not os.path.exists(f"{source.path(folder)}/{name}"):
+            source.entry(folder, name)
 
 
 _Task = Callable[[], "list[_Task]"]

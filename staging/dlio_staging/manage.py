@@ -1,6 +1,5 @@
 """`dlio status`, `dlio evict`, `dlio pin`: the contents of a node's disk tiers."""
 
-import json
 import os
 import shutil
 import time
@@ -20,6 +19,7 @@ from dlio.storage.inventory import (
     stored_data,
 )
 from dlio.storage.tier_spec import parse_tiers
+from dlio.util.json_output import json_text
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
@@ -99,7 +99,7 @@ def status(options: StatusOptions) -> None:
     """
     about: dict[str, Any] = describe_status(options.tiers)
     if options.as_json:
-        print(json.dumps(about, indent=2))
+        print(json_text(about, indent=2))
         return
     for name, place in about["scratch"].items():
         print_line(

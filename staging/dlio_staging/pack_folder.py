@@ -58,6 +58,7 @@ from dlio.util.trusted_files import (
     open_file,
     path_of,
     read_small,
+    shown_as,
 )
 from dlio.util.units import format_bytes
 from dlio.util.user_folders import make_folders, open_folder, parent_of
@@ -458,7 +459,7 @@ def _working(shown: str, destination: str, comm: Communicator) -> Iterator[_Pack
         if comm.rank:
             folder = stack.enter_context(_opened(shown, token))
         work = _PackFolder(parent, name, folder, shown, token)
-        with _shown(work.path, shown):
+        with shown_as(work.path, shown):
             yield work
 
 
@@ -471,18 +472,6 @@ def _opened(shown: str, token: str) -> Iterator[int]:
         if mark_of(folder) != token:
             raise UsageError(f"{shown} was exchanged while packing: pack it again")
         yield folder
-
-
-@contextlib.contextmanager
-def _shown(path: str, shown: str) -> Iterator[None]:
-    """Name the folder in errors as users know it."""
-    try:
-        yield
-    except DlioError as error:
-        text = str(error)
-        if f"{path}/" not in text:
-            raise
-        raise type(error)(text.replace(f"{path}/", f"{shown}/")) from error
 
 
 def _prepare(work: _PackFolder, plan: PackPlan) -> None:
@@ -549,7 +538,7 @@ _plan_in_worker = functools.lru_cache(maxsize=1)(PackPlan)
 def _write_in_worker(
     source: str, shown: str, token: str, options: PackOptions, part: int, shard: int
 ) -> int:
-    with _opened(shown, token) as folder, _shown(path_of(folder), shown):
+    with _opened(shown, token) as folder, shown_as(path_of(folder), shown):
         return write_shard(folder, _plan_in_worker(source, options), part, shard, lambda _: None)
 
 

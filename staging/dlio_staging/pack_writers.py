@@ -21,7 +21,7 @@ from dlio.errors import UsageError
 from dlio.storage.block import encode_block
 from dlio.storage.shard_file import SUFFIX, ShardIndex, ShardWriter
 from dlio.util.trusted_files import closing_descriptor
-from dlio.util.whole_files import open_own
+from dlio.util.whole_files import PUBLIC_FILE, open_own
 from dlio_readers.columns import ENDS, SCHEMA, SHAPE
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class TarWriter:
 
     def __init__(self, path: str, shard: ShardRequest) -> None:
         self._path, self._shard = path, shard
-        self._file: Any = os.fdopen(open_own(path, _NEW, 0o644), "wb")
+        self._file: Any = os.fdopen(open_own(path, _NEW, PUBLIC_FILE), "wb")
         self._stream: Any = self._file
         if shard.compress == "lz4":
             import lz4.frame
@@ -465,7 +465,7 @@ class UnfailingFile(io.FileIO):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(open_own(path, _NEW, 0o644), "r+")
+        super().__init__(open_own(path, _NEW, PUBLIC_FILE), "r+")
         self._error: OSError | None = None
 
     def check(self) -> None:

@@ -19,9 +19,9 @@ from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.data.reader import open_reader
 from dlio.data.reader_contract import Reader, data_bytes
 from dlio.data.replicas import ReplicatedReader, replicated
-from dlio.errors import CorruptBlock, SourceError, TierError, UsageError
+from dlio.errors import CorruptBlock, SourceError, TierError, TierFull, UsageError
 from dlio.launch.command_ranks import on_ranks
-from dlio.storage.block import check_block
+from dlio.storage.block import NO_ROOM, check_block
 from dlio.storage.block_fetcher import BlockFiller, filler_threads
 from dlio.storage.inventory import evict, set_pinned, stored_data
 from dlio.storage.manifest import Manifest, write_manifest
@@ -65,8 +65,8 @@ def replicate(mounted: Mount, wanted: npt.NDArray[np.int64], deadline: float | N
 
     This node is to hold the `wanted` blocks in the end. The deadline is a time of `time.monotonic`.
 
-    Returns the bytes received; None when the deadline came first. Raises TierError when a node
-    cannot send one of its blocks.
+    Returns the bytes received; None when the deadline came first. A disk that has no room for more
+    is noted in the fetcher's `short`. Raises TierError when a node cannot send one of its blocks.
     """
     comm, ranks, here = mounted.comm, mounted.ranks, mounted.nodes.here
     leaders = [int(ranks.local(node)[0]) for node in range(len(mounted.nodes.names))]
@@ -111,7 +111,11 @@ def _turn(mounted: Mount, out: tuple[int, list[int]], into: tuple[int, list[int]
         info = check_block(data, f"block {block} from rank {into[0]}", 0)
         if info.block != block or info.fingerprint != mounted.hierarchy.reader.fingerprint:
             raise TierError(f"rank {into[0]} sent block {info.block} instead of {block}")
-        _tier(mounted, block).publish(block, [data])
+        try:
+            _tier(mounted, block).publish(block, [data])
+        except TierFull as error:
+            fetcher = mounted.hierarchy.block_fetcher
+            fetcher.fill_up(int(mounted.hierarchy.pinned[block]), error)
     return sum(len(each) for each in memory)
 
 
@@ -189,6 +193,9 @@ STOPPED: Final = 3
 PARTIAL: Final = 4
 """Exit code when the tiers have no room for all blocks."""
 _POLL_S: Final = 0.1
+_SPARE_FILES: Final = 8
+_SPARE_BYTES: Final = 1 << 20
+"""Room that is left on a disk that turned out too small: jobs write leases and the like there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,20 +343,57 @@ def _bring(
     with show_progress(bytes_to_read(mounted, own), shown) as progress:
         ended = _read_blocks(mounted, own, deadline, progress)
     complete = all(comm.allgather(ended))
-    missing = [block for block in own.tolist() if not _tier(mounted, block).has(block)]
-    if complete and any(comm.allgather(len(missing))):
-        reasons = "; ".join(mounted.hierarchy.notes()[:3]) or "see the errors of other ranks"
-        raise TierError(f"{len(missing)} of {len(own)} blocks could not be staged: {reasons}")
+    if complete:
+        wanted = _taken(mounted, own, wanted, done)
     copies = any(comm.allgather(len(own) != len(wanted)))
     if complete and copies:
         copied = replicate(mounted, wanted, deadline)
         complete = all(comm.allgather(copied is not None))
         done.copied_bytes = sum(comm.allgather(copied or 0))
+        if complete:
+            _taken(mounted, wanted, wanted, done)
     done.read_bytes = sum(comm.allgather(mounted.hierarchy.counters.bytes["source"]))
     done.stopped = not complete
     done.complete = complete and not done.unplaced_blocks
     if complete:
-        _write_manifests(reader, mounted, pin=options.pin)
+        _write_manifests(reader, mounted, done, pin=options.pin)
+
+
+def _taken(
+    mounted: Mount, own: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64], done: StageResult
+) -> npt.NDArray[np.int64]:
+    """Return the `wanted` blocks without those that some disk had no room for, of which `own` are
+    this node's to bring. Collective.
+
+    Raises TierError if blocks are missing for other reasons.
+    """
+    comm, short = mounted.comm, mounted.hierarchy.block_fetcher.short
+    missing = [block for block in own.tolist() if not _tier(mounted, block).has(block)]
+    lacking = [block for each in comm.allgather(missing) for block in each]
+    if not lacking:
+        return wanted
+    notes = "; ".join(mounted.hierarchy.notes()[:3])
+    reasons = next(filter(None, comm.allgather(notes)), "see the errors of other ranks")
+    # Ranks of a node share its blocks: those that another had no room for are missing here, too.
+    everywhere = [set(each) for each in comm.allgather(sorted(short))]
+    nodes = mounted.ranks.node_of.tolist()
+    of_node = set().union(
+        *(each for rank, each in enumerate(everywhere) if nodes[rank] == mounted.nodes.here)
+    )
+    of_room = all(int(mounted.hierarchy.pinned[block]) in of_node for block in missing)
+    if not all(comm.allgather(of_room)):
+        raise TierError(f"{len(missing)} of {len(own)} blocks could not be staged: {reasons}")
+    _leave_out(mounted, lacking, reasons, done)
+    return np.setdiff1d(wanted, lacking)
+
+
+def _leave_out(mounted: Mount, blocks: list[int], reason: str, done: StageResult) -> None:
+    """Count blocks that disks had no room for among those without a place."""
+    blocks = sorted(set(blocks))
+    done.shortage = done.shortage or reason
+    done.unplaced_blocks += len(blocks)
+    done.unplaced_bytes += int(mounted.block_bytes[blocks].sum())
+    done.kept_share -= len(blocks) / done.blocks
 
 
 def _read_blocks(
@@ -400,25 +444,59 @@ def _discard_damaged(mounted: Mount, wanted: npt.NDArray[np.int64]) -> int:
     return damaged
 
 
-def _write_manifests(reader: Reader, mounted: Mount, *, pin: bool) -> None:
-    """Write each tier's manifest, and pin the data if asked to; done by one rank of each node."""
-    if mounted.ranks.local(mounted.nodes.here)[0] != mounted.comm.rank:
-        return
+def _write_manifests(reader: Reader, mounted: Mount, done: StageResult, *, pin: bool) -> None:
+    """Write each tier's manifest, and pin the data if asked to; done by one rank of each node.
+    Collective.
+
+    On a disk without room for that, and for the files of jobs, blocks make room, which are then
+    left out.
+    """
+    given_up: list[int] = []
+    short = mounted.hierarchy.block_fetcher.short
+    if mounted.ranks.local(mounted.nodes.here)[0] == mounted.comm.rank:
+        for number, tier in enumerate(mounted.hierarchy.tiers):
+            blocks = sorted(tier.blocks())
+            while blocks and number in short and not _has_spare_room(tier):
+                given_up.append(blocks.pop())
+                tier.discard(given_up[-1])
+            given_up += _write_manifest(reader, tier, blocks, pin=pin)
+    lacking = [block for each in mounted.comm.allgather(given_up) for block in each]
+    if lacking:
+        _leave_out(mounted, lacking, "a disk has no room for the list of its blocks", done)
+
+
+def _has_spare_room(tier: Tier) -> bool:
+    room = os.fstatvfs(tier.folder)
+    files = room.f_favail if room.f_files else _SPARE_FILES  # Some file systems do not count them.
+    return files >= _SPARE_FILES and room.f_bavail * room.f_frsize >= _SPARE_BYTES
+
+
+def _write_manifest(reader: Reader, tier: Tier, blocks: list[int], *, pin: bool) -> list[int]:
+    """Write the manifest of a tier's blocks, and pin its data if asked to; return those of the
+    blocks that were removed to make room for it. Raises TierError."""
     about = {
         "source": os.path.abspath(reader.path) if os.path.exists(reader.path) else reader.path,
         "format": reader.format,
         "fingerprint": reader.fingerprint,
     }
-    for tier in mounted.hierarchy.tiers:
-        blocks = sorted(tier.blocks())
+    given_up: list[int] = []
+    while True:
         digests = [tier.digest(block) for block in blocks]
         manifest = Manifest(about, np.array(blocks, np.uint64), np.array(digests, np.uint64))
         try:
             write_manifest(tier.folder, manifest)
+            if pin:
+                set_pinned(tier.spec.root, reader.fingerprint, True)
+            return given_up
+        except TierError:
+            raise
         except OSError as error:
-            raise TierError(f"{tier.path} cannot be written: {error.strerror}") from error
-        if pin:
-            set_pinned(tier.spec.root, reader.fingerprint, True)
+            if error.errno not in NO_ROOM:
+                raise TierError(f"{tier.path} cannot be written: {error.strerror}") from error
+            if not blocks:
+                return given_up  # There is nothing to list.
+        given_up.append(blocks.pop())
+        tier.discard(given_up[-1])
 
 
 def _evict_earlier(source: str, tiers: str | None) -> None:

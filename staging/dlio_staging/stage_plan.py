@@ -212,6 +212,8 @@ class StageResult:
     unplaced_blocks: int = 0
     """Blocks that are to be staged, and for which no tier has room."""
     unplaced_bytes: int = 0
+    shortage: str = ""
+    """Reason why a disk took fewer blocks than its tier's capacity; empty if it took all."""
     copies: str = ""
     """Reads from each replica of the source by rank 0; empty without replicas."""
     planned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -242,7 +244,7 @@ def start_report(reader: Reader, mounted: Mount, layout: Layout) -> StageResult:
 
 def print_result(done: StageResult) -> None:
     """Print a summary of a staging."""
-    for note in (*done.evicted, done.copies):
+    for note in (*done.evicted, done.copies, done.shortage):
         if note:
             print_line(note)
     rate = done.read_bytes / max(done.seconds, 1e-9)
@@ -260,6 +262,12 @@ def print_result(done: StageResult) -> None:
 def shortfall(done: StageResult) -> str:
     """Return a sentence about the blocks that no tier has room for."""
     missing, samples = format_bytes(done.unplaced_bytes), format_bytes(done.data_bytes)
+    if done.shortage:
+        return (
+            f"{done.unplaced_blocks:,} of {done.blocks:,} blocks ({missing}) of {done.source} "
+            f"({samples}) have no room, and jobs will read them from the source: make room on the "
+            "disk (`df` shows its bytes, `df -i` its inodes), or allow that by --allow-partial"
+        )
     return (
         f"{done.unplaced_blocks:,} of {done.blocks:,} blocks ({missing}) of {done.source} "
         f"({samples}) do not fit into the tiers, and jobs will read them from the source: give "

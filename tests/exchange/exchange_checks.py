@@ -34,6 +34,7 @@ from tests.exchange.training import (
     started,
     train_step,
 )
+from tests.exchange.type_checks import CHECKS as TYPE_CHECKS
 
 
 def check_allreduce(comm: Communicator) -> None:
@@ -465,4 +466,4 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
 }
 
 if __name__ == "__main__":
-    run({**CHECKS, **WEIGHT_CHECKS})
+    run({**CHECKS, **WEIGHT_CHECKS, **TYPE_CHECKS})

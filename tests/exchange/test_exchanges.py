@@ -21,6 +21,7 @@ from dlio.exchange.asgd import Asgd, _IncomingMessage
 from dlio.exchange.buckets import BUCKET_BYTES, trainable
 from tests.conftest import TorchRun
 from tests.exchange.training import started
+from tests.exchange.type_checks import CHECKS as TYPE_CHECKS
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 _T = TypeVar("_T")
@@ -40,9 +41,11 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (4, ("noloco_of_differences", "differences_resume")),
         (3, ("noloco_of_differences",)),
         (2, ("compressed",)),
+        (2, tuple(TYPE_CHECKS)),
+        (3, tuple(TYPE_CHECKS)),
     ],
 )
-@pytest.mark.daily("2-checks0", "3-checks1", "2-checks3")
+@pytest.mark.daily("2-checks0", "3-checks1", "2-checks3", "2-checks9")
 def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:
     done = mpirun(ranks, "-W", "error", str(BODY), *checks)
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ def train_step(
 
 
 def identical(net: nn.Module, comm: Communicator) -> bool:
-    raw = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    raw = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())
     return len({*comm.allgather(hashlib.sha256(raw).hexdigest())}) == 1
 
 

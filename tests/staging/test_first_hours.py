@@ -127,7 +127,7 @@ def test_all_lines_go_through_print_line(module: Path) -> None:
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
             call = ast.unparse(node)
-            assert call.startswith("print(json.dumps("), f"{call}: use print_line, which escapes"
+            assert call.startswith("print(json_text("), f"{call}: use print_line, which escapes"
 
 
 def test_the_cache_is_listed_and_cleaned(

@@ -1,5 +1,7 @@
 """Checkpoints: complete whenever a run is killed; a resumed run equals an uninterrupted one."""
 
+import errno
+import fcntl
 import json
 import os
 import pickle
@@ -404,3 +406,117 @@ def test_a_run_does_not_resume_from_checkpoints_of_another_run(
         refused = dlio(*same, *MLP, *other, "--resume")
         assert refused.returncode == 2
         assert named in refused.stderr
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "part-0.json", "about.json"])
+def test_a_failure_names_the_folder_that_the_user_gave(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.open
+
+    def full(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if str(path).startswith(file):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return original(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+        checkpoints.save(1, {"all/model/w": torch.ones(9)}, {})
+        checkpoints.wait()
+    (failure,) = checkpoints.failures
+    assert str(tmp_path / "c") in failure
+    assert "/proc/self" not in failure
+
+
+def _array(monkeypatch: pytest.MonkeyPatch, task: int) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+
+
+@pytest.mark.parametrize("locks", ["none", "of a node"])
+def test_runs_without_common_locks_do_not_write_to_one_folder_in_silence(
+    locks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As on file systems without locks, or whose locks end at the node."""
+
+    def flock(*_: object) -> None:
+        if locks == "none":
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = tmp_path / "c"
+    _array(monkeypatch, 3)
+    with Checkpoints(str(folder), SingleCommunicator()) as first:
+        first.save(1, {"all/model/w": torch.zeros(9)}, {"at": 1})
+        first.wait()
+        assert not first.failures
+        _array(monkeypatch, 4)
+        with Checkpoints(str(folder), SingleCommunicator()) as second:
+            for step in (2, 3):
+                for checkpoints, value in ((first, 1.0), (second, 2.0)):
+                    tensors = {"all/model/w": torch.full((9,), value)}
+                    checkpoints.save(step, tensors, {"at": step})
+                    checkpoints.wait()
+            assert not second.failures
+            newest = second.newest()
+        assert newest is not None
+        assert float(newest.read("all/model/")["w"][0]) == 2.0
+        assert len(first.failures) == 2
+    said = capsys.readouterr().err
+    assert "task 4 of job array 77" in said
+    assert f"--checkpoint {folder}/$SLURM_ARRAY_TASK_ID" in said
+
+
+def test_a_task_of_a_job_array_says_whose_checkpoint_it_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for task, said in ((3, ""), (3, ""), (4, "of task 3"), (5, "of task 4")):
+        _array(monkeypatch, task)
+        with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+            assert (said in checkpoints.sharing()) if said else not checkpoints.sharing()
+            with pytest.raises(UsageError, match=r"task \d of job array 77.*SLURM_ARRAY_TASK_ID"):
+                Checkpoints(str(tmp_path / "c"), SingleCommunicator())
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "78")
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+        assert not checkpoints.sharing()
+
+
+_RATES = """
+from dlio.train.callbacks import Callback
+
+class Rates(Callback):
+    def after_step(self, run):
+        print("rate", run.updates, repr(run.optimizer.param_groups[0]["lr"]), flush=True)
+
+def make():
+    return Rates()
+"""
+
+
+def _rates(text: str) -> dict[int, float]:
+    rows = [line.split() for line in text.splitlines() if line.startswith("rate ")]
+    return {int(row[1]): float(row[2]) for row in rows}
+
+
+def test_a_run_that_is_made_longer_goes_on_at_the_rate_of_the_longer_one_and_says_so(
+    dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    (here / "rates.py").write_text(_RATES)
+    same: Args = (str(pictures / "train"), "--batch-size", "10", *SHAPE, *MLP)
+    same += ("--callback", "rates:make")
+    whole = dlio("train", *same, "--epochs", "8")
+    assert whole.returncode == 0, whole.stderr
+    kept = (*same, "--checkpoint", "c")
+    first = dlio("train", *kept, "--epochs", "2")
+    assert first.returncode == 0, first.stderr
+    again = dlio("train", *kept, "--epochs", "8", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "was to have 2 epochs and is to have 8 now" in again.stdout
+    expected, rates = _rates(whole.stdout), _rates(again.stdout)
+    steps = [step for step in expected if step > max(_rates(first.stdout))]
+    assert steps
+    assert [rates[step] for step in steps] == [expected[step] for step in steps]
+    assert "epochs and is to have" not in first.stdout

@@ -24,6 +24,7 @@ from dlio.util.trusted_files import (
     path_of,
     planted,
     read_small,
+    shown_as,
 )
 from dlio.util.user_folders import make_folders, open_folder, parent_of
 from dlio.util.whole_files import open_partial, write_json, write_whole
@@ -256,3 +257,17 @@ def test_sealed_folders_are_not_writable_by_all(tmp_path: Path) -> None:
 )
 def test_names_are_printed_without_control_characters(text: str | bytes, shown: str) -> None:
     assert printable(text) == shown
+
+
+def test_errors_name_a_folder_as_its_user_does(tmp_path: Path) -> None:
+    errors = (
+        UsageError("/proc/self/fd/11/x cannot be read, unlike /proc/self/fd/110/y"),
+        FileNotFoundError(2, "gone", "/proc/self/fd/11/x"),
+        ValueError(3, "/proc/self/fd/11"),
+    )
+    for error in errors:
+        with pytest.raises(type(error)) as caught, shown_as("/proc/self/fd/11", "mine"):
+            raise error
+        assert "mine" in str(caught.value)
+        assert "/proc/self/fd/11/" not in str(caught.value)
+    assert "unlike /proc/self/fd/110/y" in str(errors[0])

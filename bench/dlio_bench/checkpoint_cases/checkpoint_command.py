@@ -20,6 +20,11 @@ from dlio.util.arguments import nearest
 from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, parse_bytes
 from dlio_bench.bench_data import files_below
+from dlio_bench.checkpoint_cases.checkpoint_workload import (
+    CheckpointWorkload,
+    decoder_parameters,
+    read_checkpoints,
+)
 from dlio_bench.checkpoint_cases.methods import (
     METHODS,
     STALLING,
@@ -41,19 +46,11 @@ _HALF, _OPTIMIZER = 2, 12
 _VOCABULARY: Final = 128256
 
 
-def _parameters(layers: int, hidden: int, feed_forward: int, heads: int, key_heads: int) -> int:
-    """Parameters of a decoder-only transformer with grouped queries and a gated feed-forward
-    network; input and output embeddings are separate."""
-    keys = hidden * key_heads // heads
-    layer = 2 * hidden * (hidden + keys) + 3 * hidden * feed_forward + 2 * hidden
-    return layers * layer + 2 * _VOCABULARY * hidden + hidden
-
-
 _DECODERS: Final = {
-    "llama_8b": _parameters(32, 4096, 14336, 32, 8),
-    "llama_70b": _parameters(80, 8192, 28672, 64, 8),
-    "llama_405b": _parameters(126, 16384, 53248, 128, 8),
-    "llama_1t": _parameters(128, 25872, 98304, 192, 32),
+    "llama_8b": decoder_parameters(32, 4096, 14336, 32, 8, _VOCABULARY),
+    "llama_70b": decoder_parameters(80, 8192, 28672, 64, 8, _VOCABULARY),
+    "llama_405b": decoder_parameters(126, 16384, 53248, 128, 8, _VOCABULARY),
+    "llama_1t": decoder_parameters(128, 25872, 98304, 192, 32, _VOCABULARY),
 }
 MODELS: Final[dict[str, int]] = {
     # float32 weights and momentum of 25.6 million parameters; He et al. (2015).
@@ -65,11 +62,16 @@ MODELS: Final[dict[str, int]] = {
 """Bytes of all ranks' checkpoint, by model."""
 
 
-def checkpoint_bytes(model: str, ranks: int, scale: float) -> int:
-    """Return the bytes that one rank writes: its part of a share, `scale`, of the model's.
+def checkpoint_bytes(
+    model: str, ranks: int, scale: float, workload: CheckpointWorkload | None = None
+) -> int:
+    """Return the bytes that one rank writes: its part of a share, `scale`, of those of the model,
+    or of a workload.
 
     Raises UsageError for an unknown model.
     """
+    if workload is not None:
+        return max(1, round(workload.bytes * scale / ranks))
     if model not in MODELS:
         raise UsageError(
             f"--model {model}: choose one of {', '.join(MODELS)}{nearest(model, MODELS)}"
@@ -82,6 +84,7 @@ def checkpoint_bytes(model: str, ranks: int, scale: float) -> int:
 
 _CASES: Final = ("write", "stall")
 _MIB: Final = 1 << 20
+_REPEATS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,24 @@ class CheckpointCase:
         str,
         Option(f"Model whose checkpoint is written: {', '.join(MODELS)}.", metavar="NAME"),
     ] = "resnet50"
+    workload: Annotated[
+        str,
+        Option(
+            "Workload whose checkpoints are written, in place of --model's: a YAML file with the "
+            "keys of DLIO and MLPerf Storage, such as llama3_8b.yaml.",
+            metavar="FILE",
+            default_text="none",
+        ),
+    ] = ""
+    settings: Annotated[
+        tuple[str, ...],
+        Option(
+            "Override one of the workload's keys, such as model.num_layers=4. Repeatable.",
+            name="set",
+            metavar="KEY=VALUE",
+            needs="workload",
+        ),
+    ] = ()
     scale: Annotated[
         float, Option("Share of the model's bytes that is written.", above=0, most=1)
     ] = 1.0
@@ -115,7 +136,10 @@ class CheckpointCase:
             choices=_CASES,
         ),
     ] = _CASES
-    repeats: Annotated[int, Option("Checkpoints of each kind.", least=1)] = 5
+    repeats: Annotated[
+        int | None,
+        Option("Checkpoints of each kind.", least=1, default_text="5, or the workload's"),
+    ] = None
     every: Annotated[
         int, Option("Steps per checkpoint that the share of the stall is stated for.", least=1)
     ] = 50
@@ -126,13 +150,23 @@ class CheckpointCase:
 
     def __post_init__(self) -> None:
         check(self)
-        checkpoint_bytes(self.model, 1, self.scale)
+        self.bytes_per_rank(1)
+
+    def described(self) -> CheckpointWorkload | None:
+        """Return the workload, if there is one. Raises UsageError."""
+        return read_checkpoints(self.workload, self.settings) if self.workload else None
+
+    def times(self) -> int:
+        """Return the number of checkpoints of each kind."""
+        described = self.described()
+        said = None if described is None else described.writes
+        return self.repeats or said or _REPEATS
 
     def bytes_per_rank(self, ranks: int) -> int:
         """Return the bytes that each rank writes."""
         if self.size is not None:
             return parse_bytes(self.size)
-        return checkpoint_bytes(self.model, ranks, self.scale)
+        return checkpoint_bytes(self.model, ranks, self.scale, self.described())
 
 
 def command(
@@ -154,22 +188,22 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOpt
     """Measure on this rank, and report on rank 0. Collective."""
     comm = world()
     started = begin(output)
-    size = case.bytes_per_rank(comm.size)
+    size, repeats = case.bytes_per_rank(comm.size), case.times()
     rates: dict[tuple[str, str], list[float]] = {}
     stalls: list[Stall] = []
     shown = comm.rank == 0
     with _folder(case.path, emulation, comm) as folder:
         _check_room(folder, size, comm)
         if "write" in case.case:
-            with working("checkpoints", case.repeats * len(METHODS), shown=shown):
-                for _, name in turns(METHODS, case.repeats):
+            with working("checkpoints", repeats * len(METHODS), shown=shown):
+                for _, name in turns(METHODS, repeats):
                     for kind, rate in _moved(name, folder, size, comm).items():
                         rates.setdefault((name, kind), []).append(rate)
                     advance()
         if "stall" in case.case:
             training = StallTraining(size, case.batch_size)
-            with working("stalls", (case.repeats + 1) * len(STALLING), shown=shown):
-                stalls = measure_stalls(folder, STALLING, training, case.steps, case.repeats, comm)
+            with working("stalls", (repeats + 1) * len(STALLING), shown=shown):
+                stalls = measure_stalls(folder, STALLING, training, case.steps, repeats, comm)
     if comm.rank:
         return
     figures = [
@@ -197,10 +231,18 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOpt
             "the same processors included"
         )
     notes.append("each rank writes files of its own; torch's functions with no_dist=True")
+    if (described := case.described()) is not None:
+        notes += described.notes
     show_notes(notes)
     results = Results(
         "checkpoint",
-        settings={**asdict(case), **asdict(emulation), "ranks": comm.size, "bytes": size},
+        settings={
+            **asdict(case),
+            **asdict(emulation),
+            "repeats": repeats,
+            "ranks": comm.size,
+            "bytes": size,
+        },
         seeds={"seed": 0},
         figures=figures,
         ratios=ratios,

@@ -163,6 +163,35 @@ def job_of(
     return WorkloadJob(workload, settings, tuple(given), (*notes, *_notes(settings)))
 
 
+def check_reads(settings: Mapping[str, object], source: str) -> None:
+    """Raise UsageError for the keys of a workload of checkpoints alone, which reads no data."""
+    of_data = [key for key in settings if key.startswith(("dataset.", "reader."))]
+    of_checkpoints = [
+        key
+        for key in settings
+        if key.startswith(("checkpoint.", "model.transformer.", "model.parallelism."))
+    ]
+    trains = settings.get("workflow.train", True) is not False
+    if of_data or (trains and not of_checkpoints):
+        return
+    if not of_checkpoints:
+        raise UsageError(
+            f"{source} reads nothing (workflow.train: False, and no dataset:): give a dataset:"
+        )
+    raise UsageError(
+        f"{source} describes no data to read (no dataset: and no reader:), but checkpoints: "
+        f"measure them by `dlio bench checkpoint PATH --workload {source}`"
+    )
+
+
+def checkpoint_note(settings: Mapping[str, object]) -> list[str]:
+    """Return a line that names the keys that matter to checkpoints alone, if there are some."""
+    keys = [key for key in settings if key in _CHECKPOINT and key != "model.type"]
+    if not keys:
+        return []
+    return [f"{', '.join(keys)}: no effect (`dlio bench checkpoint --workload` measures them)"]
+
+
 def effects() -> dict[str, list[str]]:
     """Return all keys by their effect, in words."""
     return {

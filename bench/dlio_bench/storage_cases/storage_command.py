@@ -21,6 +21,7 @@ from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import console, show_notes, table
 from dlio_bench.storage_cases.claim import remove_unclaimed
+from dlio_bench.storage_cases.dlio_keys import checkpoint_note
 from dlio_bench.storage_cases.latencies import PERCENTILES, Latencies
 from dlio_bench.storage_cases.metadata import MetadataRate, measure_metadata
 from dlio_bench.storage_cases.rules import DISCLAIMER, Check, Outcome, TrainingFacts, check_training
@@ -36,6 +37,7 @@ from dlio_bench.storage_cases.summary import (
     ratios,
     waterfalls,
 )
+from dlio_bench.storage_cases.utilisation import LEFT_OUT
 
 
 def command(
@@ -78,7 +80,7 @@ def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) 
     if case.metadata_files:
         rates = measure_metadata(case.path, files=case.metadata_files)
     checked = checks_of(case, asked.overridden, emulation.profile.emulates, measured, epochs)
-    notes = [*asked.notes, *_notes(case, measured, epochs)]
+    notes = [*asked.notes, *checkpoint_note(asked.settings), *_notes(case, measured, epochs)]
     results = _results(case, emulation, measured, epochs, rates, notes)
     if checked:
         rules = {
@@ -192,6 +194,19 @@ def _notes(
         notes.append(f"{names}: {cached[0].verdict.describe()}")
     if not measured.compared:
         notes.append("the data is large: numbers of samples were compared, their bytes not")
+    workload = measured.data.workload
+    counted = min(run.steps for run in measured.runs) - LEFT_OUT
+    if counted < 1:
+        notes.append(
+            "an epoch has one step, which does not count: utilisation and throughput are unknown; "
+            "give more files, or smaller batches"
+        )
+    ranks = len(measured.runs[0].ranks)
+    if rest := workload.samples % (workload.batch_size * ranks):
+        notes.append(
+            f"{rest:,} of {workload.samples:,} samples are left out of each epoch: they fill no "
+            f"batch of {workload.batch_size} on {ranks} rank(s)"
+        )
     notes += [
         f"{run.loader} leaves out {run.left_out:,} samples of each epoch: its workers fill "
         "batches of whole files"
@@ -279,8 +294,9 @@ def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
     table("epochs, medians of the repeats", heads, rows)
 
 
-def _middle(values: Sequence[float], digits: int) -> str:
-    return f"{median(values):,.{digits}f}" if values else ""
+def _middle(values: Sequence[float | None], digits: int) -> str:
+    known = [value for value in values if value is not None]
+    return f"{median(known):,.{digits}f}" if known else "-"
 
 
 # Rules of MLPerf Storage and their outcomes, as a table
@@ -322,6 +338,12 @@ def rules_table(checked: Mapping[str, Sequence[Check]], title: str | None = None
 # A measurement held against the rules of MLPerf Storage
 
 
+def _mean_au(percents: Sequence[float | None]) -> float | None:
+    """Return the mean of the repeats, 0 to 1; None if it is not known."""
+    known = [each / 100 for each in percents if each is not None]
+    return mean(known) if known else None
+
+
 def checks_of(
     case: StorageCase,
     overridden: Sequence[str],
@@ -341,7 +363,7 @@ def checks_of(
         facts = TrainingFacts(
             workload=measured.data.workload,
             ranks=len(measured.runs[0].ranks),
-            au=[mean(each.au / 100 for each in mine if each.epoch == k) for k in numbers],
+            au=[_mean_au([each.au for each in mine if each.epoch == k]) for k in numbers],
             memory_bytes=measured.memory_bytes,
             overridden=overridden,
             ranks_by_host=[shares[node] for node in sorted(shares)],

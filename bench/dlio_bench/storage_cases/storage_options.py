@@ -10,6 +10,7 @@ from dlio.util.options import Option, check
 from dlio.util.units import parse_bytes
 from dlio_bench.storage_cases.dlio_keys import (
     WorkloadJob,
+    check_reads,
     job_of,
     read_job,
     shape_names,
@@ -165,6 +166,7 @@ class StorageCase:
         overrides = [*self.settings, *self._as_keys()]
         if self.workload:
             job = read_job(self.workload, overrides)
+            check_reads(job.settings, self.workload)
         else:
             job = job_of(_DEFAULT, overrides, "custom", "the options")
             job = replace(job, overridden=())

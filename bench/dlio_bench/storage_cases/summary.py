@@ -28,13 +28,14 @@ class LoaderEpochFigures:
     repeat: int
     epoch: int
     """From 1."""
-    au: float
-    """Accelerator utilisation, mean over the ranks, in percent."""
-    samples_per_s: float
-    """Throughput without the first step."""
-    dlio_samples_per_s: float
-    """Throughput as DLIO counts it."""
-    mib_per_s: float
+    au: float | None
+    """Accelerator utilisation, mean over the ranks, in percent; None if no step counts, as in an
+    epoch of one."""
+    samples_per_s: float | None
+    """Throughput without the first step; None if no step counts."""
+    dlio_samples_per_s: float | None
+    """Throughput as DLIO counts it; None if no step counts."""
+    mib_per_s: float | None
     seconds: float
     """Time of the slowest rank, first batch included."""
     first_batch_s: float
@@ -79,7 +80,9 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
         sum(each["wanted_bytes"] for each in records),
         max(resident) if resident else None,
     )
-    samples_per_s = sum(each.throughput for each in steps)
+    counted = run.steps - LEFT_OUT
+    samples_per_s = sum(each.throughput for each in steps) if counted > 0 else None
+    au = 100 * sum(each.utilisation for each in steps) / ranks if counted > 0 else None
     seconds = max(each.seconds for each in steps)
     mean_bytes = measured.data.data_bytes / workload.samples
     possible = None
@@ -92,10 +95,10 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
         loader=run.loader,
         repeat=run.repeat,
         epoch=number + 1,
-        au=100 * sum(each.utilisation for each in steps) / ranks,
+        au=au,
         samples_per_s=samples_per_s,
-        dlio_samples_per_s=sum(each.dlio_throughput for each in steps),
-        mib_per_s=samples_per_s * mean_bytes / _MIB,
+        dlio_samples_per_s=sum(each.dlio_throughput for each in steps) if counted > 1 else None,
+        mib_per_s=None if samples_per_s is None else samples_per_s * mean_bytes / _MIB,
         seconds=seconds,
         first_batch_s=max(each.load_s[0] for each in steps),
         of_possible=possible,
@@ -185,8 +188,13 @@ def ratios(epochs: Sequence[LoaderEpochFigures]) -> list[Ratio]:
         labels = {"epoch": str(epoch)}
         pairs = list(zip(mine, group, strict=True))
         name = f"throughput, dlio / {loader}"
-        rates = tuple(a.samples_per_s / b.samples_per_s for a, b in pairs if b.samples_per_s)
-        result.append(Ratio(name, rates, labels))
+        rates = tuple(
+            a.samples_per_s / b.samples_per_s
+            for a, b in pairs
+            if a.samples_per_s is not None and b.samples_per_s
+        )
+        if rates:
+            result.append(Ratio(name, rates, labels))
         times = tuple(b.seconds / a.seconds for a, b in pairs)
         result.append(Ratio(f"epoch time, {loader} / dlio", times, labels))
     return result

@@ -33,6 +33,7 @@ from dlio.train.names import DEFAULT_MODEL
 from dlio.train.train_options import TrainOptions
 from dlio.util.child_processes import module_command
 from dlio.util.cores import available_cores
+from dlio.util.json_output import json_text
 from dlio.util.options import as_mapping, options_of
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
@@ -237,7 +238,7 @@ def _search(
         if search.html is not None:
             write_page(study, search.html, command)
         if search.as_json:
-            print(json.dumps({**results(study, command), "starts_s": searcher.starts_s}))
+            print(json_text({**results(study, command), "starts_s": searcher.starts_s}))
         if not is_done:
             left = trials - sum(record.has_ended for record in study.records)
             print_line(f"told to end with {left} trials left: the same command goes on")

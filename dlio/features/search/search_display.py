@@ -1,7 +1,6 @@
 """A search on the terminal and as a page: the table of trials, the best one, Optuna's plots."""
 
 import html
-import json
 import shlex
 import sys
 import warnings
@@ -13,6 +12,7 @@ from dlio.features.search.objectives import Objective
 from dlio.features.search.study import Study, TrialRecord
 from dlio.train.tasks.metrics import show_metric
 from dlio.util.extras import how_to_install
+from dlio.util.json_output import json_text
 from dlio.util.live_figures import publish
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
@@ -191,10 +191,8 @@ def write_page(study: Study, path: str, command: Callable[[TrialRecord], Sequenc
         figure.to_html(full_html=False, include_plotlyjs=number == 0)
         for number, figure in enumerate(_figures(study))
     ]
-    rows = json.dumps(results(study, command)["trials"])
-    parts.append(
-        f'<script type="application/json" id="trials">{rows.replace("<", "&lt;")}</script>'
-    )
+    rows = json_text(results(study, command)["trials"]).replace("<", "\\u003c")
+    parts.append(f'<script type="application/json" id="trials">{rows}</script>')
     head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>dlio search</title>'
     page = "\n".join([head, *parts]).encode()
     write_whole(path, lambda file: file.write(page))

@@ -27,7 +27,7 @@ from dlio.launch.node.zygote_process import ZygoteProcess
 from dlio.launch.rank_environment import meeting_variables
 from dlio.util.settings import LAUNCHER, RECORD, TRIAL, TRIAL_LINK
 from dlio.util.user_folders import make_folders
-from dlio.util.whole_files import open_own
+from dlio.util.whole_files import PUBLIC_FILE, open_own
 
 # The ranks of one trial
 _HOST: Final = "127.0.0.1"
@@ -94,7 +94,7 @@ class Team:
             stack.callback(mine.close)
             os.close(make_folders(folder))
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            log = open_own(os.path.join(folder, "log.txt"), flags, 0o644)
+            log = open_own(os.path.join(folder, "log.txt"), flags, PUBLIC_FILE)
             nothing = os.open(os.devnull, os.O_RDONLY)
             try:
                 common = _environment(work, folder, gpus)

@@ -26,6 +26,7 @@ from dlio.features.search.search_space import Point
 from dlio.features.search.successive_halving import TrialCourse
 from dlio.util.closable import Closable
 from dlio.util.folders import remove_path
+from dlio.util.json_output import json_text
 from dlio.util.trusted_files import closing_descriptor
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import open_own, remove_file, take_lock, unwritable, write_json
@@ -167,8 +168,14 @@ class Study(Closable):
         import optuna
 
         values = [math.nan if each is None else each for each in record.values]
+        wrong = [
+            f"{objective.name} is {value}"
+            for objective, value in zip(self.objectives, record.values, strict=False)
+            if value is None or not math.isfinite(value)
+        ]
+        note = note or ", ".join(wrong)
         if state == "complete" and not all(map(math.isfinite, values)):
-            state, note = "failed", "an objective is not finite"
+            state = "failed"
         if note:
             self._trial(record).set_user_attr(_NOTE, note)
         states = optuna.trial.TrialState
@@ -210,7 +217,7 @@ class Study(Closable):
 
     def _check_fixed(self, fixed: Mapping[str, object], first: Mapping[str, int]) -> dict[str, int]:
         path = os.path.join(self.folder, "search.json")
-        plain = json.loads(json.dumps(fixed))
+        plain = json.loads(json_text(fixed))
         try:
             with open(path, encoding="utf-8") as file:
                 kept = json.load(file)

@@ -58,7 +58,7 @@ class Prometheus(Callback):
             return
         self._next = time.monotonic() + self._every_s
         text = text_of(run, time.time())
-        write_whole(self._file, lambda file: file.write(text.encode()), 0o644)
+        write_whole(self._file, lambda file: file.write(text.encode()))
 
 
 def text_of(run: Run, now: float) -> str:

@@ -21,8 +21,9 @@ _LOSS_EVERY: Final = 10
 class TensorBoard(Callback):
     """Write events of rank 0, by optimizer steps; an epoch's figures stand at its last step.
 
-    If rank 0 is lost, the next one goes on in an event file of its own. A summary of each parameter
-    (--summaries) has norms of weight and gradient, their ratio, and histograms.
+    If rank 0 is lost, the next one goes on in an event file of its own. A run that is resumed has
+    readers drop the events of steps that it makes again. A summary of each parameter (--summaries)
+    has norms of weight and gradient, their ratio, and histograms.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,8 @@ class TensorBoard(Callback):
         self._losses = 0
         """Losses of ranks that were written, or that another rank has written."""
         self._open: SummaryWriter | None = None
+        self._purge: int | None = None
+        """First step whose earlier events do not count, because this run makes it again."""
 
     @property
     def _writer(self) -> "SummaryWriter":
@@ -43,7 +46,7 @@ class TensorBoard(Callback):
                 f"--tensorboard: {error}; install it: {how_to_install('tensorboard')}"
             ) from error
         try:
-            self._open = SummaryWriter(self._folder)
+            self._open = SummaryWriter(self._folder, purge_step=self._purge)
         except OSError as error:
             raise unwritable(f"--tensorboard {self._folder}", error) from error
         return self._open
@@ -54,8 +57,13 @@ class TensorBoard(Callback):
 
     def begins(self, run: Run) -> None:
         self._folder = run.config.callbacks.tensorboard
-        if run.comm.rank == 0:
-            self._scalar("ranks/number", run.comm.size, run.updates)
+        if run.comm.rank:
+            return
+        first = run.updates
+        if run.updates or run.config.checkpoints.resume:
+            # The step that was made last has its events, unless it was step 0, which has none.
+            first = self._purge = run.updates + bool(run.updates)
+        self._scalar("ranks/number", run.comm.size, first)
 
     def after_step(self, run: Run) -> None:
         if run.comm.rank:

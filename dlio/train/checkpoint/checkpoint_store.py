@@ -44,7 +44,7 @@ from dlio.train.report import CheckpointReport
 from dlio.util.limits import parsing
 from dlio.util.printable import print_line
 from dlio.util.threads import Workers
-from dlio.util.whole_files import write_json
+from dlio.util.whole_files import write_whole
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"
@@ -155,6 +155,10 @@ class Checkpoints(RecoveryPart[Report]):
         """Lock the folder if this rank publishes: the system has freed a lost rank's lock."""
         if self._comm.rank == 0 and not self._leads:
             self._leads, self._lock = True, self._place.lock()
+
+    def sharing(self) -> str:
+        """Return a sentence if the folder was that of another task of this job array."""
+        return self._place.sharing()
 
     def paths(self) -> list[str]:
         """Paths of complete checkpoints, the newest first."""
@@ -295,7 +299,7 @@ class Checkpoints(RecoveryPart[Report]):
                 lambda: self._published(unfinished),
                 wait,
             )
-            if unfinished.rank == 0 and self._outcome:
+            if unfinished.rank == 0 and self._outcome and self._place.is_held():
                 self._place.remove(unfinished.hidden)
         except PeerLost:
             pass  # Those that are left settle in `wait` what becomes of it.
@@ -334,7 +338,8 @@ class Checkpoints(RecoveryPart[Report]):
             with self._place.unfinished(unfinished.hidden) as path:
                 complete(path, unfinished.ranks)
                 about = json.loads(json.dumps(unfinished.about))  # As it will be read.
-                write_json(os.path.join(path, _ABOUT), {**about, _SUMS: _sums(path, about)})
+                text = json.dumps({**about, _SUMS: _sums(path, about)}, indent=2).encode()
+                write_whole(os.path.join(path, _ABOUT), lambda file: file.write(text))
             self._place.publish(unfinished.hidden, unfinished.name)
             # Newer ones are damaged: this run would have gone on from them.
             names = [os.path.basename(path) for path in self.paths()]

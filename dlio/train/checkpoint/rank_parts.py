@@ -31,7 +31,7 @@ from dlio.comm.comm_protocol import Request
 from dlio.comm.deadlines import leave
 from dlio.comm.survival.membership import RankMessages
 from dlio.util.folders import remove_path
-from dlio.util.whole_files import open_own, write_json
+from dlio.util.whole_files import PUBLIC_FILE, open_own, write_json
 
 # A file of tensors of host memory, in torch.distributed.checkpoint's format
 #
@@ -55,7 +55,7 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
     """
     places = {}
     try:
-        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT)
+        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, PUBLIC_FILE)
         try:
             os.ftruncate(descriptor, 0)
             file = _AppendBuffer(descriptor)

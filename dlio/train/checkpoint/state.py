@@ -70,6 +70,8 @@ class RunState(TypedDict):
     left_out: int
     epochs: list[dict[str, Any]]
     """Fields of the finished epochs' EpochReports."""
+    planned_epochs: NotRequired[int]
+    """Epochs that the run was to have; missing in files of earlier versions."""
 
 
 def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
@@ -144,6 +146,7 @@ def about(run: Worker) -> RunState:
         "scaler": run.precision.scaler.state_dict(),
         "left_out": run.left_out,
         "epochs": [report.to_dict() for report in run.history],
+        "planned_epochs": run.config.optimizer.epochs,
     }
     facts = {prefix: hooks.facts() for prefix, hooks in run.features.by_prefix.items()}
     of_features = {prefix: each for prefix, each in facts.items() if each is not None}

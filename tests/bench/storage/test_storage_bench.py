@@ -107,3 +107,18 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, soon: Callable[..., bool]) -> Non
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert in_time(lambda: not any(tmp_path.iterdir()), 60), list(tmp_path.rglob("*"))
+
+
+def test_an_epoch_of_one_step_has_no_utilisation(tmp_path: Path) -> None:
+    tiny = ("--files", "3", "--batch-size", "2", "--loaders", "torch", "--metadata-files", "0")
+    done = _run(tmp_path, *tiny, "--epochs", "1", "--rules", "v2.0", "--report", "r.json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    names = {each["name"] for each in report["figures"]}
+    assert "epoch" in names
+    assert not names & {"accelerator utilisation", "throughput", "bandwidth"}
+    notes = " ".join(report["notes"])
+    assert "an epoch has one step, which does not count" in notes
+    assert "1 of 3 samples are left out of each epoch" in notes
+    (row,) = [line for line in done.stdout.splitlines() if line.split()[:1] == ["torch"]][:1]
+    assert row.split()[2:5] == ["-", "-", "-"]

@@ -183,3 +183,32 @@ def test_a_search_whose_trials_all_fail_says_why(tables: Path) -> None:
     words = ["train.csv", "--set", "lr=1..2", "--epochs", "1", "--objective", "val_iou"]
     done = _search(tables, *words, "--trials", "2", code=2)
     assert "--objective val_iou: no such metric" in done.stderr
+
+
+def test_trials_without_a_finite_value_fail_with_the_reason_and_the_rest_is_json(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "odd.py").write_text(
+        "import sys\n"
+        "x = float(sys.argv[1])\n"
+        "for epoch in range(3):\n"
+        "    odd = {2: 'nan', 3: 'inf', 4: '4.0' if epoch == 0 else 'nan'}\n"
+        "    print('dlio: metric loss', odd.get(x, x - epoch / 10))\n"
+    )
+    words = ["--sampler", "grid", "--epochs", "3", "--objective", "loss", "-n", "1", "--json"]
+    for pruner in ("none", "asha"):
+        argv = [*words, "--set", "x=1,2,3,4,0.5", "--study", pruner, "--pruner", pruner]
+        done = _search(tmp_path, *argv, "--html", f"{pruner}.html", "--", "odd.py", "{x}")
+        constants: list[str] = []
+        result = json.loads(done.stdout.splitlines()[-1], parse_constant=constants.append)
+        assert not constants
+        assert [each["parameters"] for each in result["best"]] == [{"x": 0.5}]
+        states = {each["parameters"]["x"]: each for each in result["trials"]}
+        for x, note in ((2, "loss is nan"), (3, "loss is inf"), (4, "loss is nan")):
+            assert states[x]["state"] in ("failed", "pruned")
+            assert states[x]["note"] == note or states[x]["epochs"] == [[4.0]]
+        assert states[2]["epochs"][0] == [None]
+        page = (tmp_path / f"{pruner}.html").read_text()
+        shown = page.split('id="trials">')[1].split("</script>")[0]
+        assert json.loads(shown, parse_constant=constants.append) == result["trials"]
+        assert not constants
