@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import io
+import logging
 import os
 import random
 import runpy
@@ -26,6 +27,7 @@ from dlio.exchange.buckets import broadcast_tensors
 from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
+from dlio.integrations.script.private_files import PrivateFiles
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
@@ -50,6 +52,8 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     # Python puts a script's folder first, and so a program's of ours unless it is safe from that.
     sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.abspath(path))]
     takeover = _ScriptTakeover(comm, context, options)
+    # A log that the script makes of everything holds what it would hold without dlio.
+    logging.getLogger("dlio").propagate = False
     try:
         with takeover.installed():
             runpy.run_path(path, run_name="__main__")
@@ -106,6 +110,7 @@ class _ScriptTakeover:
             yield
             return
         share.use(self._context)
+        self._files = PrivateFiles(self._comm, self._context)
         with contextlib.ExitStack() as stack, on_takeover(self._step_aside):
 
             def put(owner: Any, name: str, value: Any) -> None:
@@ -203,6 +208,7 @@ class _ScriptTakeover:
 
     def _has_stepped(self, *_: object) -> None:
         self._steps += 1
+        self._files.met()
         self._tell_losses()
 
     def _tell_losses(self) -> None:
@@ -300,9 +306,16 @@ class _ScriptTakeover:
                 original(*args, **options)
                 return
             self._ranks.finish()
+            into = args[1] if len(args) > 1 else options.get("f")
+            if not isinstance(into, str | os.PathLike):
+                original(*args, **options)  # Into an object of this rank's.
+                return
+            name = self._files.saving(into)
             # Other ranks may read the file next: they wait until it is complete.
             act = once_on_rank_0(self._comm, lambda: original(*args, **options))
             uniform(self._comm, act)
+            # Names with a time in them differ between ranks.
+            self._files.saved(name, uniform(self._comm, lambda: self._comm.tell(name)))
 
         return save
 
