@@ -32,7 +32,7 @@ _CACHES: Final = (
 
 
 def is_dlios(name: str) -> bool:
-    """True if a module, by its name, is dlio's, but for this package, which stands in for others."""
+    """True if a module, by its name, is dlio's and not of this package."""
     return name.partition(".")[0] in _OURS and not name.startswith(_HERE)
 
 
@@ -54,7 +54,13 @@ def is_called_by(module: str) -> bool:
 def is_called_by_script(*through: str) -> bool:
     """True if the script itself calls, by no other modules than `through`."""
     caller = next(((name, file) for name, file in _callers() if name not in through), ("", "<"))
-    return not is_dlios(caller[0]) and not _is_library(*caller)
+    return is_of_script(*caller)
+
+
+def is_of_script(name: str, file: str) -> bool:
+    """True if a module, by its name and file, is the script or one of its own modules."""
+    ours = name.partition(".")[0] in _OURS
+    return not ours and not _is_library(name, file)
 
 
 def _callers() -> Iterator[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """Python's functions of files, as ranks other than 0 have them in a `dlio run`."""
 
 import builtins
-import errno
 import functools
 import io
 import os

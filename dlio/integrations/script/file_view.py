@@ -347,8 +347,9 @@ class FileView:
         self._set(path, _GONE)
 
     def _target(self, path: str) -> str:
-        """Return the name of a new entry. Raises FileNotFoundError or NotADirectoryError if there is
-        no folder for it.
+        """Return the name of a new entry.
+
+        Raises FileNotFoundError or NotADirectoryError if there is no folder for it.
         """
         parent = self.find(os.path.dirname(path))
         if parent.place is None:

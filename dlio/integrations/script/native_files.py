@@ -97,7 +97,7 @@ def _wrapped(
 def replace_torch(
     place_of: Callable[[Any, int], Any], replace: Callable[[Any, str, Any], None]
 ) -> None:
-    """As `replace_native`, for torch's own zip files: torch.save, torch.export and torch.package."""
+    """As `replace_native`, for torch's zip files, of torch.save, torch.export and torch.package."""
     import torch
 
     class PlacedFileWriter(torch._C.PyTorchFileWriter):

@@ -183,8 +183,8 @@ class PrivateFiles:
         return False
 
     def takes_temporary(self, name: str) -> bool:
-        """Note a new temporary file of Python's `tempfile`; False if it is none, or in a folder that
-        the script has named."""
+        """Note a new temporary file of Python's `tempfile`; False if it is none, or in a folder
+        that the script has named."""
         if not is_called_by("tempfile"):
             return False
         with self.inside():
@@ -338,6 +338,6 @@ class PrivateFiles:
         first = command if isinstance(command, str | bytes | os.PathLike) else command[0]
         word = os.fsdecode(first).split()[:1]
         self._context.note(
-            f"the script starts other programs, such as {os.path.basename(*word)}: every rank does, "
-            "and they write their files for real"
+            f"the script starts other programs, such as {os.path.basename(*word)}: every rank "
+            "does, and they write their files for real"
         )

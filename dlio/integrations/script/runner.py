@@ -29,6 +29,7 @@ from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
 from dlio.integrations.script.private_files import PrivateFiles
 from dlio.integrations.script.run_options import RunOptions
+from dlio.integrations.script.script_failure import telling_failures
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
 
@@ -55,7 +56,7 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     # A log that the script makes of everything holds what it would hold without dlio.
     logging.getLogger("dlio").propagate = False
     try:
-        with takeover.installed():
+        with takeover.installed(), telling_failures(path, comm.rank):
             runpy.run_path(path, run_name="__main__")
         takeover.finish()
     finally:
