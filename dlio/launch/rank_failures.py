@@ -1,7 +1,7 @@
-"""What ended the ranks of a job, as they tell their launcher, which prints it last.
+"""Reasons of the ends of ranks, as they tell their launcher, which prints the cause last.
 
-A rank that fails takes the others with it, by mpirun or because they miss it. What these report is
-no cause, and may come later than the cause. Each rank therefore leaves a file in the job's folder,
+A rank that fails takes the others with it, by mpirun or because they miss it. Their reports are not
+the cause, and may come later. Each rank therefore leaves a file in the job's folder,
 and the launcher chooses.
 """
 
@@ -52,14 +52,14 @@ def leave_failure(failure: RankFailure) -> bool:
 
 
 def failures_in(folder: str) -> list[RankFailure]:
-    """Return what ranks have left in a job's folder: causes first, each the oldest first."""
-    found = []
+    """Return the failures in a job's folder: causes first, each the oldest first."""
+    failures = []
     with suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(_PREFIX):
                 with open(os.path.join(folder, name), encoding="utf-8") as file:
-                    found.append(RankFailure(**json.load(file)))
-    return sorted(found, key=lambda each: (each.follows, each.at_s))
+                    failures.append(RankFailure(**json.load(file)))
+    return sorted(failures, key=lambda each: (each.follows, each.at_s))
 
 
 def lines_of(failures: list[RankFailure]) -> list[str]:
@@ -101,14 +101,15 @@ def ended_by_code(rank: int, code: int) -> str:
 
 
 def told_by_mpirun(banner: list[str]) -> tuple[str, bool] | None:
-    """Return what a banner of Open MPI's mpirun tells of a rank's end, and True if a signal was the
-    cause; None if it tells nothing more than that a rank has called MPI_Abort.
+    """Return a rank's end by a banner of Open MPI's mpirun, in one line, and True for a signal.
+
+    None if the banner tells nothing more than that a rank has called MPI_Abort.
     """
     text = " ".join(" ".join(banner).split())
-    if found := _SIGNAL.search(text):
-        return ended_by_signal(int(found[1]), int(found[2])), True
-    if found := _CODE.search(text):
-        return ended_by_code(int(found[1]), int(found[2])), False
-    if found := _EARLY.search(text):
-        return f"rank {found[1]} ended by itself with exit code 0, before the others had", False
+    if match := _SIGNAL.search(text):
+        return ended_by_signal(int(match[1]), int(match[2])), True
+    if match := _CODE.search(text):
+        return ended_by_code(int(match[1]), int(match[2])), False
+    if match := _EARLY.search(text):
+        return f"rank {match[1]} ended by itself with exit code 0, before the others had", False
     return None

@@ -112,8 +112,8 @@ class ErrorFilter:
     mpirun will be started again if it did not start its ranks. With `survives` ranks go on when
     others are lost, and say so themselves.
 
-    What ended the ranks comes last: what they have left in the job's `folder` (`rank_failures`), or
-    what the launcher knows.
+    The cause of the end comes last: as ranks have left it in the job's `folder` (`rank_failures`),
+    or as the launcher knows it.
     """
 
     def __init__(
@@ -174,11 +174,13 @@ class ErrorFilter:
         return [line]
 
     def _look_for_end(self, block: list[str]) -> None:
-        told = None if self._survives else told_by_mpirun(block)
-        if told is not None and told[1]:
-            self.end_of_signal = self.end_of_signal or told[0]
-        elif told is not None:
-            self.end_of = self.end_of or told[0]
+        if self._survives or (end := told_by_mpirun(block)) is None:
+            return
+        line, by_signal = end
+        if by_signal:
+            self.end_of_signal = self.end_of_signal or line
+        else:
+            self.end_of = self.end_of or line
 
     def end(self) -> list[str]:
         """Return the lines to show after the last line, once."""

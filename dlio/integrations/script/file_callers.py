@@ -1,4 +1,4 @@
-"""Whose a change of a file is: the script's, with its libraries, or dlio's own."""
+"""The origin of a change of a file: the script with its libraries, or dlio itself."""
 
 import os
 import sys

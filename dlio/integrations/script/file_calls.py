@@ -7,14 +7,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from dlio.comm import Communicator
 from dlio.integrations.script.file_callers import is_dlios
+from dlio.integrations.script.private_files import WRITES, PrivateFiles
+from dlio.integrations.script.share import ScriptContext
 
-if TYPE_CHECKING:
-    from dlio.integrations.script.private_files import PrivateFiles
-
-_WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _READERS: Final = (
     "access",
     "getxattr",
@@ -39,10 +38,18 @@ _OPENER: Final = 7
 """Position of the opener among the arguments of `open`."""
 
 
+def keep_files_private(comm: Communicator, context: ScriptContext) -> PrivateFiles:
+    """Have rank 0 alone write a script's files, until this process ends. Collective."""
+    files = PrivateFiles(comm, context)
+    if comm.rank:
+        FileCalls(files).replace_all()
+    return files
+
+
 class FileCalls:
     """The replacements on one rank."""
 
-    def __init__(self, files: "PrivateFiles") -> None:
+    def __init__(self, files: PrivateFiles) -> None:
         self._files, self._view = files, files.view
         self._made: dict[int, tuple[Any, Any]] = {}
         """By the id of a function of Python's, it and its replacement."""
@@ -93,7 +100,7 @@ class FileCalls:
                 known.add(value)
 
     def _replace_kept(self) -> None:
-        """Replace what modules have kept by `from os import ...`."""
+        """Replace the functions that modules have kept by `from os import ...`."""
         for module in list(sys.modules.values()):
             name = str(getattr(module, "__name__", ""))
             if name in _LEFT or is_dlios(name):
@@ -146,7 +153,7 @@ class FileCalls:
             is_unnamed = flags & os.O_TMPFILE == os.O_TMPFILE
             if name is None or is_unnamed:
                 return original(path, flags, mode, dir_fd=dir_fd)
-            if flags & _WRITES and self._files.takes_temporary(name):
+            if flags & WRITES and self._files.takes_temporary(name):
                 return original(path, flags, mode, dir_fd=dir_fd)
             place = self._to_open(path, flags, dir_fd)
             if place is path:
@@ -159,7 +166,7 @@ class FileCalls:
     def _to_open(self, path: Any, flags: int, folder: object = None) -> Any:
         """Return the argument that stands for `path`: itself if it is opened where it says."""
         name = self._files.name_of(path, folder)
-        if name is None or not flags & _WRITES:
+        if name is None or not flags & WRITES:
             return self._to_read(path, folder)
         if self._files.is_left(name):
             return path
@@ -172,10 +179,10 @@ class FileCalls:
         if name is None or self._files.is_shared(name):
             return path
         with self._files.inside():
-            found = self._view.existing(name, follow)
-        if found.place == name and not self._files.cwd:
+            spot = self._view.existing(name, follow)
+        if spot.place == name and not self._files.cwd:
             return path
-        return os.fsencode(str(found.place)) if isinstance(path, bytes) else found.place
+        return os.fsencode(str(spot.place)) if isinstance(path, bytes) else spot.place
 
     # Looking
 
@@ -235,16 +242,16 @@ class FileCalls:
                 self._files.cwd = ""
                 return
             with self._files.inside():
-                found = self._view.existing(name)
-                original(found.place)
-            self._files.cwd = "" if found.place == name else found.path
+                spot = self._view.existing(name)
+                original(spot.place)
+            self._files.cwd = "" if spot.place == name else spot.path
 
         return changed
 
     # Changing
 
     def _marks(self, original: Any) -> Any:
-        """Change modes, times and attributes of what is the rank's own, and of nothing else."""
+        """Change modes, times and attributes of the rank's own files, and of nothing else."""
 
         def marked(path: Any, *args: Any, **options: Any) -> Any:
             name = self._files.name_of(path, options.get("dir_fd"))
@@ -253,8 +260,8 @@ class FileCalls:
             follow = options.get("follow_symlinks", original.__name__ not in _ON_LINKS)
             options.pop("dir_fd", None)
             with self._files.inside():
-                found = self._view.existing(name, follow)
-                return original(found.place, *args, **options) if found.is_own else None
+                spot = self._view.existing(name, follow)
+                return original(spot.place, *args, **options) if spot.is_own else None
 
         return marked
 
@@ -346,7 +353,7 @@ class _Entry:
 
 
 class _Entries:
-    """What os.scandir returns."""
+    """The iterator that os.scandir returns."""
 
     def __init__(self, entries: Iterator[Any]) -> None:
         self._entries = entries

@@ -1,9 +1,8 @@
-"""The journal of what rank 0 changes in the file system, by which other ranks see it as it was.
+"""The journal of rank 0's changes of the file system, by which other ranks see it as it was.
 
 Rank 0 runs ahead of the others by a little: it has made a folder when another rank asks whether
 there is one. It therefore notes each path before it changes it for the first time, in a file of its
-node, and the others take what was noted for what is true until they have passed the same place of
-the script. After that they see the file system as it is.
+node, and the others believe these notes until they have passed the same place of the script. After that they see the file system as it is.
 """
 
 import json
@@ -67,7 +66,7 @@ class JournalReader:
         """By folder, the names in it among the paths of `entries`."""
 
     def refresh(self) -> None:
-        """Read what rank 0 has noted since. To be called after a look at the file system."""
+        """Read rank 0's notes since. To be called after a look at the file system."""
         size = os.fstat(self._file).st_size
         if size <= self._read:
             return

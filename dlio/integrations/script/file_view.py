@@ -7,7 +7,7 @@ Each path that the rank has changed has one of three states:
 - rank 0's: rank 0 has written it for all ranks, or it was there before and the rank has only
   renamed it. It is read where rank 0 has it.
 
-All others are the real file system's, but for what rank 0 has changed meanwhile (`file_journal`).
+All others are the real file system's, but for rank 0's changes since (`file_journal`).
 """
 
 import errno
@@ -42,7 +42,7 @@ class Found:
     path: str
     """Its name, after the rank's own links."""
     place: str | None
-    """Where its contents are; None if there is no such path."""
+    """Where its contents are; None if it does not exist."""
     is_own: bool = False
     """True if it is in the scratch folder."""
     reason: str = ""
@@ -76,7 +76,7 @@ class FileView:
 
     @property
     def knows_all(self) -> bool:
-        """False without rank 0's journal: then what is there may be rank 0's."""
+        """False without rank 0's journal: then any new file may be rank 0's."""
         return self._journal is not None
 
     def name_of(self, path: str) -> str:
@@ -136,21 +136,21 @@ class FileView:
 
     def existing(self, path: str, follow: bool = True) -> Found:
         """Look a path up. Raises FileNotFoundError if there is none."""
-        found = self.find(path, follow)
-        if found.place is None:
-            _missing(path, found.reason)
-        return found
+        spot = self.find(path, follow)
+        if spot.place is None:
+            _missing(path, spot.reason)
+        return spot
 
     def names(self, path: str) -> list[str]:
         """List a folder. Raises OSError as os.listdir."""
-        found = self.existing(path)
-        assert found.place is not None
-        listed = os.listdir(found.place)  # Before the journal: it explains what is new there.
-        if not found.is_own:
-            listed = [name for name in listed if not self._is_changed(found.path, name)]
-        own = self._names.get(found.path, ())
-        changed = set() if self._journal is None else self._journal.names.get(found.path, set())
-        more = {name for name in {*own, *changed} if self._is_there(found.path, name)}
+        spot = self.existing(path)
+        assert spot.place is not None
+        listed = os.listdir(spot.place)  # Before the journal, which explains new names.
+        if not spot.is_own:
+            listed = [name for name in listed if not self._is_changed(spot.path, name)]
+        own = self._names.get(spot.path, ())
+        changed = set() if self._journal is None else self._journal.names.get(spot.path, set())
+        more = {name for name in {*own, *changed} if self._is_there(spot.path, name)}
         return [*listed, *(more - set(listed))]
 
     def _is_changed(self, folder: str, name: str) -> bool:
@@ -166,12 +166,12 @@ class FileView:
 
     def is_plain(self, path: str) -> bool:
         """True if a folder is the real one, and nobody has changed anything in it."""
-        found = self.find(path)
+        spot = self.find(path)
         if self._journal is not None:
             self._journal.refresh()
-            if self._journal.names.get(found.path):
+            if self._journal.names.get(spot.path):
                 return False
-        return found.place == path and not self._names.get(found.path)
+        return spot.place == path and not self._names.get(spot.path)
 
     # Changes
 
@@ -180,82 +180,82 @@ class FileView:
 
         Raises FileNotFoundError and FileExistsError as os.open, and IsADirectoryError.
         """
-        found = self.find(path)
-        if found.place is None:
+        spot = self.find(path)
+        if spot.place is None:
             if not flags & os.O_CREAT:
-                _missing(path, found.reason)
-            return self._room(found.path)
+                _missing(path, spot.reason)
+            return self._room(spot.path)
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-        if exclusive and (self.knows_all or found.is_own):
+        if exclusive and (self.knows_all or spot.is_own):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        if found.is_folder:
+        if spot.is_folder:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if found.is_own:
-            return found.place
-        if not stat.S_ISREG(os.stat(found.place).st_mode):
-            return found.place  # A pipe or a device.
-        place = self._room(found.path)
+        if spot.is_own:
+            return spot.place
+        if not stat.S_ISREG(os.stat(spot.place).st_mode):
+            return spot.place  # A pipe or a device.
+        place = self._room(spot.path)
         if not flags & os.O_TRUNC and not exclusive:
-            _copy(found.place, place)
+            _copy(spot.place, place)
         return place
 
     def make_folder(self, path: str, mode: int = 0o777) -> None:
         """As os.mkdir."""
-        found = self.find(path, follow=False)
-        if found.place is not None and (self.knows_all or found.is_own):
+        spot = self.find(path, follow=False)
+        if spot.place is not None and (self.knows_all or spot.is_own):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         place = self._room(path)
         os.mkdir(place, mode | 0o700)
 
     def make_link(self, target: str, path: str) -> None:
         """As os.symlink."""
-        found = self.find(path, follow=False)
-        if found.place is not None and (self.knows_all or found.is_own):
+        spot = self.find(path, follow=False)
+        if spot.place is not None and (self.knows_all or spot.is_own):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         os.symlink(target, self._room(path))
 
     def copy_name(self, old: str, new: str) -> None:
         """Give a file a second name, as os.link."""
-        found = self.existing(old, follow=False)
+        spot = self.existing(old, follow=False)
         if self.find(new, follow=False).place is not None and self.knows_all:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-        if found.is_own:
-            os.link(str(found.place), self._room(new), follow_symlinks=False)
+        if spot.is_own:
+            os.link(str(spot.place), self._room(new), follow_symlinks=False)
         else:
             self._follow_rank_0(old, self._target(new))
 
     def remove(self, path: str) -> None:
         """As os.remove."""
-        found = self._to_remove(path)
-        if found.place is not None and _is_folder(found.place):
+        spot = self._to_remove(path)
+        if spot.place is not None and _is_folder(spot.place):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self._drop(path)
 
     def remove_folder(self, path: str) -> None:
         """As os.rmdir."""
-        found = self._to_remove(path)
-        if found.place is not None:
-            if not _is_folder(found.place):
+        spot = self._to_remove(path)
+        if spot.place is not None:
+            if not _is_folder(spot.place):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
             if self.knows_all and self.names(path):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         self._drop(path)
 
     def _to_remove(self, path: str) -> Found:
-        found = self.find(path, follow=False)
-        if found.place is None and (self.knows_all or self._states.get(path) is _GONE):
-            _missing(path, found.reason)
-        return found
+        spot = self.find(path, follow=False)
+        if spot.place is None and (self.knows_all or self._states.get(path) is _GONE):
+            _missing(path, spot.reason)
+        return spot
 
     def rename(self, old: str, new: str) -> None:
         """As os.replace."""
-        found = self._to_remove(old)
+        moved = self._to_remove(old)
         new = self._target(new)
         if old == new:
             return
         there = self.find(new, follow=False)
         if there.is_folder and (self.knows_all or there.is_own):
-            if not found.is_folder:
+            if not moved.is_folder:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), new)
             if self.names(new):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), new)
@@ -264,15 +264,15 @@ class FileView:
         if self._scratch and _exists(self._scratch + old):
             os.makedirs(os.path.dirname(self._scratch + new), exist_ok=True)
             os.rename(self._scratch + old, self._scratch + new)
-        if found.is_own:
+        if moved.is_own:
             self._set(new, _OWN)
         else:
             self._follow_rank_0(old, new)
         for path, state in below.items():
-            moved = new + path[len(old) :]
-            self._set(moved, state)
+            name = new + path[len(old) :]
+            self._set(name, state)
             if isinstance(state, _RankZeros):
-                self._follow_rank_0(path, moved)
+                self._follow_rank_0(path, name)
         self._drop(old)
 
     def _follow_rank_0(self, old: str, new: str) -> None:
@@ -307,7 +307,7 @@ class FileView:
             self._journal.settle()
 
     def publish(self) -> None:
-        """Make real what this rank has and the real file system lacks: it has become rank 0."""
+        """Make real all that the real file system lacks: this rank has become rank 0."""
         for path, state in sorted(self._states.items(), key=lambda item: item[0]):
             if state is not _OWN or _exists(path):
                 continue
@@ -318,7 +318,7 @@ class FileView:
                 else:
                     shutil.copy2(place, path, follow_symlinks=False)
             except OSError:
-                continue  # It is what rank 0 could not have written either.
+                continue  # Rank 0 could not have written it either.
 
     # States
 
@@ -349,7 +349,7 @@ class FileView:
     def _target(self, path: str) -> str:
         """Return the name of a new entry.
 
-        Raises FileNotFoundError or NotADirectoryError if there is no folder for it.
+        Raises FileNotFoundError or NotADirectoryError without a folder for it.
         """
         parent = self.find(os.path.dirname(path))
         if parent.place is None:

@@ -2,13 +2,13 @@
 
 A script for one process opens, moves and removes files as if nobody else did. On the other ranks
 of a `dlio run` the functions of Python that do so are therefore replaced until the process ends
-(`file_calls`): what the script and its libraries write lands in a private folder, and the rank sees
-the file system as if it had changed it (`file_view`). What they only read is read where it is.
+(`file_calls`): files that the script and its libraries write land in a private folder, and the
+rank sees the file system as if it had changed it (`file_view`). Others are read where they are.
 
-Left as they are: devices and what the kernel shows as files, caches that a user's processes share,
+Left as they are: devices and /proc, caches that a user's processes share,
 temporary files, which have names of their own, and whatever dlio itself writes (`file_callers`).
 Libraries that open files without Python are known one by one (`native_files`). For others, and for
-functions that a library has kept from before, an audit hook says what every rank writes.
+functions that a library has kept from before, an audit hook names files that every rank writes.
 """
 
 import atexit
@@ -32,7 +32,6 @@ from dlio.integrations.script.file_callers import (
     is_called_by_script,
     shared_places,
 )
-from dlio.integrations.script.file_calls import FileCalls
 from dlio.integrations.script.file_journal import NAME, JournalReader, JournalWriter
 from dlio.integrations.script.file_view import FileView
 from dlio.integrations.script.native_files import ROOTS, replace_native, replace_torch
@@ -63,7 +62,7 @@ class PrivateFiles:
     """The files of a script on one rank. One per process; it ends with the process."""
 
     def __init__(self, comm: Communicator, context: ScriptContext) -> None:
-        """Replace the functions. Collective."""
+        """Collective."""
         self._comm, self._context = comm, context
         self._thread = threading.local()
         self._process, self._folder = os.getpid(), ""
@@ -91,7 +90,6 @@ class PrivateFiles:
         self.replace(importlib, "import_module", self._imported(importlib.import_module))
         if not self._is_first:
             os.environ.setdefault("WANDB_MODE", "disabled")
-            FileCalls(self).replace_all()
         sys.addaudithook(self._audit)
 
     # For the runner
@@ -132,8 +130,8 @@ class PrivateFiles:
         return self._is_first or self._is_aside or self.is_inside()
 
     def _become_real(self) -> None:
-        """Write for real from now on: all ranks before this one are lost, or ranks are no matter of
-        dlio's any more."""
+        """Write for real from now on: all ranks before this one are lost, or the ranks belong to a
+        framework."""
         with self.inside():
             if self._is_first:
                 self.view.publish()
@@ -195,7 +193,7 @@ class PrivateFiles:
 
     def place(self, path: Any, flags: int) -> Any:
         """Return where a library is to open a file, given the flags of os.open that it stands for;
-        an argument that is no path is returned."""
+        an argument that is not a path is returned."""
         if self.is_inside() or path == ":memory:":
             return path
         name = self.name_of(path)
@@ -210,8 +208,8 @@ class PrivateFiles:
         with self.inside():
             if flags & WRITES:
                 return self.view.to_write(name, flags)
-            found = self.view.find(name)
-            return path if found.place in (None, name) else found.place
+            place = self.view.find(name).place
+            return path if place in (None, name) else place
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until the process ends."""

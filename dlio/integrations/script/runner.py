@@ -27,7 +27,7 @@ from dlio.exchange.buckets import broadcast_tensors
 from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
-from dlio.integrations.script.private_files import PrivateFiles
+from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.script_failure import telling_failures
 from dlio.integrations.script.share import ScriptContext, SharingLoader
@@ -111,7 +111,7 @@ class _ScriptTakeover:
             yield
             return
         share.use(self._context)
-        self._files = PrivateFiles(self._comm, self._context)
+        self._files = keep_files_private(self._comm, self._context)
         with contextlib.ExitStack() as stack, on_takeover(self._step_aside):
 
             def put(owner: Any, name: str, value: Any) -> None:

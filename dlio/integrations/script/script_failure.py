@@ -1,4 +1,4 @@
-"""What ended the script on a rank, as its user is told: with the script's own line."""
+"""The end of a script on a rank, as its user is told: with the script's own line."""
 
 import faulthandler
 import os
@@ -24,8 +24,8 @@ _USERS_FAULT: Final = 2
 def telling_failures(path: str, rank: int) -> Iterator[None]:
     """Tell how a script ends inside the `with` block, if by an error or an exit code.
 
-    What one rank raises ends the others, so the launcher prints it, last, and what the others say
-    of it not at all. Raises SystemExit in place of the error then; an end by `sys.exit()` or
+    An error of one rank ends the others, so the launcher prints it, last, and their errors not at
+    all. Raises SystemExit in place of the error then; an end by `sys.exit()` or
     `sys.exit(0)` ends the block.
     """
     if not faulthandler.is_enabled():
@@ -41,22 +41,22 @@ def telling_failures(path: str, rank: int) -> Iterator[None]:
             return
         code = error.code if isinstance(error.code, int) else 1
         said = "" if isinstance(error.code, int) else f": {_short(str(error.code))}"
-        told = f"ended by sys.exit with code {code}{_place(error.__traceback__)}{said}"
-        if not _tell(RankFailure(rank, time.monotonic(), "", told)):
+        line = f"ended by sys.exit with code {code}{_place(error.__traceback__)}{said}"
+        if not _tell(RankFailure(rank, time.monotonic(), "", line)):
             raise
         raise SystemExit(code) from None
     except DlioError as error:
         place = _place(error.__traceback__).removeprefix(" at ")
-        told = str(error)
-        if os.path.basename(place) not in told:
-            told += f" ({place})"
+        line = str(error)
+        if os.path.basename(place) not in line:
+            line += f" ({place})"
         follows = isinstance(error, CommError)
-        if not _tell(RankFailure(rank, time.monotonic(), "", told, follows, names_rank=follows)):
+        if not _tell(RankFailure(rank, time.monotonic(), "", line, follows, names_rank=follows)):
             raise
         raise SystemExit(_USERS_FAULT) from None
     except BaseException as error:
-        told = f"ended{_place(error.__traceback__)}: {_short_error(error)}"
-        _tell(RankFailure(rank, time.monotonic(), _text(error, path), told), prints=True)
+        line = f"ended{_place(error.__traceback__)}: {_short_error(error)}"
+        _tell(RankFailure(rank, time.monotonic(), _text(error, path), line), prints=True)
         raise SystemExit(1) from None
 
 
@@ -66,8 +66,8 @@ def _tell(failure: RankFailure, prints: bool = False) -> bool:
         return True
     if prints:
         # In one write, so that other ranks' lines stay out of it.
-        line = f"dlio: error: rank {failure.rank} {failure.line}\n"
-        sys.stderr.write(f"{failure.text}{line}")
+        last = f"dlio: error: rank {failure.rank} {failure.line}\n"
+        sys.stderr.write(f"{failure.text}{last}")
         sys.stderr.flush()
     return prints
 
@@ -85,9 +85,9 @@ def _place(trace: TracebackType | None) -> str:
 
 def _text(error: BaseException, path: str) -> str:
     """Return the traceback, from the script's own line on, without dlio's part of it."""
-    told = traceback.TracebackException.from_exception(error)
+    report = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
-    left = [told]
+    left = [report]
     while left:
         each = left.pop()
         if id(each) in seen:
@@ -101,7 +101,7 @@ def _text(error: BaseException, path: str) -> str:
         each.stack = traceback.StackSummary.from_list(kept)
         left += [more for more in (each.__cause__, each.__context__) if more is not None]
         left += each.exceptions or []
-    return "".join(told.format())
+    return "".join(report.format())
 
 
 def _short_error(error: BaseException) -> str:
