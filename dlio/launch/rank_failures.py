@@ -91,8 +91,8 @@ def ended_by_signal(rank: int, number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    more = " (the kernel does so when memory runs out)" if number == signal.SIGKILL else ""
-    return f"rank {rank} was ended by {name}{more}, and with it the others"
+    more = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
+    return f"rank {rank} was ended by {name}, and with it the others{more}"
 
 
 def ended_by_code(rank: int, code: int) -> str:

@@ -123,6 +123,7 @@ class ErrorFilter:
         self._errors: set[str] = set()
         self._block: list[str] | None = None
         self._banners: list[str] = []
+        self._has_ended = False
         self.interrupted = False
         """True if the user has ended the ranks; banners are then not shown."""
         self.not_started = False
@@ -186,8 +187,9 @@ class ErrorFilter:
         """Return the lines to show after the last line, once."""
         left, banners = self._block or [], self._banners
         self._block, self._banners = None, []
-        if self.interrupted:
+        if self.interrupted or self._has_ended:
             return left
+        self._has_ended = True
         failures = [] if self._folder is None else failures_in(self._folder)
         if self.end_of_signal and all(each.follows for each in failures):
             return [*left, f"{_ERROR} {self.end_of_signal}\n"]

@@ -2,16 +2,20 @@
 
 Rank 0 runs ahead of the others by a little: it has made a folder when another rank asks whether
 there is one. It therefore notes each path before it changes it for the first time, in a file of its
-node, and the others believe these notes until they have passed the same place of the script. After that they see the file system as it is.
+node, and the others believe these notes until they have passed the same place of the script. After
+that they see the file system as it is.
 """
 
 import json
 import os
-import shutil
 import stat
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from dlio.util.trusted_files import closing_descriptor
+from dlio.util.whole_files import open_own
+
 NAME: Final = "journal"
+_APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 _LARGEST_KEPT: Final = 1 << 20
 """Bytes of the largest file whose former contents are kept."""
 
@@ -31,8 +35,7 @@ class JournalWriter:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.open(os.path.join(folder, NAME), flags, 0o600)
+        self._file = open_own(os.path.join(folder, NAME), _APPEND)
         self._noted: set[str] = set()
 
     def note(self, path: str) -> None:
@@ -47,7 +50,8 @@ class JournalWriter:
             if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_KEPT:
                 # The process's number: a worker process of a loader may keep a file, too.
                 kept = os.path.join(self._folder, f"{os.getpid()}-{len(self._noted)}")
-                shutil.copyfile(path, kept)
+                with open(path, "rb") as file, closing_descriptor(open_own(kept, _APPEND)) as to:
+                    os.write(to, file.read(_LARGEST_KEPT))
         except OSError:
             former, kept = ("absent" if not os.path.lexists(path) else "file"), None
         os.write(self._file, json.dumps([path, former, kept]).encode() + b"\n")

@@ -36,7 +36,7 @@ class _RankZeros:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Lookup:
     """A path as the rank sees it."""
 
     path: str
@@ -96,7 +96,7 @@ class FileView:
                 self._folders[folder] = real
         return os.path.join(real, name)
 
-    def find(self, path: str, follow: bool = True) -> Found:
+    def find(self, path: str, follow: bool = True) -> Lookup:
         """Look a path up; `follow` an own link that it is itself."""
         for _ in range(_MOST_LINKS):
             near = self._near(path)
@@ -104,37 +104,37 @@ class FileView:
                 return self._find_real(path)
             state, rest = self._states[near], path[len(near) :]
             if state is _GONE:
-                return Found(path, None)
+                return Lookup(path, None)
             if isinstance(state, _RankZeros):
                 places = [place + rest for place in state.places]
                 there = [place for place in places if _exists(place)]
                 if not there and rest:
-                    return Found(path, None)
-                return Found(path, there[0] if there else self._placeholder())
+                    return Lookup(path, None)
+                return Lookup(path, there[0] if there else self._placeholder())
             place = self._scratch + near
             if stat.S_ISLNK(os.lstat(place).st_mode) and (rest or follow):
                 target = os.path.join(os.path.dirname(near), os.readlink(place))
                 path = os.path.normpath(target) + rest
                 continue
             place += rest
-            return Found(path, place, is_own=True) if _exists(place) else Found(path, None)
+            return Lookup(path, place, is_own=True) if _exists(place) else Lookup(path, None)
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
-    def _find_real(self, path: str) -> Found:
+    def _find_real(self, path: str) -> Lookup:
         there = _exists(path)
         if self._journal is None:
-            return Found(path, path if there else None)
+            return Lookup(path, path if there else None)
         self._journal.refresh()
         entry = self._journal.former(path)
         if entry is None:
-            return Found(path, path if there else None)
+            return Lookup(path, path if there else None)
         if entry.former == "absent":
-            return Found(path, None, reason=_HIDDEN if there else "")
+            return Lookup(path, None, reason=_HIDDEN if there else "")
         if entry.kept is not None and _exists(entry.kept):
-            return Found(path, entry.kept)
-        return Found(path, path if there else self._placeholder(entry.former == "folder"))
+            return Lookup(path, entry.kept)
+        return Lookup(path, path if there else self._placeholder(entry.former == "folder"))
 
-    def existing(self, path: str, follow: bool = True) -> Found:
+    def existing(self, path: str, follow: bool = True) -> Lookup:
         """Look a path up. Raises FileNotFoundError if there is none."""
         spot = self.find(path, follow)
         if spot.place is None:
@@ -241,7 +241,7 @@ class FileView:
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         self._drop(path)
 
-    def _to_remove(self, path: str) -> Found:
+    def _to_remove(self, path: str) -> Lookup:
         spot = self.find(path, follow=False)
         if spot.place is None and (self.knows_all or self._states.get(path) is _GONE):
             _missing(path, spot.reason)
