@@ -33,8 +33,10 @@ ALLOWED: Final = {
             ("file_calls", ("copy2", "unlink")),
             (
                 "file_view",
-                ("chmod", "copy2", "copyfile", "link", "makedirs", "mkdir", "move", "open")
-                + ("rename", "rmtree", "symlink", "unlink"),
+                (
+                    *("chmod", "copy2", "copyfile", "link", "makedirs", "mkdir"),
+                    *("move", "open", "rename", "rmtree", "symlink", "unlink"),
+                ),
             ),
             ("private_files", ("makedirs", "rmtree")),
         )
