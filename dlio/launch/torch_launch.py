@@ -170,7 +170,10 @@ class _TorchJob(Closable):
         if code >= 0:
             self._output.sorter.end_of = ended_by_code(rank, code)
             return code
-        self._output.sorter.end_of_signal = ended_by_signal(rank, -code)
+        if self._output.text is None:
+            self._output.sorter.end_of_signal = ended_by_signal(rank, -code)
+        else:
+            self._say(ended_by_signal(rank, -code))
         return 128 - code
 
     def _failure(self) -> int | None:

@@ -22,7 +22,7 @@ _LARGEST_KEPT: Final = 1 << 20
 Former: TypeAlias = Literal["absent", "folder", "file"]
 
 
-class Entry(NamedTuple):
+class FormerPath(NamedTuple):
     """A path before rank 0 changed it."""
 
     former: Former
@@ -64,7 +64,7 @@ class JournalReader:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._read = 0
         self._pending: list[str] = []
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, FormerPath] = {}
         """Paths that this rank sees as they were."""
         self.names: dict[str, set[str]] = {}
         """By folder, the names in it among the paths of `entries`."""
@@ -80,7 +80,7 @@ class JournalReader:
         for line in lines.splitlines():
             path, former, kept = json.loads(line)
             if path not in self.entries:
-                self.entries[path] = Entry(former, kept)
+                self.entries[path] = FormerPath(former, kept)
                 folder, name = os.path.split(path)
                 self.names.setdefault(folder, set()).add(name)
 
@@ -97,7 +97,7 @@ class JournalReader:
         self.refresh()
         self._pending = list(self.entries)
 
-    def former(self, path: str) -> Entry | None:
+    def former(self, path: str) -> FormerPath | None:
         """Return how a path was if rank 0 has changed it, or a folder above it was not there."""
         entry = self.entries.get(path)
         while entry is None and len(path) > 1:
