@@ -19,7 +19,7 @@ from dlio.util.child_processes import end_groups, printed_by
 from dlio.util.cores import available_cores
 from dlio.util.extras import how_to_install
 from dlio.util.live_line import LiveLine
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SPARES
+from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.signals import receiving
 
@@ -83,8 +83,10 @@ def launch(
     live = live or LiveLine("", shown=False)
     with ExitStack() as stack:
         options, full = _prepared(mpirun, ranks + spares, environment or {}, live, stack)
+        folder = stack.enter_context(open_job_folder())
+        if min_ranks is None and not capture:
+            full = {**full, FAILURES: folder}
         if min_ranks is not None:
-            folder = stack.enter_context(open_job_folder())
             done_file = os.path.join(folder, "done")
             own = {MIN_RANKS: str(min_ranks), DONE: done_file, SPARES: str(spares)}
             name = begin_job(folder, ranks, spares)
@@ -97,7 +99,7 @@ def launch(
         if wrap is not None:
             command = wrap(command)
         for start in range(_STARTS):
-            sorter = ErrorFilter(again=start + 1 < _STARTS, survives=min_ranks is not None)
+            sorter = ErrorFilter(start + 1 < _STARTS, min_ranks is not None, folder)
             output = RankOutput(1, live, sorter, capture)
             code = relayed(command, full, output, timeout_s, done_file)
             done = subprocess.CompletedProcess(command, code, output.text, output.errors)

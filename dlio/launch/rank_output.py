@@ -6,6 +6,7 @@ import sys
 import threading
 from typing import IO
 
+from dlio.launch.rank_failures import failures_in, lines_of, told_by_mpirun
 from dlio.util.closable import Closable
 from dlio.util.live_line import LiveLine
 from dlio.util.threads import Workers
@@ -110,17 +111,27 @@ class ErrorFilter:
     held back until the end, and shown only if no rank has reported an error itself. With `again`
     mpirun will be started again if it did not start its ranks. With `survives` ranks go on when
     others are lost, and say so themselves.
+
+    The cause of the end comes last: as ranks have left it in the job's `folder` (`rank_failures`),
+    or as the launcher knows it.
     """
 
-    def __init__(self, again: bool = False, survives: bool = False) -> None:
-        self._again, self._survives = again, survives
+    def __init__(
+        self, again: bool = False, survives: bool = False, folder: str | None = None
+    ) -> None:
+        self._again, self._survives, self._folder = again, survives, folder
         self._errors: set[str] = set()
         self._block: list[str] | None = None
         self._banners: list[str] = []
+        self._has_ended = False
         self.interrupted = False
         """True if the user has ended the ranks; banners are then not shown."""
         self.not_started = False
         """True if mpirun failed before it started any rank, and may succeed if started again."""
+        self.end_of_signal = ""
+        """End of a rank by a signal, in one line."""
+        self.end_of = ""
+        """End of a rank by an exit code, in one line, for the case that no rank has said more."""
         self.lost_node = False
         """True if mpirun has lost its daemon on another node; its exit code may then be 0."""
 
@@ -149,6 +160,7 @@ class ErrorFilter:
                 return []
             if any(words in row for row in block for words in _BANNERS):
                 self._banners += block
+                self._look_for_end(block)
                 return []
             return block
         if line.lstrip().startswith(_ERROR):
@@ -162,8 +174,27 @@ class ErrorFilter:
             return []
         return [line]
 
+    def _look_for_end(self, block: list[str]) -> None:
+        if self._survives or (end := told_by_mpirun(block)) is None:
+            return
+        line, by_signal = end
+        if by_signal:
+            self.end_of_signal = self.end_of_signal or line
+        else:
+            self.end_of = self.end_of or line
+
     def end(self) -> list[str]:
         """Return the lines to show after the last line, once."""
         left, banners = self._block or [], self._banners
         self._block, self._banners = None, []
-        return left if self._errors or self.interrupted else [*banners, *left]
+        if self.interrupted or self._has_ended:
+            return left
+        self._has_ended = True
+        failures = [] if self._folder is None else failures_in(self._folder)
+        if self.end_of_signal and all(each.follows for each in failures):
+            return [*left, f"{_ERROR} {self.end_of_signal}\n"]
+        if failures or self._errors:
+            return [*left, *lines_of(failures)]
+        if self.end_of:
+            return [*left, f"{_ERROR} {self.end_of}\n"]
+        return [*banners, *left]

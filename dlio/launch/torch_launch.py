@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Final
 from dlio.launch.job_folder import open_job_folder
 from dlio.launch.mpi_launch import code_of
 from dlio.launch.rank_environment import meeting_variables, rank_environment
+from dlio.launch.rank_failures import ended_by_code, ended_by_signal
 from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.closable import Closable
 from dlio.util.live_line import LiveLine
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, settings
+from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, settings
 from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 
@@ -86,7 +87,10 @@ def launch(
             # A rank of NCCL that aborts its communicators goes on.
             full |= {MIN_RANKS: str(min_ranks), DONE: done_file}
             full["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        output = stack.enter_context(RankOutput(ranks, live, ErrorFilter(), capture))
+        elif not capture:
+            full[FAILURES] = folder
+        sorter = ErrorFilter(folder=folder)
+        output = stack.enter_context(RankOutput(ranks, live, sorter, capture))
         job = stack.enter_context(_TorchJob(argv, ranks, full, output, done_file))
         store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
         stack.enter_context(receiving(job.ask_to_end))
@@ -164,9 +168,12 @@ class _TorchJob(Closable):
         """Return the exit code of a rank that others do not survive."""
         code = self._codes[rank]
         if code >= 0:
+            self._output.sorter.end_of = ended_by_code(rank, code)
             return code
-        name = signal.Signals(-code).name
-        self._say(f"rank {rank} was ended by {name}, and with it the others")
+        if self._output.text is None:
+            self._output.sorter.end_of_signal = ended_by_signal(rank, -code)
+        else:
+            self._say(ended_by_signal(rank, -code))
         return 128 - code
 
     def _failure(self) -> int | None:

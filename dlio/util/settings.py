@@ -230,6 +230,7 @@ SETTINGS: Final[tuple[Setting, ...]] = tuple(each.metadata["setting"] for each i
 MIN_RANKS: Final = "DLIO_MIN_RANKS"
 LAUNCHER: Final = "DLIO_LAUNCHER_PID"
 DONE: Final = "DLIO_DONE"
+FAILURES: Final = "DLIO_FAILURES"
 SPARES: Final = "DLIO_SPARES"
 TERMINAL: Final = "DLIO_TERMINAL"
 PROGRESS: Final = "DLIO_PROGRESS"
@@ -246,6 +247,7 @@ DEVICE_EXCHANGE: Final = "DLIO_TEST_DEVICE_EXCHANGE"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
     DONE: "File that the ranks make at their successful end, where they survive others.",
+    FAILURES: "Folder in which ranks leave the reason of their end, for the launcher to print.",
     SPARES: "Number of ranks that wait at first, set for the ranks that dlio starts.",
     TERMINAL: "Set for ranks when the launcher's standard output is a terminal.",
     PROGRESS: "Set for ranks whose launcher draws their progress from marked lines of theirs.",

@@ -27,6 +27,21 @@ ALLOWED: Final = {
     ): "damages the tier under test, in pytest's folder",
     ("dlio/testing/tier_suite.py", "rename"): "the same",
     ("dlio/testing/reader_suite.py", "write_bytes"): "makes data for the test, in pytest's folder",
+    **{
+        (f"dlio/integrations/script/{module}.py", call): "does as the script asked, in its name"
+        for module, calls in (
+            ("file_calls", ("copy2", "unlink")),
+            (
+                "file_view",
+                (
+                    *("chmod", "copy2", "copyfile", "link", "makedirs", "mkdir"),
+                    *("move", "open", "rename", "rmtree", "symlink", "unlink"),
+                ),
+            ),
+            ("private_files", ("makedirs", "rmtree")),
+        )
+        for call in calls
+    },
 }
 _OS: Final = {
     *("chmod", "chown", "lchown", "link", "makedirs", "mkdir", "mkfifo", "mknod", "remove"),

@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import io
+import logging
 import os
 import random
 import runpy
@@ -26,8 +27,10 @@ from dlio.exchange.buckets import Named, broadcast_tensors
 from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
+from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.run_options import RunOptions
+from dlio.integrations.script.script_failure import telling_failures
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
 
@@ -46,18 +49,25 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     check_survival(comm, options.fault_tolerance, options.min_ranks)
     spec = parse_exchange(options.exchange)
     together = spec.payload == "gradient" and not spec.pairwise
-    guard = ScriptGuard(comm, os.path.dirname(os.path.abspath(path)), together)
+    script = os.path.abspath(path)
+    guard = ScriptGuard(comm, os.path.dirname(script), together)
     context = ScriptContext(comm, options.batch, options.tiers, guard)
     context.balance = options.balance
     _seed(options.seed)
     argv, folders = sys.argv, list(sys.path)
     sys.argv = [path, *arguments]
     # Python puts a script's folder first, and so a program's of ours unless it is safe from that.
-    sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.abspath(path))]
+    sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(script)]
     takeover = _ScriptTakeover(comm, context, options)
+    # A log that the script makes of everything holds what it would hold without dlio.
+    logging.getLogger("dlio").propagate = False
     try:
-        with takeover.installed(), guard.watching(recovery_of(comm) is not None):
-            runpy.run_path(os.path.abspath(path), run_name="__main__")
+        with (
+            takeover.installed(),
+            telling_failures(script, comm.rank),
+            guard.watching(recovery_of(comm) is not None),
+        ):
+            runpy.run_path(script, run_name="__main__")
         takeover.finish()
     finally:
         sys.argv, sys.path[:] = argv, folders
@@ -121,6 +131,7 @@ class _ScriptTakeover:
             yield
             return
         share.use(self._context)
+        self._files = keep_files_private(self._comm, self._context)
         with contextlib.ExitStack() as stack, on_takeover(self._step_aside):
 
             def put(owner: Any, name: str, value: Any) -> None:
@@ -242,6 +253,7 @@ class _ScriptTakeover:
         self._steps += 1
         rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
         self._context.guard.stepped(rates)
+        self._files.met()
         self._tell_losses()
 
     def _tell_losses(self) -> None:
@@ -389,11 +401,18 @@ class _ScriptTakeover:
             if self._context.aside:
                 original(*args, **options)
                 return
-            self._context.guard.meet("torch.save", weights=True)
             self._ranks.finish()
+            into = args[1] if len(args) > 1 else options.get("f")
+            if not isinstance(into, str | os.PathLike):
+                original(*args, **options)  # Into an object of this rank's.
+                return
+            self._context.guard.meet("torch.save", weights=True)
+            name = self._files.saving(into)
             # Other ranks may read the file next: they wait until it is complete.
             act = once_on_rank_0(self._comm, lambda: original(*args, **options))
             uniform(self._comm, act)
+            # Names with a time in them differ between ranks.
+            self._files.saved(name, uniform(self._comm, lambda: self._comm.tell(name)))
 
         return save
 

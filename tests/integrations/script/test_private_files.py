@@ -1,0 +1,82 @@
+"""Rank 0 alone writes a script's files, and the other ranks do as if they had."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("files") / "writing.py"
+
+
+def _run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *argv],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")},
+    )
+
+
+def _files(folder: Path) -> dict[str, bytes | None]:
+    """Return the contents of all files, None for folders."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.mpi
+def test_files_are_those_of_one_process(tmp_path: Path) -> None:
+    saved, printed = {}, {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        (folder / "tmp").mkdir(parents=True)
+        (folder / "tries").write_text("4")
+        (folder / "out" / "run0").mkdir(parents=True)
+        start = [] if ranks == 1 else ["-m", "dlio.cli", "run", "-n", str(ranks)]
+        done = _run(folder, *start, str(SCRIPT))
+        assert done.returncode == 0, done.stderr
+        printed[ranks] = done.stdout
+        saved[ranks] = _files(folder)
+        left = [name for name in os.listdir(folder / "tmp") if name.startswith("dlio-run-")]
+        assert not left
+    assert printed[1] == printed[2]
+    assert saved[1].keys() == saved[2].keys()
+    exact = ("log.csv", "train.log", "tries", "state.json", "x.npy", "text.txt")
+    for name, text in saved[1].items():
+        if name.endswith(exact):
+            assert saved[2][name] == text, name
+    before, after = (
+        torch.load(tmp_path / str(ranks) / "out" / "run1" / "best.pt") for ranks in (1, 2)
+    )
+    assert torch.allclose(before["weight"], after["weight"], atol=1e-6)
+    seen = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert len(seen) == 2
+    assert seen[0] == seen[1]  # Both ranks have seen the same files.
+    assert done.stderr.count("rank 0 alone wrote the script's files") == 1
+
+
+@pytest.mark.mpi
+def test_a_write_that_slips_past_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import io, os, subprocess, sys
+io.FileIO(sys.argv[1], "a").write(b"line")
+subprocess.run(["true"])
+"""
+    )
+    (tmp_path / "tmp").mkdir()
+    target = tmp_path / "target"
+    target.write_text("")
+    done = _run(tmp_path, "-m", "dlio.cli", "run", "-n", "2", str(script), str(target))
+    assert done.returncode == 0, done.stderr
+    assert f"{target} is written by every rank" in done.stderr
+    assert "starts other programs, such as true" in done.stderr
