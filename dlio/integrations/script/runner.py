@@ -8,6 +8,7 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, TextIO
 
 import torch
@@ -33,8 +34,17 @@ from dlio.train.model_copies import is_bare_copy
 _PLACE: Final = "_dlio_place"
 
 
-def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
+def run_script(
+    path: str,
+    arguments: Sequence[str],
+    options: RunOptions,
+    observed: Callable[[int, Callable[[], float]], AbstractContextManager[None]] | None = None,
+) -> None:
     """Run a script on this rank. Collective. Errors of the script propagate.
+
+    Args:
+        observed: the context in which the script runs, of this rank and a function that returns
+            the number of its samples in the present batch.
 
     Raises UsageError if the script does not exist.
     """
@@ -50,8 +60,9 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     # Python puts a script's folder first, and so a program's of ours unless it is safe from that.
     sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.abspath(path))]
     takeover = _ScriptTakeover(comm, context, options)
+    around = observed(comm.rank, lambda: context.weight) if observed else contextlib.nullcontext()
     try:
-        with takeover.installed():
+        with takeover.installed(), around:
             runpy.run_path(path, run_name="__main__")
         takeover.finish()
     finally:
