@@ -106,13 +106,9 @@ def captured_ranks(
     _check_length(text)
     command = module_command(_RANK_MAIN, function.__module__.rpartition(".")[2])
     by_mpi = backend == "mpi" or (backend == "auto" and has_mpi())
-    return (mpi_launch if by_mpi else torch_launch).launch(
-        command,
-        ranks,
-        environment={**environment, RECORD: text},
-        capture=True,
-        timeout_s=timeout_s,
-    )
+    launch = mpi_launch.launch if by_mpi else torch_launch.launch
+    full = {**environment, RECORD: text}
+    return launch(command, ranks, environment=full, capture=True, timeout_s=timeout_s)
 
 
 def _task(function: Callable[..., object], records: Sequence[object]) -> str:

@@ -116,7 +116,8 @@ class _CheckedRun:
             ours = [line for line in lines if line.startswith("dlio: error: ")]
             # The last line of a traceback, before the launcher's boilerplate.
             raised = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-            self.reason = (ours or raised or lines or [f"exit code {code}"])[-1]
+            last = (ours or raised or lines or [f"exit code {code}"])[-1]
+            self.reason = last.removeprefix("dlio: error: ")
 
 
 def _run(
@@ -157,7 +158,7 @@ def _say(
     if done < steps:
         print_line(f"the script makes {done} optimizer steps, fewer than {steps}")
     if reason is not None:
-        print_line(f"on {ranks} ranks it stopped: {reason.removeprefix('dlio: error: ')}")
+        print_line(f"on {ranks} ranks it stopped: {reason}")
     for line in comparison.lines:
         print_line(line)
     for cause in comparison.causes:

@@ -6,12 +6,13 @@ opens to change, and the paths `data` and `../data` lead where they did.
 """
 
 import fcntl
+import importlib
 import os
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -201,15 +202,15 @@ def _redirect_libraries(scratch: ScratchFolder) -> None:
         saved(obj, f, *args, **options)  # type: ignore[arg-type]
 
     torch.save = save
-    with suppress(ImportError):
-        import safetensors.numpy
-        import safetensors.torch
+    for name in ("safetensors.torch", "safetensors.numpy"):
+        with suppress(ImportError):
+            module = importlib.import_module(name)
+            module.serialize_file = _announced(module.serialize_file, scratch)  # type: ignore[attr-defined]
 
-        written = safetensors.torch.serialize_file
 
-        def serialize_file(tensors: object, filename: str, *args: object) -> None:
-            scratch.own(os.fspath(filename), changes=True, empties=True)
-            written(tensors, filename, *args)
+def _announced(written: Callable[..., None], scratch: ScratchFolder) -> Callable[..., None]:
+    def serialize_file(tensors: object, filename: str, *args: object, **options: object) -> None:
+        scratch.own(os.fspath(filename), changes=True, empties=True)
+        written(tensors, filename, *args, **options)
 
-        for module in (safetensors.torch, safetensors.numpy):
-            module.serialize_file = serialize_file
+    return serialize_file

@@ -68,7 +68,8 @@ class _Comparer:
         """First step at which each kind differs, from 1."""
         self._factor: float | None = None
         """Ratio of the ranks' gradients to one process's where they first differ, if there is."""
-        self._frozen: list[str] = []
+        self._apart: str | None = None
+        """Parameter by which the ranks' weights first differ from each other."""
 
     def run(self) -> None:
         counts = [len(each.steps) for each in (self._one, *self._ranks)]
@@ -129,7 +130,7 @@ class _Comparer:
             worst = self._worst(step, keys, first, arrays, total)
             if worst is not None:
                 name, size = worst
-                self._frozen = self._frozen or [name]
+                self._apart = self._apart or name
                 self._say(
                     "the ranks' weights",
                     step,
@@ -157,11 +158,11 @@ class _Comparer:
             if total and np.isfinite(apart):
                 self._result.largest = max(self._result.largest, apart / total)
             wrong = apart > self._result.bound * own + _SMALL * total
-            if wrong or np.isfinite(own) != np.isfinite(apart):
-                if worst is None or not apart <= size:
-                    worst, size = name, apart
-                    ratio = float(alone[key] @ ranks[key]) / own**2 if own else None
-                    part = f"{apart / own:.2g} of its norm" if own else f"{apart:.2g} from 0"
+            wrong = wrong or np.isfinite(own) != np.isfinite(apart)
+            if wrong and (worst is None or not apart <= size):
+                worst, size = name, apart
+                ratio = float(alone[key] @ ranks[key]) / own**2 if own else None
+                part = f"{apart / own:.2g} of its norm" if own else f"{apart:.2g} from 0"
         if worst is not None:
             if "gradients" not in self._kinds:
                 self._factor = ratio
@@ -213,26 +214,23 @@ class _Comparer:
         if self._exchange.partition("+")[0] not in ("allreduce", "hierarchical", "tree", "ps"):
             yield f"--exchange {self._exchange} does not take one process's steps"
             return
-        rates = [each.steps for each in self._ranks]
-        if any(
-            [s.rates for s in steps] != [s.rates for s in rates[0]][: len(steps)] for steps in rates
-        ):
+        if self._rates_differ():
             yield (
                 "a scheduler or the script sets each rank's learning rate by that rank's own "
                 "loss or metric: average it over the ranks first"
             )
+            return
         if "steps" in kinds:
             yield (
                 "ranks or loaders end differently: the script stops, skips or counts batches by a "
                 "value of its own rank"
             )
-        if self._frozen and "gradients" not in kinds:
+        if self._apart is not None:
             yield (
-                f"{self._frozen[0]} is not exchanged: it got its gradient by other means than "
-                "backward, or was frozen or unknown when the optimizer was made"
+                f"{self._apart} is not exchanged: it was frozen or unknown when the optimizer was "
+                "made, or its gradient or value is set by the script and not by backward"
             )
-        elif self._frozen:
-            yield f"{self._frozen[0]} is changed on each rank by itself"
+            return
         if "gradients" in kinds or "losses" in kinds:
             yield from self._of_gradients(size)
         elif set(kinds) == {"printed"}:
@@ -264,11 +262,16 @@ class _Comparer:
                 "batch norm takes the statistics of each rank's part of a batch; to check the "
                 "rest, use a group norm or eval() there"
             )
-        if not {"dropout", "batch norm"} & self._traits and not self._frozen:
+        if not {"dropout", "batch norm"} & self._traits:
             yield (
                 "the loss is not a mean over the samples of one batch, such as a mean over tokens "
                 "or pairs, or a loss that compares samples with each other"
             )
+
+    def _rates_differ(self) -> bool:
+        """True if the ranks have other learning rates than each other."""
+        rates = [[step.rates for step in each.steps] for each in self._ranks]
+        return any(a != b for other in rates[1:] for a, b in zip(rates[0], other, strict=False))
 
     def _randoms_differ(self) -> bool:
         pairs = zip(self._one.steps, self._ranks[0].steps, strict=False)

@@ -36,7 +36,8 @@ _SAMPLED: Final = 1 << 16
 
 
 class EnoughSteps(BaseException):
-    """Ends the script after the last step to check; no handler of the script's for errors sees it."""
+    """Ends the script after the last step to check. Handlers of the script's for errors do not see
+    it."""
 
 
 @dataclass(slots=True)
@@ -149,8 +150,10 @@ class _Recorder:
     def backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def run(tensors: Any, *args: Any, **options: Any) -> None:
             first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
-            single = isinstance(first, torch.Tensor) and first.numel() == 1
-            self._record.losses.append(float(first.detach()) if single else None)
+            value = None
+            if isinstance(first, torch.Tensor) and first.numel() == 1:
+                value = float(first.detach())
+            self._record.losses.append(value)
             self._record.weights.append(self._weight())
             original(tensors, *args, **options)
 
@@ -190,8 +193,9 @@ class _Recorder:
         arrays, self._starts = self._starts, {}
         for key, parameter in self._parameters(optimizer):
             arrays[f"weight/{key}"] = _kept(parameter)
-            if record.rank == 0 and parameter.grad is not None:
-                arrays[f"gradient/{key}"] = _kept(parameter.grad)
+            gradient = parameter.grad if record.rank == 0 else None
+            if gradient is not None:
+                arrays[f"gradient/{key}"] = _kept(gradient)
         place = f"{record.folder}/rank{record.rank}-step{len(record.steps)}.npz"
         np.savez(place, **arrays)  # type: ignore[arg-type]
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
