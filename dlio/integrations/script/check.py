@@ -6,6 +6,7 @@ Sums are taken in another order on ranks, so that values are equal within a boun
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -82,6 +83,7 @@ def check_rank(plan: CheckPlan, options: RunOptions) -> None:
     """Run the steps as this rank, and leave a record."""
     from dlio.integrations.script.runner import run_script
 
+    sys.dont_write_bytecode = True
     os.environ.setdefault("WANDB_MODE", "disabled")  # Nor does it leave anything elsewhere.
     scratch = ScratchFolder(plan.root, plan.home)
     scratch.enter()
@@ -125,12 +127,9 @@ def _run(
 ) -> _CheckedRun:
     root = os.path.join(folder, "one" if ranks == 1 else "ranks")
     plan = replace(plan, root=root, records=root + ".records")
-    os.mkdir(root)
+    ScratchFolder(root, plan.home).make()
     os.mkdir(plan.records)
-    environment = {
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "DLIO_TIMEOUT": os.environ.get("DLIO_TIMEOUT", _TIMEOUT_S),
-    }
+    environment = {"DLIO_TIMEOUT": os.environ.get("DLIO_TIMEOUT", _TIMEOUT_S)}
     try:
         done = captured_ranks(
             ranks,

@@ -5,6 +5,7 @@ written; until then it is a link to the user's. So nothing is copied but files t
 opens to change, and the paths `data` and `../data` lead where they did.
 """
 
+import ctypes
 import fcntl
 import importlib
 import os
@@ -19,6 +20,8 @@ from typing import Final
 from dlio.errors import UsageError
 
 _WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_HERE: Final = -100  # AT_FDCWD
+_RENAME_EXCHANGE: Final = 2
 _NOT_FILES: Final = ("/dev", "/proc", "/sys")
 _CHANGES: Final[Mapping[str, tuple[int, ...]]] = {
     "os.mkdir": (0,),
@@ -42,7 +45,7 @@ class ScratchFolder:
     """The scratch folder of one run, seen from one of its processes.
 
     Args:
-        root: an empty folder that stands for `/`; all processes of the run share it.
+        root: a folder that is to stand for `/`; all processes of the run share it.
         home: the user's working folder, an absolute path without links.
     """
 
@@ -61,9 +64,14 @@ class ScratchFolder:
         """Return the path that stands for an absolute path of the user's."""
         return self.root + path
 
+    def make(self) -> None:
+        """Make the scratch copy, before a process enters it."""
+        os.mkdir(self.root)
+        self._fill(self.root, os.sep)
+        self.own(self.place(self._home), changes=True)
+
     def enter(self) -> None:
         """Make the scratch copy of the working folder this process's, and redirect its writes."""
-        self.own(self.place(self._home), changes=True)
         os.chdir(self.place(self._home))
         _redirect_libraries(self)
         sys.addaudithook(self._hear)
@@ -88,8 +96,6 @@ class ScratchFolder:
         try:
             parts = path[len(self.root) :].strip(os.sep).split(os.sep)
             here = self.root
-            if not os.path.lexists(os.path.join(here, ".dlio")):
-                self._fill(here, os.sep)
             for number, part in enumerate(parts):
                 here = os.path.join(here, part)
                 last = number == len(parts) - 1
@@ -114,8 +120,7 @@ class ScratchFolder:
             if os.path.isdir(target):
                 os.mkdir(fresh)
                 self._fill(fresh, target)
-                os.unlink(link)
-                os.rename(fresh, link)
+                _exchange(fresh, link)
             elif empties or not os.path.exists(target):
                 os.unlink(link)
             else:
@@ -124,11 +129,7 @@ class ScratchFolder:
 
     def _fill(self, folder: str, target: str) -> None:
         for name in os.listdir(target):
-            with suppress(FileExistsError):
-                os.symlink(os.path.join(target, name), os.path.join(folder, name))
-        if folder == self.root:
-            with open(os.path.join(folder, ".dlio"), "w"):
-                pass
+            os.symlink(os.path.join(target, name), os.path.join(folder, name))
 
     def _outside(self, path: str) -> None:
         """Note a file that is made outside. Raises UsageError if a file of the user's is there."""
@@ -169,6 +170,19 @@ class ScratchFolder:
             path = values[place]
             if isinstance(path, str | bytes) and not os.fsdecode(path).startswith((":", "file:")):
                 self.own(os.fsdecode(path), changes=event not in _OF_LINKS)
+
+
+def _exchange(folder: str, link: str) -> None:
+    """Put a folder in the place of a link, without a moment in which another process sees neither,
+    where the system can do that."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "renameat2"):
+        names = os.fsencode(folder), os.fsencode(link)
+        if libc.renameat2(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0:
+            os.unlink(folder)
+            return
+    os.unlink(link)
+    os.rename(folder, link)
 
 
 def made_outside(record: str) -> list[str]:

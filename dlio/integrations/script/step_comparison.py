@@ -77,10 +77,12 @@ class _Comparer:
             self._losses(step)
             self._rates(step)
             self._arrays(step)
-        if len(set(counts)) > 1:
+        ended = all(each.complete for each in (self._one, *self._ranks))
+        if len(set(counts)) > 1 and ended:
             several = ", ".join(map(str, counts[1:]))
             self._say("steps", min(counts), f"one process makes {counts[0]}, the ranks {several}")
-        self._printed()
+        if ended:
+            self._printed()
         if self._result.lines:
             self._result.causes = list(dict.fromkeys(self._causes()))
 
@@ -243,8 +245,8 @@ class _Comparer:
         factor = self._factor
         if factor is not None and any(_close(factor, x, 0.05) for x in (size, 1 / size)):
             yield (
-                f"the ranks' gradient is {factor:.3g} times that of one process: the loss is a sum "
-                'over samples (reduction="sum"), not a mean'
+                'the loss is a sum over samples (reduction="sum"), not a mean: the ranks\' '
+                f"gradient is {factor:.3g} times that of one process"
             )
             return
         if "dropout" in self._traits:
