@@ -30,7 +30,7 @@ class CheckOptions(CheckedOptions):
         int | None,
         Option(
             "Run the script's first optimizer steps, this many, once in one process and once on "
-            "the ranks of -n (2 by default), in scratch copies of its folder, and say where "
+            "the ranks of -n, or two, in scratch copies of its folder, and say where "
             "losses, gradients, weights, learning rates or printed lines differ, and why. Ends "
             "with code 1 if any does.",
             least=1,
