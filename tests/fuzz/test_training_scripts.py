@@ -11,7 +11,7 @@ from tests.fuzz.training.judge import GOOD, Case, all_ways, judge, repeat_comman
 _SEEDS = 500
 _CHUNK = 20
 _DAILY: tuple[Choices, ...] = (
-    {"samples": "61", "order": "shuffled", "norm": "layer", "accumulate": "2", "clip": "norm"},
+    {"batch": "16", "order": "shuffled", "norm": "layer", "accumulate": "2", "clip": "norm"},
     {"task": "classes", "optimizer": "adamw", "scheduler": "plateau", "ema": "averaged"},
     {"samples": "61", "several": "optimizers", "precision": "autocast", "save": "best by val"},
     {"order": "generator", "stage": "replaced head", "stop": "steps", "prints": "norm"},
