@@ -27,6 +27,14 @@ ALLOWED: Final = {
     ): "damages the tier under test, in pytest's folder",
     ("dlio/testing/tier_suite.py", "rename"): "the same",
     ("dlio/testing/reader_suite.py", "write_bytes"): "makes data for the test, in pytest's folder",
+    **{
+        ("dlio/integrations/script/scratch_folder.py", call): "in a private temporary folder, or "
+        "a file that the script has made"
+        for call in (
+            *("copy2", "mkdir", "open", "remove", "rename", "replace", "rmdir"),
+            *("symlink", "unlink"),
+        )
+    },
 }
 _OS: Final = {
     *("chmod", "chown", "lchown", "link", "makedirs", "mkdir", "mkfifo", "mknod", "remove"),

@@ -4,7 +4,6 @@ Sums are taken in another order on ranks, so that values are equal within a boun
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from dlio.errors import UsageError
 from dlio.integrations.script.run_options import CheckPlan, RunOptions
 from dlio.integrations.script.scratch_folder import ScratchFolder, remove_outside
 from dlio.integrations.script.step_comparison import Comparison, compare
-from dlio.integrations.script.step_records import RunRecord, load_record, recorded
+from dlio.integrations.script.step_records import ScriptRecord, load_record, recorded
 from dlio.launch.command_ranks import captured_ranks
 from dlio.util.printable import print_line
 
@@ -52,31 +51,33 @@ def check_script(plan: CheckPlan, options: RunOptions, ranks: int, backend: str)
     if not os.path.isfile(plan.script):
         raise UsageError(f"{plan.script}: no such script")
     options = replace(options, fault_tolerance="off", min_ranks=1, balance=False)
-    folder = os.path.realpath(tempfile.mkdtemp(prefix="dlio-check-"))
     plan = replace(plan, home=os.path.realpath(os.getcwd()))
-    print_line(
-        f"dlio run --check: {plan.steps} steps of {plan.script}, in one process and on {ranks} "
-        f"ranks, in scratch copies of the working folder below {folder}, removed at the end"
-    )
-    try:
-        began = time.monotonic()
-        alone = _run(plan, options, 1, backend, folder, _ALONE_S)
-        if alone.reason is not None or alone.records[0] is None:
-            raise UsageError(f"{plan.script} does not run in one process: {alone.reason}")
-        limit_s = 60 + _SLOWER * (time.monotonic() - began)
-        together = _run(plan, options, ranks, backend, folder, limit_s)
-        records = [each for each in together.records if each is not None]
-        for note in together.notes:
-            print_line(note)
-        return _say(
-            compare(alone.records[0], records if len(records) == ranks else [], options.exchange),
-            together.reason,
-            alone.records[0],
-            ranks,
-            plan.steps,
+    with tempfile.TemporaryDirectory(prefix="dlio-check-", ignore_cleanup_errors=True) as folder:
+        print_line(
+            f"dlio run --check: {plan.steps} steps of {plan.script}, in one process and on {ranks} "
+            f"ranks, in scratch copies of the working folder below {folder}, removed at the end"
         )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        return _check(plan, options, ranks, backend, os.path.realpath(folder))
+
+
+def _check(plan: CheckPlan, options: RunOptions, ranks: int, backend: str, folder: str) -> bool:
+    """Make both runs below an empty folder, and print how they compare."""
+    began = time.monotonic()
+    alone = _run(plan, options, 1, backend, folder, _ALONE_S)
+    if alone.reason is not None or alone.records[0] is None:
+        raise UsageError(f"{plan.script} does not run in one process: {alone.reason}")
+    limit_s = 60 + _SLOWER * (time.monotonic() - began)
+    together = _run(plan, options, ranks, backend, folder, limit_s)
+    for note in together.notes:
+        print_line(note)
+    records = [each for each in together.records if each is not None]
+    return _say(
+        compare(alone.records[0], records if len(records) == ranks else [], options.exchange),
+        together.reason,
+        alone.records[0],
+        ranks,
+        plan.steps,
+    )
 
 
 def check_rank(plan: CheckPlan, options: RunOptions) -> None:
@@ -100,7 +101,7 @@ def check_rank(plan: CheckPlan, options: RunOptions) -> None:
         return argument
 
     def observed(rank: int, weight: Callable[[], float]) -> AbstractContextManager[None]:
-        return recorded(RunRecord(plan.records, rank), plan.steps, weight)
+        return recorded(ScriptRecord(plan.records, rank), plan.steps, weight)
 
     run_script(script, [moved(each) for each in plan.arguments], options, observed)
 
@@ -108,7 +109,7 @@ def check_rank(plan: CheckPlan, options: RunOptions) -> None:
 class _CheckedRun:
     """A run that has ended: its records, and the lines that it printed about itself."""
 
-    def __init__(self, records: list[RunRecord | None], code: int, errors: str) -> None:
+    def __init__(self, records: list[ScriptRecord | None], code: int, errors: str) -> None:
         self.records = records
         lines = [line for line in errors.splitlines() if line.strip()]
         self.notes = [line for line in lines if line.startswith("dlio run: ")]
@@ -126,9 +127,9 @@ def _run(
     plan: CheckPlan, options: RunOptions, ranks: int, backend: str, folder: str, limit_s: float
 ) -> _CheckedRun:
     root = os.path.join(folder, "one" if ranks == 1 else "ranks")
-    plan = replace(plan, root=root, records=root + ".records")
-    ScratchFolder(root, plan.home).make()
-    os.mkdir(plan.records)
+    scratch = ScratchFolder(root, plan.home)
+    scratch.make()
+    plan = replace(plan, root=root, records=scratch.records)
     environment = {"DLIO_TIMEOUT": os.environ.get("DLIO_TIMEOUT", _TIMEOUT_S)}
     try:
         done = captured_ranks(
@@ -144,13 +145,13 @@ def _run(
     except subprocess.TimeoutExpired:
         code, errors = 1, f"it did not end within {limit_s:.0f} s"
     finally:
-        remove_outside(root + ".outside")
+        remove_outside(scratch.made)
     records = [load_record(plan.records, rank) for rank in range(ranks)]
     return _CheckedRun(records, code, errors)
 
 
 def _say(
-    comparison: Comparison, reason: str | None, alone: RunRecord, ranks: int, steps: int
+    comparison: Comparison, reason: str | None, alone: ScriptRecord, ranks: int, steps: int
 ) -> bool:
     """Print the result of a check; True if all is the same."""
     done = len(alone.steps)

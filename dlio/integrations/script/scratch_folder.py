@@ -53,6 +53,8 @@ class ScratchFolder:
         self.root, self._home = root, home
         self.made = root + ".outside"
         """File with the paths that the script has made outside, one a line."""
+        self.records = root + ".records"
+        """Folder next to it for facts about the run."""
         self._inside = threading.local()
         caches = (os.path.expanduser("~/.cache"), sys.prefix, tempfile.gettempdir(), "/tmp")  # noqa: S108
         named = (os.environ.get(key) for key in ("HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME"))
@@ -67,6 +69,7 @@ class ScratchFolder:
     def make(self) -> None:
         """Make the scratch copy, before a process enters it."""
         os.mkdir(self.root)
+        os.mkdir(self.records)
         self._fill(self.root, os.sep)
         self.own(self.place(self._home), changes=True)
 
@@ -208,18 +211,18 @@ def _redirect_libraries(scratch: ScratchFolder) -> None:
     """Announce the files that libraries write by code that is not Python's."""
     import torch
 
-    saved = torch.save
+    saved: Callable[..., None] = torch.save
 
     def save(obj: object, f: object, *args: object, **options: object) -> None:
         if isinstance(f, str | os.PathLike):
             scratch.own(os.fspath(f), changes=True, empties=True)
-        saved(obj, f, *args, **options)  # type: ignore[arg-type]
+        saved(obj, f, *args, **options)
 
     torch.save = save
     for name in ("safetensors.torch", "safetensors.numpy"):
         with suppress(ImportError):
-            module = importlib.import_module(name)
-            module.serialize_file = _announced(module.serialize_file, scratch)  # type: ignore[attr-defined]
+            names = vars(importlib.import_module(name))
+            names["serialize_file"] = _announced(names["serialize_file"], scratch)
 
 
 def _announced(written: Callable[..., None], scratch: ScratchFolder) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from dlio.integrations.script.step_records import Array, RunRecord
+from dlio.integrations.script.step_records import Array, ScriptRecord
 
 BOUND: Final = 1e-3
 """Relative difference up to which values count as the same: float32 sums in another order differ by
@@ -36,7 +36,7 @@ class Comparison:
     causes: list[str] = field(default_factory=list)
 
 
-def compare(one: RunRecord, ranks: Sequence[RunRecord], exchange: str) -> Comparison:
+def compare(one: ScriptRecord, ranks: Sequence[ScriptRecord], exchange: str) -> Comparison:
     """Compare the record of one process with those of all ranks; without ranks, nothing.
 
     Each kind of value is named once, at the first step at which it differs.
@@ -53,8 +53,8 @@ class _Comparer:
 
     def __init__(
         self,
-        one: RunRecord,
-        ranks: Sequence[RunRecord],
+        one: ScriptRecord,
+        ranks: Sequence[ScriptRecord],
         traits: set[str],
         exchange: str,
         result: Comparison,

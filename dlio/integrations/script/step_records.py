@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -55,7 +55,7 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class RunRecord:
+class ScriptRecord:
     """Facts about one process's first steps; arrays are in files next to it, by step."""
 
     folder: str = ""
@@ -93,7 +93,7 @@ class RunRecord:
         write_json(f"{self.folder}/rank{self.rank}.json", values)
 
 
-def load_record(folder: str, rank: int) -> RunRecord | None:
+def load_record(folder: str, rank: int) -> ScriptRecord | None:
     """Return a process's record, None if it has left none."""
     try:
         with open(f"{folder}/rank{rank}.json", encoding="utf-8") as file:
@@ -101,11 +101,11 @@ def load_record(folder: str, rank: int) -> RunRecord | None:
     except FileNotFoundError:
         return None
     values["steps"] = [StepRecord(*each) for each in values["steps"]]
-    return RunRecord(folder, rank, **values)
+    return ScriptRecord(folder, rank, **values)
 
 
 @contextlib.contextmanager
-def recorded(record: RunRecord, most: int, weight: Callable[[], float]) -> Iterator[None]:
+def recorded(record: ScriptRecord, most: int, weight: Callable[[], float]) -> Iterator[None]:
     """Record the steps of the script that runs inside the `with` block; end it after `most`.
 
     Args:
@@ -139,7 +139,7 @@ def recorded(record: RunRecord, most: int, weight: Callable[[], float]) -> Itera
 class _Recorder:
     """Hooks into torch that fill a record."""
 
-    def __init__(self, record: RunRecord, most: int, weight: Callable[[], float]) -> None:
+    def __init__(self, record: ScriptRecord, most: int, weight: Callable[[], float]) -> None:
         self._record, self._most, self._weight = record, most, weight
         self.output = io.StringIO()
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -197,7 +197,7 @@ class _Recorder:
             if gradient is not None:
                 arrays[f"gradient/{key}"] = _kept(gradient)
         place = f"{record.folder}/rank{record.rank}-step{len(record.steps)}.npz"
-        np.savez(place, **arrays)  # type: ignore[arg-type]
+        cast(Any, np.savez)(place, **arrays)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         randoms = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         number = self._optimizers.index(optimizer)
