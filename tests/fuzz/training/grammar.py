@@ -234,6 +234,13 @@ model = Net()
             self._put("model.middle.requires_grad_(False)")
         if is_["stage"] in ("unfreeze", "group"):
             self._put("model.back.requires_grad_(False)")
+        self._put("""
+if "FUZZ_SHAKE" in os.environ:  # Weights differ by rounding: by how much do those at the end?
+    shaken = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 8 * torch.finfo(p.dtype).eps * torch.randn(p.shape, generator=shaken))
+""")
         if is_["several"] == "teacher":
             self._put("teacher = Net()")
         if is_["several"] == "gan":

@@ -67,6 +67,7 @@ def judge(cases: Sequence[Case], folder: Path, mpi: Mpi) -> list[Verdict]:
         mpi: runs a Python program on a number of ranks, as the fixture `mpirun` does.
     """
     measures = run_alone(cases, folder / "alone")
+    run_alone(cases, folder / "shaken", shakes=True)
     _together(cases, folder / "together", mpi, measures)
     verdicts = []
     for case in cases:
@@ -103,15 +104,20 @@ def _prepare(case: Case, folder: Path) -> Path:
     return place
 
 
-def run_alone(cases: Sequence[Case], folder: Path) -> set[str]:
-    """Run all cases in one process; returns the names of those that have ended well."""
+def run_alone(cases: Sequence[Case], folder: Path, *, shakes: bool = False) -> set[str]:
+    """Run all cases in one process; returns the names of those that have ended well.
+
+    Args:
+        shakes: begin with weights that differ by rounding.
+    """
+    shaken = {"FUZZ_SHAKE": "1"} if shakes else {}
     places = [_prepare(case, folder) for case in cases]
     (folder / "list").write_text("\n".join(map(str, places)), encoding="utf-8")
     subprocess.run(
         [sys.executable, _WORKER, "alone", str(folder / "list")],
         check=True,
         timeout=_JOB_S + 60 * len(cases),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCES},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCES, **shaken},
     )
     return {case.name for case in cases if (folder / f"{case.name}.out" / "0.done").exists()}
 
@@ -195,16 +201,27 @@ def _verdict(case: Case, alone: Path, place: Path) -> Verdict:
     return Verdict("said", notices) if wrong else Verdict("same")
 
 
-def _bound(case: Case) -> float:
+def _bound(case: Case, alone: Path) -> float:
+    """Return the largest difference that may be rounding's, as a part of a tensor's norm.
+
+    L-BFGS multiplies differences: where rounding alone leads one process elsewhere, the bound is
+    ten times that way.
+    """
     precision = case.choices.get("precision", "float32")
-    return {"float64": _DOUBLE, "autocast": _HALF, "scaler": _HALF}.get(precision, BOUND)
+    bound = {"float64": _DOUBLE, "autocast": _HALF, "scaler": _HALF}.get(precision, BOUND)
+    shaken = alone.parent.with_name("shaken") / f"{case.name}.out" / "rank0.npz"
+    if not shaken.exists():
+        return bound
+    one, other = np.load(f"{alone}.out/rank0.npz"), np.load(shaken)
+    ways = [np.linalg.norm(one[n] - other[n]) / (np.linalg.norm(one[n]) + 1e-2) for n in one.files]
+    return max(bound, 10 * float(max(ways)))
 
 
 def _weights(case: Case, alone: Path, place: Path, is_said: bool) -> list[tuple[bool, str]]:
     """Return the differences of weights: from one process, which may be said, and of ranks."""
     one = np.load(f"{alone}.out/rank0.npz")
     every = [np.load(f"{place}.out/rank{rank}.npz") for rank in range(case.ranks)]
-    wrong, bound = [], _bound(case)
+    wrong, bound = [], _bound(case, alone)
     for name in one.files:
         size = np.linalg.norm(one[name]) + 1e-2
         others = [float(np.linalg.norm(every[0][name] - each[name]) / size) for each in every[1:]]
@@ -223,7 +240,7 @@ def _weights(case: Case, alone: Path, place: Path, is_said: bool) -> list[tuple[
 
 def _printed(case: Case, alone: Path, place: Path) -> list[str]:
     texts = [Path(f"{p}.out/0.out").read_text(encoding="utf-8") for p in (alone, place)]
-    return _text_differences("printed", texts[0], texts[1], _bound(case))
+    return _text_differences("printed", texts[0], texts[1], _bound(case, alone))
 
 
 def _text_differences(name: str, one: str, ranks: str, bound: float) -> list[str]:
@@ -250,13 +267,15 @@ def _files(case: Case, alone: Path, place: Path) -> list[str]:
         first, second = alone / name, place / name
         if name.endswith(".pt"):
             stored = [_flat(torch.load(path, weights_only=True)) for path in (first, second)]
-            wrong += _stored_differences(name, stored[0], stored[1], _bound(case))
+            wrong += _stored_differences(name, stored[0], stored[1], _bound(case, alone))
         elif name.endswith(".npy"):
-            if not np.allclose(np.load(first), np.load(second), rtol=10 * _bound(case), atol=1e-3):
+            if not np.allclose(
+                np.load(first), np.load(second), rtol=10 * _bound(case, alone), atol=1e-3
+            ):
                 wrong.append(f"{name} differs")
         elif first.is_file():
             texts = [path.read_text(encoding="utf-8") for path in (first, second)]
-            wrong += _text_differences(name, texts[0], texts[1], _bound(case))
+            wrong += _text_differences(name, texts[0], texts[1], _bound(case, alone))
     return wrong
 
 

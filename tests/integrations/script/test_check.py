@@ -15,7 +15,7 @@ from dlio.integrations.script.scratch_folder import (
     remove_outside,
 )
 from dlio.integrations.script.step_comparison import Comparison, compare
-from dlio.integrations.script.step_records import RunRecord, StepRecord
+from dlio.integrations.script.step_records import ScriptRecord, StepRecord
 
 _SCRIPT = """
 import sys
@@ -122,10 +122,10 @@ def _record(
     losses: list[float] | None = None,
     printed: str = "",
     traits: tuple[str, ...] = (),
-) -> RunRecord:
+) -> ScriptRecord:
     """A record of one parameter of two elements."""
     folder.mkdir(exist_ok=True)
-    record = RunRecord(str(folder), rank, printed=printed, complete=True)
+    record = ScriptRecord(str(folder), rank, printed=printed, complete=True)
     record.names = {"0/0": "layer.weight"}
     record.traits = list(traits)
     record.losses = list(losses or [1.0] * len(gradients))
@@ -143,7 +143,7 @@ _GRADIENTS = [[1.0, 2.0], [2.0, 1.0]]
 _WEIGHTS = [[-0.1, -0.2], [-0.3, -0.3]]
 
 
-def _compared(tmp_path: Path, *ranks: RunRecord, printed: str = "") -> Comparison:
+def _compared(tmp_path: Path, *ranks: ScriptRecord, printed: str = "") -> Comparison:
     one = _record(tmp_path / "one", 0, _GRADIENTS, _WEIGHTS, printed=printed)
     return compare(one, ranks, "allreduce")
 
