@@ -112,7 +112,8 @@ class ScratchFolder:
 
         Processes of one run may do so at the same time.
         """
-        with open(self.root + ".lock", "w") as lock:
+        lock = os.open(self.root + ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.path.islink(link):
                 return
@@ -129,6 +130,8 @@ class ScratchFolder:
             else:
                 shutil.copy2(target, fresh)
                 os.replace(fresh, link)
+        finally:
+            os.close(lock)
 
     def _fill(self, folder: str, target: str) -> None:
         for name in os.listdir(target):
@@ -145,8 +148,9 @@ class ScratchFolder:
         if not os.path.lexists(real):
             self._inside.busy = True
             try:
-                with open(self.made, "a", encoding="utf-8") as file:
-                    file.write(real + "\n")
+                record = os.open(self.made, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                os.write(record, os.fsencode(real + "\n"))
+                os.close(record)
             finally:
                 self._inside.busy = False
         elif not os.path.isdir(real) and real not in made_outside(self.made):
