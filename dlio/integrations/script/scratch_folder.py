@@ -18,8 +18,10 @@ from contextlib import suppress
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.util.whole_files import take_lock
 
 _WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_LOCK_S: Final = 600.0
 _HERE: Final = -100  # AT_FDCWD
 _RENAME_EXCHANGE: Final = 2
 _NOT_FILES: Final = ("/dev", "/proc", "/sys")
@@ -114,7 +116,8 @@ class ScratchFolder:
         """
         lock = os.open(self.root + ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not take_lock(lock, fcntl.LOCK_EX, _LOCK_S):
+                raise UsageError(f"{link}: another rank has copied its file for {_LOCK_S:.0f} s")
             if not os.path.islink(link):
                 return
             target = os.path.realpath(link)
