@@ -5,9 +5,9 @@ from typing import Annotated
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import RankOptions
-from dlio.integrations.script.run_options import RunOptions
+from dlio.integrations.script.run_options import CheckPlan, RunOptions
 from dlio.launch.command_ranks import on_ranks
-from dlio.util.options import Option
+from dlio.util.options import CheckedOptions, Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,31 @@ class Script:
     ] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class CheckOptions(CheckedOptions):
+    """A comparison with one process in place of a run."""
+
+    check: Annotated[
+        int | None,
+        Option(
+            "Run the script's first optimizer steps, this many, once in one process and once on "
+            "the ranks of -n, or two, in scratch copies of its folder, and say where "
+            "losses, gradients, weights, learning rates or printed lines differ, and why. Ends "
+            "with code 1 if any does.",
+            least=1,
+            unit="steps",
+        ),
+    ] = None
+
+
 @with_help(
+    "dlio run -n 2 --check 5 train.py --epochs 3",
     "dlio run -n 2 train.py --epochs 3",
     "mpirun -n 64 dlio run --exchange hierarchical train.py",
 )
-def command(script: Script, options: RunOptions, ranks: RankOptions) -> None:
+def command(
+    script: Script, options: RunOptions, checking: CheckOptions, ranks: RankOptions
+) -> None:
     """Run SCRIPT unchanged on many ranks; arguments after SCRIPT are passed to it.
 
     Its optimizers get the mean of all ranks' gradients, its DataLoaders give each rank a part of
@@ -35,6 +55,18 @@ def command(script: Script, options: RunOptions, ranks: RankOptions) -> None:
     from dlio.storage.tier_spec import choose_tiers
 
     choose_tiers(options.tiers, 0)  # An invalid one is reported before ranks are started.
+    if checking.check is not None:
+        from dlio.integrations.script.check import check_script
+
+        sound = check_script(
+            CheckPlan(checking.check, script.script, script.arguments),
+            options,
+            2 if ranks.ranks is None else ranks.ranks,
+            ranks.backend,
+        )
+        if not sound:
+            raise SystemExit(1)
+        return
     least = None if options.fault_tolerance == "off" else options.min_ranks
     on_ranks(ranks.ranks, run_rank, script, options, min_ranks=least, backend=ranks.backend)
 

@@ -7,6 +7,7 @@ variable. Only this user's processes can read it, and it leaves no file behind.
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from dlio.util.signals import passing_on
 
 _LARGEST: Final = 96 << 10
 """Maximum size of the records in bytes: Linux limits a variable to 128 KiB."""
+_RANK_MAIN: Final = "dlio.cli.rank_main"
 _Starter: TypeAlias = Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int]
 
 
@@ -63,20 +65,12 @@ def on_ranks(
     alone = not under_torch() and (backend == "torch" or not under_mpi())
     if alone and ranks is not None and (ranks + spares > 1 or start is not None):
         check_launch(1)
-        task = {
-            "function": f"{function.__module__}:{function.__qualname__}",
-            "command": sys.argv,
-            "records": [
-                [f"{type(each).__module__}:{type(each).__qualname__}", as_mapping(each)]
-                for each in records
-            ],
-        }
         with ExitStack() as stack:
             line = stack.enter_context(LiveLine("checking the data", shown=live))
             check()
             stack.enter_context(passing_on(may_end))
             module = function.__module__.rpartition(".")[2]
-            text = json.dumps(task)
+            text = _task(function, records)
             code = _launch(module, text, ranks, min_ranks, spares, backend, start, line)
         if code:
             raise SystemExit(code)
@@ -93,6 +87,51 @@ def on_ranks(
     return False
 
 
+def captured_ranks(
+    ranks: int,
+    function: Callable[..., object],
+    *records: object,
+    backend: str = "auto",
+    environment: Mapping[str, str],
+    timeout_s: float,
+) -> subprocess.CompletedProcess[str]:
+    """Call `function(*records)` on every rank, and return the exit code and the output.
+
+    Arguments are those of `on_ranks`; `environment` has variables of the ranks' own. Raises
+    subprocess.TimeoutExpired after `timeout_s`.
+    """
+    from dlio.launch import mpi_launch, torch_launch
+
+    text = _task(function, records)
+    _check_length(text)
+    command = module_command(_RANK_MAIN, function.__module__.rpartition(".")[2])
+    by_mpi = backend == "mpi" or (backend == "auto" and has_mpi())
+    launch = mpi_launch.launch if by_mpi else torch_launch.launch
+    full = {**environment, RECORD: text}
+    return launch(command, ranks, environment=full, capture=True, timeout_s=timeout_s)
+
+
+def _task(function: Callable[..., object], records: Sequence[object]) -> str:
+    """Return the call of a function as JSON, for `run_as_rank`."""
+    task = {
+        "function": f"{function.__module__}:{function.__qualname__}",
+        "command": sys.argv,
+        "records": [
+            [f"{type(each).__module__}:{type(each).__qualname__}", as_mapping(each)]
+            for each in records
+        ],
+    }
+    return json.dumps(task)
+
+
+def _check_length(task: str) -> None:
+    if len(task.encode()) > _LARGEST:
+        raise UsageError(
+            f"the options are {len(task):,} characters long, {_LARGEST:,} at most: use shorter "
+            "paths or fewer repeated options"
+        )
+
+
 def _launch(
     name: str,
     task: str,
@@ -105,12 +144,8 @@ def _launch(
 ) -> int:
     from dlio.launch import mpi_launch, torch_launch
 
-    if len(task.encode()) > _LARGEST:
-        raise UsageError(
-            f"the options are {len(task):,} characters long, {_LARGEST:,} at most: use shorter "
-            "paths or fewer repeated options"
-        )
-    module, more = "dlio.cli.rank_main", {RECORD: task}
+    _check_length(task)
+    module, more = _RANK_MAIN, {RECORD: task}
     if sys.stdout.isatty():
         live.say("waiting for the first batch")
         live.write(sys.stdout, [f"starting {ranks} ranks\n"])

@@ -42,6 +42,14 @@ ALLOWED: Final = {
         )
         for call in calls
     },
+    **{
+        ("dlio/integrations/script/scratch_folder.py", call): "in a private temporary folder, or "
+        "a file that the script has made"
+        for call in (
+            *("copy2", "mkdir", "open", "remove", "rename", "replace", "rmdir"),
+            *("symlink", "unlink"),
+        )
+    },
 }
 _OS: Final = {
     *("chmod", "chown", "lchown", "link", "makedirs", "mkdir", "mkfifo", "mknod", "remove"),

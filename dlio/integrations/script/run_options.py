@@ -66,3 +66,15 @@ class RunOptions:
                 f"--exchange {self.exchange} does not go with --fault-tolerance shrink in `dlio "
                 "run`: choose one that sums over all ranks, such as allreduce or local-sgd(8)"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPlan:
+    """The part of a script that `--check` runs."""
+
+    steps: Annotated[int, Option("Optimizer steps.", hidden=True)]
+    script: Annotated[str, Option("Path of the script.", hidden=True)]
+    arguments: Annotated[tuple[str, ...], Option("Arguments of the script.", hidden=True)] = ()
+    home: Annotated[str, Option("Working folder of the user.", hidden=True)] = ""
+    root: Annotated[str, Option("Folder that stands for / in this run.", hidden=True)] = ""
+    records: Annotated[str, Option("Folder for the records.", hidden=True)] = ""

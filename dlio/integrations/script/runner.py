@@ -9,6 +9,7 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, TextIO
 
 import torch
@@ -38,8 +39,17 @@ _PLACE: Final = "_dlio_place"
 _NAME: Final = "_dlio_name"
 
 
-def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
+def run_script(
+    path: str,
+    arguments: Sequence[str],
+    options: RunOptions,
+    observed: Callable[[int, Callable[[], float]], AbstractContextManager[None]] | None = None,
+) -> None:
     """Run a script on this rank. Collective. Errors of the script propagate.
+
+    Args:
+        observed: the context in which the script runs, of this rank and a function that returns
+            the number of its samples in the present batch.
 
     Raises UsageError if the script does not exist.
     """
@@ -61,14 +71,13 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     takeover = _ScriptTakeover(comm, context, options)
     # A log that the script makes of everything holds what it would hold without dlio.
     logging.getLogger("dlio").propagate = False
+    around = observed(comm.rank, lambda: context.weight) if observed else contextlib.nullcontext()
     try:
-        with (
-            takeover.installed(),
-            telling_failures(script, comm.rank),
-            guard.watching(recovery_of(comm) is not None),
-        ):
-            runpy.run_path(script, run_name="__main__")
-        takeover.finish()
+        with guard.watching(recovery_of(comm) is not None):
+            with takeover.installed(), telling_failures(script, comm.rank), around:
+                runpy.run_path(script, run_name="__main__")
+            with telling_failures(script, comm.rank):
+                takeover.finish()
     finally:
         sys.argv, sys.path[:] = argv, folders
         takeover.close()

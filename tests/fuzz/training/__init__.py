@@ -1,0 +1,1 @@
+"""Training scripts drawn from a grammar, run in one process and on ranks, and compared."""

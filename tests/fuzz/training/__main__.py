@@ -1,0 +1,84 @@
+"""Judge drawn scripts: `python -m tests.fuzz.training --seeds 0 500 --keep failures`.
+
+A failing script is written to the folder of --keep, with its smaller form's choices and the command
+that repeats it. Exit code 1 if any script is silent, hangs or ends without a reason.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.conftest import MpiRun, mpirun
+from tests.fuzz.training.grammar import draw
+from tests.fuzz.training.judge import GOOD, Case, all_ways, judge, repeat_command, smaller
+from tests.warm.pool import WarmPython
+
+_CHUNK = 20
+
+
+def main() -> int:
+    """Judge the scripts that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("choices", nargs="?", help="one script's choices, as JSON")
+    parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), metavar=("FIRST", "END"))
+    parser.add_argument("--way", choices=("run", "distribute", "slices"), help="this way alone")
+    parser.add_argument("--ranks", type=int, default=None, help="this number of ranks alone")
+    parser.add_argument("--without", nargs="*", default=(), help="features, or feature=alternative")
+    parser.add_argument("--keep", default="failures", help="folder for scripts that fail")
+    parser.add_argument("--smaller", action="store_true", help="make failing scripts smaller")
+    given = parser.parse_args()
+    warm = WarmPython()
+    sys.executable = warm.executable
+    warm.start()
+    try:
+        return _all(given, mpirun.__wrapped__())  # type: ignore[attr-defined]
+    finally:
+        sys.executable = warm.real
+        warm.close()
+
+
+def _all(given: argparse.Namespace, mpi: MpiRun) -> int:
+    if given.choices is not None:
+        cases = [Case("given", json.loads(given.choices), given.way or "run", given.ranks or 2)]
+    else:
+        cases = []
+        for seed in range(*given.seeds):
+            choices = {
+                name: value
+                for name, value in draw(seed).items()
+                if name not in given.without and f"{name}={value}" not in given.without
+            }
+            cases += all_ways(seed, choices)
+    cases = [c for c in cases if given.way in (None, c.way) and given.ranks in (None, c.ranks)]
+    counts: Counter[str] = Counter()
+    for start in range(0, len(cases), _CHUNK):
+        part = cases[start : start + _CHUNK]
+        with tempfile.TemporaryDirectory(prefix="dlio-fuzz-") as folder:
+            verdicts = judge(part, Path(folder), mpi)
+            for case, verdict in zip(part, verdicts, strict=True):
+                counts[verdict.kind] += 1
+                if verdict.kind not in ("same", "said"):
+                    print(f"{case.name}: {verdict.kind}: {verdict.detail}", flush=True)
+                if verdict.kind not in GOOD:
+                    least = case
+                    if given.smaller:
+                        least = smaller(case, Path(folder) / f"smaller-{case.name}", mpi)
+                    _keep(least, verdict.detail, Path(given.keep))
+        shutil.rmtree(folder, ignore_errors=True)
+        print(f"{start + len(part)} of {len(cases)}: {dict(counts)}", flush=True)
+    return int(any(kind not in GOOD for kind in counts))
+
+
+def _keep(case: Case, detail: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    head = f"# {detail}\n# {repeat_command(case)}\n"
+    (folder / f"{case.name}.py").write_text(head + case.script, encoding="utf-8")
+    print(f"  {json.dumps(case.choices)}\n  {repeat_command(case)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

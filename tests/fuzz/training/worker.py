@@ -1,0 +1,64 @@
+"""Run many scripts in turn in one process, or on the ranks of one job.
+
+    python worker.py WAY LIST       # with mpirun for several ranks
+
+Each line of LIST is a folder with `train.py`. Output goes to `FOLDER.out/RANK.out` and `.err`; an
+empty file `FOLDER.out/RANK.done` says that the script has ended. A script that fails ends the
+process, or the job, unless it is alone.
+"""
+
+import logging
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+
+def main(way: str, folders: list[str]) -> None:
+    """Run the scripts of some folders, as `alone`, `run`, `distribute` or `slices`."""
+    import torch
+
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+    for folder in folders:
+        out = f"{folder}.out"
+        os.environ["FUZZ_OUT"] = out
+        os.chdir(folder)
+        for number, name in ((1, "out"), (2, "err")):
+            file = os.open(f"{out}/{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(file, number)
+            os.close(file)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        logging.root.handlers.clear()
+        try:
+            _run(way)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            if way != "alone":
+                raise
+            continue
+        sys.stdout.flush()
+        sys.stderr.flush()
+        Path(f"{out}/{rank}.done").touch()
+
+
+def _run(way: str) -> None:
+    if way == "run":
+        from dlio.integrations.script.run_options import RunOptions
+        from dlio.integrations.script.runner import run_script
+
+        run_script("train.py", (), RunOptions())
+    else:
+        runpy.run_path("train.py", run_name="__main__")
+
+
+if __name__ == "__main__":
+    listed = Path(sys.argv[2]).read_text(encoding="utf-8").split()
+    if sys.argv[1] == "alone":
+        main("alone", listed)
+    else:
+        from dlio.cli import guarded
+
+        guarded(lambda: main(sys.argv[1], listed))
