@@ -13,6 +13,7 @@ from torch import nn
 from dlio.comm import Communicator, world
 from dlio.comm.survival.recovery import recovery_of
 from dlio.errors import UsageError
+from dlio.exchange.batch_weights import BatchWeights
 from dlio.exchange.buckets import Named, broadcast_state
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.exchange_base import Exchange
@@ -56,6 +57,16 @@ class ExchangeHandle(Closable):
         self._follow_steps = follow_steps
         self._of_optimizer: dict[torch.optim.Optimizer, Exchange] = {}
         self._hooks: list[_OptimizerHook] = []
+        self.batches: BatchWeights | None = None
+        """Weighs by a loader's batches, until the caller weighs."""
+
+    def weigh_by_batches(self, model: nn.Module) -> None:
+        """Have ranks count by the samples that a `dlio.DataLoader` hands out, until `weigh`."""
+        if self._comm.size > 1:
+            self.batches = BatchWeights(model, lambda: self.exchanges)
+            if self._follow_steps:
+                after = self.batches.stepped
+                self._hooks += [e.register_step_post_hook(after) for e in self._of_optimizer]
 
     def add(
         self, optimizer: torch.optim.Optimizer, named: Named, modules: Iterable[nn.Module] = ()
@@ -88,8 +99,10 @@ class ExchangeHandle(Closable):
     def weigh(self, samples: float) -> None:
         """Announce that the next losses of this rank are means over `samples` samples.
 
-        Ranks then count in proportion to their samples; without a call all ranks count alike.
+        Ranks then count in proportion to their samples. Without a call they count by the samples
+        that a `dlio.DataLoader` hands out, and alike with other loaders.
         """
+        self._weigh_no_more()
         for exchange in self.exchanges:
             exchange.weigh(samples)
 
@@ -97,6 +110,7 @@ class ExchangeHandle(Closable):
         """Announce, in place of `weigh`, that the next loss is a sum over this rank's `samples`,
         divided by `planned / ranks`, with the samples of all ranks.
         """
+        self._weigh_no_more()
         for exchange in self.exchanges:
             exchange.before_backward(samples, planned)
 
@@ -105,8 +119,15 @@ class ExchangeHandle(Closable):
 
         Hold all but the last of the batches that a step accumulates, to send gradients once.
         """
+        if self.batches is not None:
+            self.batches.hold(held)
         for exchange in self.exchanges:
             exchange.hold(held)
+
+    def _weigh_no_more(self) -> None:
+        if self.batches is not None:
+            self.batches.close()
+            self.batches = None
 
     def before_step(self) -> None:
         """Return once gradients are final. Optimizers call it if their steps are followed."""
@@ -169,6 +190,7 @@ class ExchangeHandle(Closable):
     def close(self) -> None:
         """Finish, and remove all hooks. Collective."""
         self.finish()
+        self._weigh_no_more()
         for hook in self._hooks:
             hook.remove()
         for optimizer, exchange in self._of_optimizer.items():
@@ -192,8 +214,8 @@ def distribute(
     Parameters and buffers become rank 0's. From then on `backward` leaves the mean of all ranks'
     gradients in `.grad`, so that clipping, accumulation, schedulers and scalers work as before. An
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
-    alike, each on its own share of the data, with losses that are means. Exported as
-    `dlio.distribute`.
+    alike, each on its own share of the data, with losses that are means. Ranks count by the samples
+    that a `dlio.DataLoader` hands out, until `weigh` is called. Exported as `dlio.distribute`.
 
     Args:
         optimizer: one or several optimizers of the model's parameters.
@@ -216,7 +238,7 @@ def distribute(
         )
     if pretend_nodes is not None:
         whole_number("pretend_nodes", pretend_nodes, 1, None, "nodes")
-    return connect(
+    ranks = connect(
         model,
         optimizer,
         parse_exchange(exchange),
@@ -225,6 +247,8 @@ def distribute(
         are_alike=False,
         follow_steps=follow_steps,
     )
+    ranks.weigh_by_batches(model)
+    return ranks
 
 
 def connect(

@@ -331,7 +331,7 @@ class SynchronousSgd(Exchange):
     def _copy(self, parameter: nn.Parameter, factor: float) -> None:
         number, place = self._position[parameter]
         view = self._buckets[number].views[place]
-        if parameter.grad is None:
+        if parameter.grad is None or not factor:  # A gradient of weight 0 may be NaN.
             view.zero_()
             return
         view.copy_(parameter.grad)
