@@ -76,11 +76,8 @@ def announce(share: BatchShare | None, data: object) -> None:
     """Tell all listeners that a batch is handed out, with its tensors."""
     if not _listeners:
         return
-    for tensor in _tensors(data):
-        if share is not None:
-            _of_tensor[tensor] = share
-        else:
-            _of_tensor.pop(tensor, None)
+    if share is not None:
+        mark(share, data)
     for each in tuple(_listeners):
         each.took(share)
 
@@ -88,6 +85,12 @@ def announce(share: BatchShare | None, data: object) -> None:
 def share_of(data: object) -> BatchShare | None:
     """Return the share of the batch that one of the tensors is from; None if none is known."""
     return next((s for t in _tensors(data) if (s := _of_tensor.get(t)) is not None), None)
+
+
+def mark(share: BatchShare, data: object) -> None:
+    """Note that a batch's tensors are copies of one that was handed out."""
+    for tensor in _tensors(data):
+        _of_tensor[tensor] = share
 
 
 def _tensors(data: object) -> Iterator[torch.Tensor]:

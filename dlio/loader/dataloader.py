@@ -397,12 +397,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             self._place = LoaderPosition(begun.batches)
             return self._iterator_of(options, begun)
         assigner = self._own_assigner()
-        if assigner is not None:
-            return ElasticIterator(assigner, len(self))
-        iterator, batches = self.begin(), self._place.current
-        if isinstance(batches, PlannedPass) and batches.cursor.position and not batches.steps:
-            return _EndedEpoch(self, batches.epoch, iterator)
-        return iterator
+        return self.begin() if assigner is None else ElasticIterator(assigner, len(self))
 
     def _keeper(self) -> IterationState | None:
         """Return what keeps the states of the data set and the sampler; None if nothing needs it,
@@ -447,8 +442,27 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if "accelerate.state" in sys.modules:
             registration = accelerate.Registration(self, begun.batches.steps)
         iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))
+        if isinstance(begun.batches, PlannedPass):
+            iterator.before_first = partial(self._follow_choice, begun.batches, registration)
         self._current = weakref.ref(iterator)
         return iterator
+
+    def _follow_choice(
+        self,
+        batches: PlannedPass,
+        registration: accelerate.Registration | None,
+        iterator: LoaderIterator,
+    ) -> None:
+        """Begin another pass, if its epoch was chosen after this one began and before its first
+        batch: torch's samplers draw as late as that, and Lightning relies on it."""
+        place = self._place
+        if place.current is not batches or place.epoch is None or place.epoch == batches.epoch:
+            return
+        if registration is not None:
+            registration.step(ended=True)
+        iterator.close()
+        iterator.continue_as(self.begin())
+        self._current = weakref.ref(iterator)
 
     def _handed(
         self,
@@ -623,9 +637,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         return cast(FormulaOrder, self._order(self._options()))
 
     @property
-    def chosen_epoch(self) -> int | None:
-        """The epoch that `set_epoch` has chosen for the next pass."""
-        return self._place.epoch
+    def global_batch(self) -> int:
+        """Samples of a step over all ranks; of a loader with batches."""
+        return self._global_batch()
 
     @property
     def planned(self) -> PlannedPass:
@@ -665,26 +679,3 @@ class EpochLink:
             sampler.set_epoch = link = cls()
         if isinstance(link, cls):
             link._loaders.add(loader)
-
-
-class _EndedEpoch(Iterator[BatchData]):
-    """The iterator of an epoch that is resumed at its end. It has no batches, unless the loop
-    chooses another epoch before it asks for the first one: Lightning begins passes early."""
-
-    def __init__(self, loader: DataLoader, epoch: int, iterator: LoaderIterator) -> None:
-        self._loader, self._epoch, self._iterator = loader, epoch, iterator
-        self._has_begun = False
-
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def __next__(self) -> BatchData:
-        chosen = self._loader.chosen_epoch
-        if not self._has_begun and chosen is not None and chosen != self._epoch:
-            self._iterator = self._loader.begin()
-        self._has_begun = True
-        return next(self._iterator)
-
-    def close(self) -> None:
-        """End the pass."""
-        self._iterator.close()

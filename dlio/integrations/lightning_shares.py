@@ -1,0 +1,75 @@
+"""Batches of unequal ranks in Lightning: whose samples they are, and what the module logs of them.
+
+A rank that an epoch's last batch does not reach runs the step on samples of others, as logged
+values and metrics may be reduced over ranks in it. What it logs then counts nothing.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torchmetrics import Metric
+
+from dlio.exchange.batch_share import BatchShare, mark, share_of
+from dlio.integrations.rank_metrics import copied_state
+
+_NEUTRAL: Final[dict[object, float]] = {
+    "max": -float("inf"),
+    torch.max: -float("inf"),
+    "min": float("inf"),
+    torch.min: float("inf"),
+}
+"""By reduction, the value that changes no other; 0 for means and sums."""
+
+
+class SharedBatches:
+    """The batch that Lightning's next step is of."""
+
+    def __init__(self) -> None:
+        self.share: BatchShare | None = None
+        """None for a batch of a loader whose ranks count alike."""
+        self._latest: BatchShare | None = None
+
+    def wants_repeats(self) -> bool:
+        """True: ranks run all steps together, in evaluation, too."""
+        return True
+
+    def took(self, share: BatchShare | None) -> None:
+        """Learn of the batch that is handed out."""
+        self._latest = share
+
+    def moves(self, batch: object, moved: object) -> None:
+        """Learn that a batch is moved to the device, which Lightning does before its step."""
+        share, self._latest = share_of(batch) or self._latest, None
+        self.share = share
+        if share is not None:
+            mark(share, moved)
+
+
+@contextlib.contextmanager
+def uncounted(module: Any) -> Iterator[None]:
+    """Have a LightningModule log values of weight 0 inside the `with` block, and put its metrics
+    back as they were."""
+    log = module.log
+    metrics = [each for each in module.modules() if isinstance(each, Metric)]
+    before = [(m._update_count, {k: copied_state(getattr(m, k)) for k in m._defaults}) for m in metrics]
+    module.log = _without_samples(log)
+    try:
+        yield
+    finally:
+        del module.log
+        for metric, (count, states) in zip(metrics, before, strict=True):
+            metric._update_count, metric._computed = count, None
+            for name, state in states.items():
+                setattr(metric, name, state)
+
+
+def _without_samples(log: Callable[..., None]) -> Callable[..., None]:
+    def logged(name: str, value: Any, *args: Any, **options: Any) -> None:
+        if not isinstance(value, Metric):
+            neutral = _NEUTRAL.get(options.get("reduce_fx", "mean"), 0.0)
+            value = torch.full_like(torch.as_tensor(value, dtype=torch.float32), neutral)
+        log(name, value, *args, **{**options, "batch_size": 0})
+
+    return logged
