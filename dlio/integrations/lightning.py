@@ -38,7 +38,7 @@ from dlio.exchange.buckets import averaged_state
 from dlio.exchange.distribute import ExchangeHandle, distribute
 from dlio.exchange.script_takeover import take_over
 from dlio.integrations.lightning_losses import LightningLosses, deals_itself
-from dlio.integrations.lightning_shares import SharedBatches, uncounted
+from dlio.integrations.lightning_shares import SharedBatches, count_batches, uncounted
 from dlio.integrations.objects import REDUCED, AllGather, broadcast_object, gather_tensor
 from dlio.integrations.rank_metrics import keeps_together, reduce_over_ranks
 from dlio.util.arguments import unknown_word
@@ -317,6 +317,9 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         """Complete pending messages, so that weights are those of the next step. Collective."""
         if self._ranks is not None:
             self._ranks.finish()
+
+    def on_train_start(self) -> None:
+        count_batches(self.lightning_module.trainer.fit_loop)
 
     def on_train_epoch_start(self) -> None:
         """Called by Lightning through a callback of ours. Collective."""

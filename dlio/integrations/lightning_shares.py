@@ -13,6 +13,8 @@ from torchmetrics import Metric
 
 from dlio.exchange.batch_share import BatchShare, mark, share_of
 from dlio.integrations.rank_metrics import copied_state
+from dlio.loader.dataloader import DataLoader
+from dlio.plan.schedule import steps_in_epoch
 
 _NEUTRAL: Final[dict[object, float]] = {
     "max": -float("inf"),
@@ -45,6 +47,25 @@ class SharedBatches:
         self.share = share
         if share is not None:
             mark(share, moved)
+
+
+def count_batches(fit_loop: Any) -> None:
+    """Have Lightning count an epoch that is resumed in the middle in batches of this number of
+    ranks: it goes by their number, and would end the epoch too early or too late."""
+    combined = fit_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    progress = fit_loop.epoch_loop.batch_progress
+    loader = loaders[0] if len(loaders) == 1 else None
+    if not isinstance(loader, DataLoader) or not loader.follows_formula():
+        return
+    state = loader.state_dict()
+    position, samples = int(state["position"]), int(state["samples"])
+    if not fit_loop.epoch_loop.restarting or not 0 < position < samples or "again" in state:
+        return
+    left = steps_in_epoch(samples, position, loader.global_batch, bool(loader.drop_last))
+    done = len(loader) - left
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(progress.current, name, done)
 
 
 @contextlib.contextmanager
