@@ -1,6 +1,6 @@
 """Weighs the gradients of a model by the batches that a `dlio.DataLoader` hands out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,11 +94,9 @@ class BatchWeights:
             hook.remove()
         self._of_gradients = []
         if scale != 1.0:
-            self._of_gradients = [
-                parameter.register_hook(self._scaled)
-                for parameter in self._model.parameters()
-                if parameter.requires_grad
-            ]
+            parameters: Iterable[Any] = self._model.parameters()  # torch leaves the method untyped.
+            trained = [each for each in parameters if each.requires_grad]
+            self._of_gradients = [each.register_hook(self._scaled) for each in trained]
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
         # A repeated sample's gradient may be NaN, such as of a standard deviation; it counts 0.

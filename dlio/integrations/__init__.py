@@ -58,6 +58,12 @@ class TrainerMixin:
             loss = above.training_step(model, inputs, *args, **options)
         return loss * weight if weight else loss.new_zeros(loss.shape)
 
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        trainer, above = self, super()  # type: Any, Any
+        # Trainer reports one rank's own losses since the last line of its log.
+        trainer._tr_loss = trainer._nested_gather(trainer._tr_loss).mean()
+        return above._finalize_training(*args, **options)
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         above: Any = super()
         return above._get_num_items_in_batch([_counted(each) for each in batch_samples], device)
@@ -69,7 +75,9 @@ class TrainerMixin:
         loader = trainer.callback_handler.train_dataloader
         if trainer.is_world_process_zero() and isinstance(loader, DataLoader):
             folder = os.path.join(
-                trainer._get_output_dir(trial=options.get("trial", args[1] if len(args) > 1 else None)),
+                trainer._get_output_dir(
+                    trial=options.get("trial", args[1] if len(args) > 1 else None)
+                ),
                 f"checkpoint-{trainer.state.global_step}",
             )
             state = {"loader": loader.state_dict(), "batch": loader.global_batch}
@@ -178,5 +186,7 @@ def _counted(batch: Any) -> Any:
     if share is None or share.samples:
         return batch
     names = ("labels", "shift_labels")
-    ignored = {name: batch[name].new_full(batch[name].shape, -100) for name in names if name in batch}
+    ignored = {
+        name: batch[name].new_full(batch[name].shape, -100) for name in names if name in batch
+    }
     return {**batch, **ignored}

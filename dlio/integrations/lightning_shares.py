@@ -1,7 +1,7 @@
-"""Batches of unequal ranks in Lightning: whose samples they are, and what the module logs of them.
+"""Batches of unequal ranks in Lightning: whose samples they are, and how logged values count.
 
 A rank that an epoch's last batch does not reach runs the step on samples of others, as logged
-values and metrics may be reduced over ranks in it. What it logs then counts nothing.
+values and metrics may be reduced over ranks in it. Its own values then count nothing.
 """
 
 import contextlib
@@ -74,7 +74,9 @@ def uncounted(module: Any) -> Iterator[None]:
     back as they were."""
     log = module.log
     metrics = [each for each in module.modules() if isinstance(each, Metric)]
-    before = [(m._update_count, {k: copied_state(getattr(m, k)) for k in m._defaults}) for m in metrics]
+    before = [
+        (m._update_count, {k: copied_state(getattr(m, k)) for k in m._defaults}) for m in metrics
+    ]
     module.log = _without_samples(log)
     try:
         yield

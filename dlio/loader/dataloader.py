@@ -34,6 +34,7 @@ from dlio.loader.contract import (
     UserDataset,
 )
 from dlio.loader.dataset import Dataset
+from dlio.loader.delivery import target_of
 from dlio.loader.diagnosis import diagnose, report
 from dlio.loader.engine_choice import Engines, described
 from dlio.loader.loader_options import (

@@ -56,7 +56,7 @@ def with_repeats(
 def repeated_batch(
     options: LoaderOptions, data: Dataset, device: torch.device | None
 ) -> Callable[[list[int], BatchData], BatchData]:
-    """Return what makes the batches of `with_repeats` for samples that dlio reads itself."""
+    """Return the maker of batches for `with_repeats`, for samples that dlio reads itself."""
 
     def made(numbers: list[int], empty: BatchData) -> BatchData:
         if data.recipe.mixes:  # Labels of mixed samples have another shape.

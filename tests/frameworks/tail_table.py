@@ -77,7 +77,7 @@ def alone(case: Case, whole_groups: bool) -> tuple[torch.Tensor, float, float]:
     size, batch_size, accumulated = case
     data, net = Numbers(size), Net()
     optimizer = torch.optim.SGD(net.parameters(), _RATE)
-    batches = torch.arange(size).split(batch_size * RANKS)
+    batches = torch.split(torch.arange(size), batch_size * RANKS)
     total = 0.0
     for first in range(0, len(batches), accumulated):
         group = batches[first : first + accumulated]
@@ -246,16 +246,16 @@ def with_transformers(case: Case) -> Iterator[str]:
 def main(folder: Path, frameworks: list[str], cases: list[Case]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # Looked at, not used.
     os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(RANK)}
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS)
+    where = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", where, rank=RANK, world_size=RANKS)
     result: dict[str, Any] = {}
     for framework in frameworks:
         train = globals()[f"with_{framework}"]
         faults = {}
         for case in cases:
-            found = list(train(case))
-            if found:
-                faults[str(case)] = found
+            of_case = list(train(case))
+            if of_case:
+                faults[str(case)] = of_case
         result[framework] = {"cases": len(cases), "faults": faults}
     if RANK == 0:
         (folder / "faults.json").write_text(json.dumps(result))
