@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterator
 from typing import Any, Final
 
+import torch
+
 from dlio.errors import UsageError
 from dlio.exchange.batch_share import share_of
 from dlio.loader.dataloader import DataLoader
@@ -61,7 +63,7 @@ class TrainerMixin:
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         trainer, above = self, super()  # type: Any, Any
         # Trainer reports one rank's own losses since the last line of its log.
-        trainer._tr_loss = trainer._nested_gather(trainer._tr_loss).mean()
+        trainer._tr_loss = trainer.accelerator.gather(trainer._tr_loss).mean()
         return above._finalize_training(*args, **options)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -74,12 +76,9 @@ class TrainerMixin:
         trainer: Any = self
         loader = trainer.callback_handler.train_dataloader
         if trainer.is_world_process_zero() and isinstance(loader, DataLoader):
-            folder = os.path.join(
-                trainer._get_output_dir(
-                    trial=options.get("trial", args[1] if len(args) > 1 else None)
-                ),
-                f"checkpoint-{trainer.state.global_step}",
-            )
+            trial = options.get("trial", args[1] if len(args) > 1 else None)
+            written = f"checkpoint-{trainer.state.global_step}"
+            folder = os.path.join(trainer._get_output_dir(trial=trial), written)
             state = {"loader": loader.state_dict(), "batch": loader.global_batch}
             if loader.follows_formula() and os.path.isdir(folder):
                 with open(os.path.join(folder, _LOADER_STATE), "w", encoding="utf-8") as file:
@@ -117,8 +116,8 @@ class TrainerMixin:
             raise UsageError(
                 f"{resume_from_checkpoint}: {position} samples of epoch {epoch} were used in "
                 f"batches of {saved['batch']}, and no whole number of optimizer steps is left with "
-                f"batches of {loader.global_batch} and {accumulated} accumulated: resume on as many "
-                "ranks as before, or from a checkpoint at an epoch's end"
+                f"batches of {loader.global_batch} and {accumulated} accumulated: resume on as "
+                "many ranks as before, or from a checkpoint at an epoch's end"
             )
         trainer.state.global_step = epoch * num_update_steps_per_epoch + done // accumulated
         if position:
@@ -185,8 +184,5 @@ def _counted(batch: Any) -> Any:
     share = share_of(batch)
     if share is None or share.samples:
         return batch
-    names = ("labels", "shift_labels")
-    ignored = {
-        name: batch[name].new_full(batch[name].shape, -100) for name in names if name in batch
-    }
-    return {**batch, **ignored}
+    labels = {name: batch[name] for name in ("labels", "shift_labels") if name in batch}
+    return {**batch, **{name: torch.full_like(each, -100) for name, each in labels.items()}}

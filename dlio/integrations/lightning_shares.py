@@ -74,9 +74,7 @@ def uncounted(module: Any) -> Iterator[None]:
     back as they were."""
     log = module.log
     metrics = [each for each in module.modules() if isinstance(each, Metric)]
-    before = [
-        (m._update_count, {k: copied_state(getattr(m, k)) for k in m._defaults}) for m in metrics
-    ]
+    before = [(each._update_count, _states(each)) for each in metrics]
     module.log = _without_samples(log)
     try:
         yield
@@ -86,6 +84,10 @@ def uncounted(module: Any) -> Iterator[None]:
             metric._update_count, metric._computed = count, None
             for name, state in states.items():
                 setattr(metric, name, state)
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return {name: copied_state(getattr(metric, name)) for name in metric._defaults}
 
 
 def _without_samples(log: Callable[..., None]) -> Callable[..., None]:
