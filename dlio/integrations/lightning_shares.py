@@ -58,14 +58,16 @@ def count_batches(fit_loop: Any) -> None:
     loader = loaders[0] if len(loaders) == 1 else None
     if not isinstance(loader, DataLoader) or not loader.follows_formula():
         return
+    loop = fit_loop.epoch_loop
     state = loader.state_dict()
     position, samples = int(state["position"]), int(state["samples"])
-    if not fit_loop.epoch_loop.restarting or not 0 < position < samples or "again" in state:
+    if not loop.restarting or not position or "again" in state:
         return
     left = steps_in_epoch(samples, position, loader.global_batch, bool(loader.drop_last))
-    done = len(loader) - left
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(progress.current, name, done)
+    done = progress.current.ready = progress.current.started = len(loader) - left
+    progress.current.processed = done
+    # A checkpoint of the end of a batch: Lightning completes it when it goes on.
+    progress.current.completed = done - int(loop.restarted_on_train_batch_end)
 
 
 @contextlib.contextmanager
