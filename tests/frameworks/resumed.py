@@ -159,6 +159,45 @@ def with_transformers(folder: Path, resumes: bool) -> Seen:
     return seen
 
 
+def with_boundaries(folder: Path, resumes: bool) -> dict[str, Any]:
+    """Checkpoints at an epoch's last step, and at its end, with Lightning's own strategy: the
+    samples of each epoch of the whole training, and of the resumed one."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.seen = Net(), defaultdict(list)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.net(**batch)["loss"]
+            self.seen[self.trainer.current_epoch] += self.net.latest
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    result: dict[str, Any] = {}
+    steps = _COUNT // _BATCH
+    for name, when in (("step", {"every_n_train_steps": steps}), ("end", {"every_n_epochs": 1})):
+        save = ModelCheckpoint(str(folder), f"{name}-{{step}}", save_top_k=-1, **when)
+        for callbacks, path in (([save], None), ([], str(folder / f"{name}-step={steps}.ckpt"))):
+            module = Module()
+            trainer = lightning.Trainer(
+                max_epochs=_EPOCHS,
+                accelerator="cpu",
+                logger=False,
+                callbacks=callbacks,
+                enable_checkpointing=bool(callbacks),
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(module, loader(), ckpt_path=path, weights_only=False)
+            result[f"{name}, {'whole' if callbacks else 'resumed'}"] = dict(module.seen)
+    return result
+
+
 def main(folder: Path, part: str, frameworks: list[str]) -> None:
     if RANKS > 1:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # Looked at, not used.
