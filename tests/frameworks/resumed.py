@@ -60,8 +60,6 @@ def with_lightning(folder: Path, resumes: bool) -> Seen:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    import dlio.integrations.lightning
-
     seen: Seen = defaultdict(list)
 
     class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]

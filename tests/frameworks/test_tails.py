@@ -13,7 +13,16 @@ BODY = str(Path(__file__).with_name("tail_table.py"))
 FRAMEWORKS = ("lightning", "accelerate", "transformers")
 # Sizes, batch sizes and accumulated batches. On 2 ranks the last batch has 1 sample, 2, 3, or some
 # on one rank alone; it is alone in its step, or ends one; or it is the only one.
-BY_DAY = [(1, 4, 1), (5, 2, 1), (9, 2, 2), (10, 4, 3), (11, 4, 1), (16, 4, 1), (21, 4, 4), (3, 1, 2)]
+BY_DAY = [
+    (1, 4, 1),
+    (5, 2, 1),
+    (9, 2, 2),
+    (10, 4, 3),
+    (11, 4, 1),
+    (16, 4, 1),
+    (21, 4, 4),
+    (3, 1, 2),
+]
 WHOLE = list(product(range(1, 41), range(1, 9), range(1, 5)))
 pytestmark = [
     pytest.mark.mpi,
@@ -25,7 +34,11 @@ pytestmark = [
 
 
 def _faults(
-    mpirun: MpiRun, folder: Path, ranks: int, frameworks: tuple[str, ...], cases: list[tuple[int, ...]]
+    mpirun: MpiRun,
+    folder: Path,
+    ranks: int,
+    frameworks: tuple[str, ...],
+    cases: list[tuple[int, ...]],
 ) -> dict[str, object]:
     done = mpirun(
         ranks,
