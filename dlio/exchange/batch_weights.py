@@ -72,7 +72,8 @@ class BatchWeights:
             self._scale_gradients(1.0)
 
     def _forward(self, module: nn.Module, args: Any, options: Any) -> None:
-        if self.wants_repeats():
+        # Not while the model is compiled: the batch that was handed out last is a good guess.
+        if not torch.compiler.is_compiling() and self.wants_repeats():
             share = share_of([args, options])
             if share is not None and share is not self._share:
                 self.use(share)

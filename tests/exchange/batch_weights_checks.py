@@ -51,11 +51,12 @@ def together(
     holds: bool = False,
     ahead: bool = False,
     workers: int = 0,
+    tiers: str | None = None,
 ) -> torch.Tensor:
     """Train; `ahead` takes each batch before the step of the one before it."""
     net = model(normalised)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    loader = dlio.DataLoader(data(count), BATCH, seed=1, num_workers=workers)
+    loader = dlio.DataLoader(data(count), BATCH, seed=1, num_workers=workers, tiers=tiers)
     with dlio.distribute(net, optimizer, exchange) as ranks:
         iterator: Any = iter(loader)
         steps = len(loader)
@@ -101,6 +102,7 @@ def main() -> None:
             (2, {}),
             (2, {"holds": True}),
             (1, {"ahead": True, "workers": 2}),
+            (1, {"tiers": "ram:8MiB"}),
         ):
             got = together(count, accumulated, False, **options)  # type: ignore[arg-type]
             wanted = alone(count, accumulated, False)

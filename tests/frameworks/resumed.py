@@ -1,7 +1,7 @@
 """Resumes in the middle of the second of three epochs: `resumed.py FOLDER PART FRAMEWORKS`.
 
-PART `train` saves a checkpoint after 32 of 48 samples a framework, and `resume` continues it; as one
-process, or as ranks of mpirun. Each rank writes the samples of each epoch to
+PART `train` saves a checkpoint of each framework after 32 samples, and `resume` continues it; as
+one process, or as ranks of mpirun. Each rank writes the samples of each epoch to
 FOLDER/PART-FRAMEWORK-RANKS-RANK.json.
 """
 

@@ -102,7 +102,7 @@ class LossWeights:
 
     def sees(self, module: object, args: Any, options: Any) -> None:
         """Learn of the arguments of a model that is prepared."""
-        share = share_of([args, options])
+        share = None if torch.compiler.is_compiling() else share_of([args, options])
         if share is not None:
             self._share = share
 
