@@ -60,6 +60,8 @@ def with_lightning(folder: Path, resumes: bool) -> Seen:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
+    from dlio.integrations.lightning import DlioStrategy
+
     seen: Seen = defaultdict(list)
 
     class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
@@ -81,7 +83,7 @@ def with_lightning(folder: Path, resumes: bool) -> Seen:
         max_steps=-1 if resumes else STEPS,
         accelerator="cpu",
         devices=RANKS,
-        strategy="dlio",
+        strategy=DlioStrategy(),
         logger=False,
         callbacks=[] if resumes else [save],
         enable_checkpointing=not resumes,
