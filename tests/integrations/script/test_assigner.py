@@ -25,7 +25,7 @@ def _dealt(batches: list[list[int]], ranks: int, script: Callable[[], object]) -
     for rank in range(ranks):
         assigner = ScriptAssigner(_Rank(rank, ranks))
         script()
-        (deal,) = assigner.deals(batches, RankShares.even(1, ranks))
+        deal = next(assigner.deals(batches, RankShares.even(1, ranks)))
         assert all(deal.mine), "a rank has nothing to compute on"
         pairs = zip(deal.mine, deal.weights, strict=True)
         dealt += [mine[: int(weight)] for mine, weight in pairs]
