@@ -36,7 +36,7 @@ def alone(count: int, accumulated: int, normalised: bool) -> torch.Tensor:
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     batches = torch.split(torch.arange(count), BATCH * world().size)
     for number, batch in enumerate(batches):
-        (nn.functional.mse_loss(net(x[batch]), y[batch]) / accumulated).backward()
+        torch.autograd.backward(nn.functional.mse_loss(net(x[batch]), y[batch]) / accumulated)
         if (number + 1) % accumulated == 0 or number + 1 == len(batches):
             optimizer.step()
             optimizer.zero_grad()
@@ -65,7 +65,7 @@ def together(
             last = (number + 1) % accumulated == 0 or number + 1 == steps
             ranks.hold(holds and not last)
             assert len(x), "an empty batch in training"
-            (nn.functional.mse_loss(net(x), y) / accumulated).backward()
+            torch.autograd.backward(nn.functional.mse_loss(net(x), y) / accumulated)
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -87,7 +87,7 @@ def weighed_by_hand() -> torch.Tensor:
         for x, y in dlio.DataLoader(data(27), BATCH, seed=1):
             ranks.weigh(len(x))
             optimizer.zero_grad()
-            nn.functional.mse_loss(net(x), y).backward()
+            torch.autograd.backward(nn.functional.mse_loss(net(x), y))
             optimizer.step()
     return flat(net)
 
@@ -104,7 +104,7 @@ def main() -> None:
             (1, {"ahead": True, "workers": 2}),
             (1, {"tiers": "ram:8MiB"}),
         ):
-            got = together(count, accumulated, False, **options)  # type: ignore[arg-type]
+            got = together(count, accumulated, False, **options)
             wanted = alone(count, accumulated, False)
             near(got, wanted, rtol=0, atol=1e-5, msg=f"{count} {accumulated} {options}")
     # Two samples, and three, are on one rank: its statistics are one process's.
@@ -115,9 +115,9 @@ def main() -> None:
         loader.skip_first_batches(1)
         with dlio.distribute(net, optimizer):
             for inputs, targets in loader:
-                nn.functional.mse_loss(net(inputs), targets).backward()
+                torch.autograd.backward(nn.functional.mse_loss(net(inputs), targets))
         reference = model(True)
-        nn.functional.mse_loss(reference(x[8:]), y[8:]).backward()
+        torch.autograd.backward(nn.functional.mse_loss(reference(x[8:]), y[8:]))
         for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
             near(mine.grad, theirs.grad, rtol=0, atol=1e-5)
     near(weighed_by_hand(), alone(27, 1, False), rtol=0, atol=1e-5)

@@ -168,7 +168,8 @@ def with_boundaries(folder: Path, resumes: bool) -> dict[str, Any]:
     class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.seen = Net(), defaultdict(list)
+            self.net = Net()
+            self.seen: Seen = defaultdict(list)
 
         def training_step(self, batch: Any, _: int) -> Any:
             loss = self.net(**batch)["loss"]

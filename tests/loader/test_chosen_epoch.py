@@ -48,7 +48,8 @@ def test_the_sampler_of_the_loader_chooses_its_epoch() -> None:
     sampler.set_epoch(3)
     assert _epoch(loader) == ORDERS[3]
     for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        other.sampler.set_epoch(1)
+        its_sampler: Any = other.sampler
+        its_sampler.set_epoch(1)
         assert _epoch(other) == ORDERS[1]
     plain: Any = dlio.DataLoader(list(range(20)), 4, shuffle=True)
     plain.sampler.set_epoch(1)  # Of no effect: torch chooses the order.
