@@ -19,6 +19,7 @@ from dlio.errors import UsageError
 from dlio.exchange.batch_share import share_of
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party import accelerate
+from dlio.util.whole_files import write_whole
 
 __all__ = ["TrainerMixin"]
 
@@ -75,14 +76,15 @@ class TrainerMixin:
         above._save_checkpoint(*args, **options)
         trainer: Any = self
         loader = trainer.callback_handler.train_dataloader
-        if trainer.is_world_process_zero() and isinstance(loader, DataLoader):
-            trial = options.get("trial", args[1] if len(args) > 1 else None)
-            written = f"checkpoint-{trainer.state.global_step}"
-            folder = os.path.join(trainer._get_output_dir(trial=trial), written)
+        if not isinstance(loader, DataLoader) or not loader.follows_formula():
+            return
+        trial = options.get("trial", args[1] if len(args) > 1 else None)
+        written = f"checkpoint-{trainer.state.global_step}"
+        folder = os.path.join(trainer._get_output_dir(trial=trial), written)
+        if trainer.is_world_process_zero() and os.path.isdir(folder):
             state = {"loader": loader.state_dict(), "batch": loader.global_batch}
-            if loader.follows_formula() and os.path.isdir(folder):
-                with open(os.path.join(folder, _LOADER_STATE), "w", encoding="utf-8") as file:
-                    json.dump(state, file)
+            text = json.dumps(state).encode()
+            write_whole(os.path.join(folder, _LOADER_STATE), lambda file: file.write(text))
 
     def _init_training_state(
         self,
