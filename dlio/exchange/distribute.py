@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dlio.comm import Communicator, world
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import UsageError
+from dlio.exchange.batch_weights import BatchWeights
 from dlio.exchange.buckets import Named, broadcast_state, broadcast_tensors
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.exchange_base import Exchange
@@ -100,6 +101,13 @@ class ExchangeHandle(Closable):
         self._hooks: list[_OptimizerHook] = []
         if follow_steps and naming is not None:
             self._hooks.append(register_optimizer_step_pre_hook(self._any_steps))
+        self.batches: BatchWeights | None = None
+        """Weighs by a loader's batches, until the caller weighs."""
+
+    def weigh_by_batches(self, model: nn.Module) -> None:
+        """Have ranks count by the samples that a `dlio.DataLoader` hands out, until `weigh`."""
+        if self._comm.size > 1:
+            self.batches = BatchWeights(model, lambda: self.exchanges)
 
     def add(
         self, optimizer: torch.optim.Optimizer, named: Named, modules: Iterable[nn.Module] = ()
@@ -166,6 +174,8 @@ class ExchangeHandle(Closable):
             exchange.hold(self._held)
             if self._announce is not None:
                 self._announce(exchange)
+            if self.batches is not None:
+                self.batches.use_again()
             if self._added is not None:
                 self._added(exchange)
         mine = [self._of_parameter[p] for p in trained]
@@ -211,7 +221,8 @@ class ExchangeHandle(Closable):
             if loss is None:
                 return None
             value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-            sums = np.array([value * self.samples, self.samples])
+            samples = self.samples if self.batches is None else self.batches.weight
+            sums = np.array([value * samples if samples else 0.0, samples])
             self._comm.wait([self._comm.iallreduce(sums)], "the ranks' mean loss")
             value = sums[0] / sums[1]
             return torch.full_like(loss, value) if isinstance(loss, torch.Tensor) else value
@@ -221,8 +232,10 @@ class ExchangeHandle(Closable):
     def weigh(self, samples: float) -> None:
         """Announce that the next losses of this rank are means over `samples` samples.
 
-        Ranks then count in proportion to their samples; without a call all ranks count alike.
+        Ranks then count in proportion to their samples. Without a call they count by the samples
+        that a `dlio.DataLoader` hands out, and alike with other loaders.
         """
+        self._weigh_no_more()
         self.samples = samples
         self._announced(lambda exchange: exchange.weigh(samples))
 
@@ -235,6 +248,7 @@ class ExchangeHandle(Closable):
         """Announce, in place of `weigh`, that the next loss is a sum over this rank's `samples`,
         divided by `planned / ranks`, with the samples of all ranks.
         """
+        self._weigh_no_more()
         self._announced(lambda exchange: exchange.before_backward(samples, planned))
 
     def hold(self, held: bool) -> None:
@@ -243,8 +257,15 @@ class ExchangeHandle(Closable):
         Hold all but the last of the batches that a step accumulates, to send gradients once.
         """
         self._held = held
+        if self.batches is not None:
+            self.batches.hold(held)
         for exchange in self.exchanges:
             exchange.hold(held)
+
+    def _weigh_no_more(self) -> None:
+        if self.batches is not None:
+            self.batches.close()
+            self.batches = None
 
     def take_assigned(self) -> None:
         """Average gradients that were assigned to `.grad`, before the step does."""
@@ -262,6 +283,8 @@ class ExchangeHandle(Closable):
         step."""
         for exchange in self._around_step(optimizer):
             exchange.after_step()
+        if self.batches is not None:
+            self.batches.stepped()
 
     def _around_step(self, optimizer: torch.optim.Optimizer | None) -> Sequence[Exchange]:
         if optimizer is not None:
@@ -321,6 +344,7 @@ class ExchangeHandle(Closable):
     def close(self) -> None:
         """Finish, and remove all hooks. Collective."""
         self.finish()
+        self._weigh_no_more()
         for hook in self._hooks:
             hook.remove()
         for optimizer in self._followed:
@@ -347,7 +371,8 @@ def distribute(
     mean of all ranks' gradients in `.grad`, so that clipping, accumulation, schedulers and scalers
     work as before; gradients that are assigned to `.grad` are averaged before the step. An exchange
     of weights runs after each `step` instead. All ranks must call `backward` and `step` alike, each
-    on its own share of the data, with losses that are means. Exported as `dlio.distribute`.
+    on its own share of the data, with losses that are means. Ranks count by the samples that a
+    `dlio.DataLoader` hands out, until `weigh` is called. Exported as `dlio.distribute`.
 
     Args:
         optimizer: one or several optimizers of the model's parameters.
@@ -370,7 +395,7 @@ def distribute(
         )
     if pretend_nodes is not None:
         whole_number("pretend_nodes", pretend_nodes, 1, None, "nodes")
-    return connect(
+    ranks = connect(
         model,
         optimizer,
         parse_exchange(exchange),
@@ -380,6 +405,8 @@ def distribute(
         follow_steps=follow_steps,
         follow_parameters=True,
     )
+    ranks.weigh_by_batches(model)
+    return ranks
 
 
 def connect(

@@ -353,7 +353,7 @@ class SynchronousSgd(Exchange):
         if parameter.dtype is torch.float64 and self._buckets[number].is_narrow:
             self._widen(number)
         view = self._buckets[number].views[place]
-        if parameter.grad is None:
+        if parameter.grad is None or not factor:  # A gradient of weight 0 may be NaN.
             view.zero_()
             return
         view.copy_(parameter.grad)

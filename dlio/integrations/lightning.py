@@ -33,10 +33,12 @@ from dlio.comm.launch_environment import under_mpi
 from dlio.comm.survival.recovery import once_on_rank_0, recovery_of, uniform
 from dlio.errors import CommError, UsageError
 from dlio.exchange import parse_exchange
+from dlio.exchange.batch_share import listen, stop_listening
 from dlio.exchange.buckets import averaged_state
 from dlio.exchange.distribute import ExchangeHandle, distribute
 from dlio.exchange.script_takeover import take_over
 from dlio.integrations.lightning_losses import LightningLosses, deals_itself
+from dlio.integrations.lightning_shares import SharedBatches, count_batches, uncounted
 from dlio.integrations.objects import REDUCED, AllGather, broadcast_object, gather_tensor
 from dlio.integrations.rank_metrics import keeps_together, reduce_over_ranks
 from dlio.util.arguments import unknown_word
@@ -199,6 +201,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self._losses: LightningLosses | None = None
         """None where the job ends with any rank."""
         self._owns_group = self._failed = False
+        self._batches = SharedBatches()
 
     @property
     def _place(self) -> LaunchInfo:
@@ -269,6 +272,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         super().setup(trainer)
         optimizers = list(self.optimizers) if trainer.state.fn == "fit" else []
         self._ranks = self._start(self.model, optimizers)
+        if self.is_distributed:
+            listen(self._batches)
 
     def _prepare_for_losses(self, trainer: Any) -> None:
         if self._losses is not None:
@@ -292,6 +297,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self._failed = True
 
     def teardown(self) -> None:
+        stop_listening(self._batches)
         # After an error other ranks may not reach a collective.
         if not self._failed:
             if self._ranks is not None:
@@ -312,6 +318,9 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if self._ranks is not None:
             self._ranks.finish()
 
+    def on_train_start(self) -> None:
+        count_batches(self.lightning_module.trainer.fit_loop)
+
     def on_train_epoch_start(self) -> None:
         """Called by Lightning through a callback of ours. Collective."""
         if self._losses is not None:
@@ -320,13 +329,40 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._losses is not None:
             self._losses.begin_batch()
-        if self._ranks is not None:
-            self._ranks.weigh(_samples_in(batch))
+        if self._ranks is None:
+            return
+        share = self._batches.share
+        if share is not None and self._ranks.batches is not None:
+            self._ranks.batches.use(share)
+            return
+        for exchange in self._ranks.exchanges:
+            exchange.weigh(_samples_in(batch))
+
+    def batch_to_device(self, batch: Any, *args: Any, **options: Any) -> Any:
+        moved = super().batch_to_device(batch, *args, **options)
+        self._batches.moves(batch, moved)
+        return moved
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         if any(True for _ in self.lightning_module.parameters(recurse=False)):
             self.finish()  # The module's own parameters are read without a forward hook being run.
-        return super().training_step(*args, **options)
+        with self._counted():
+            return super().training_step(*args, **options)
+
+    def validation_step(self, *args: Any, **options: Any) -> Any:
+        with self._counted():
+            return super().validation_step(*args, **options)
+
+    def test_step(self, *args: Any, **options: Any) -> Any:
+        with self._counted():
+            return super().test_step(*args, **options)
+
+    def _counted(self) -> contextlib.AbstractContextManager[None]:
+        """Keep a batch that repeats other ranks' samples out of the module's metrics."""
+        share = self._batches.share
+        if share is None or share.samples:
+            return contextlib.nullcontext()
+        return uncounted(self.lightning_module)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -49,20 +49,21 @@ def keeps_together(kind: type[Any], name: str, states: Callable[[Any], tuple[str
         recovery = recovery_of(world())
         if recovery is None:
             return original(self, *args, **options)
-        before = {each: _copied(getattr(self, each)) for each in states(self)}
+        before = {each: copied_state(getattr(self, each)) for each in states(self)}
         while True:
             number = recovery.number
             result = original(self, *args, **options)
             if recovery.number == number:
                 return result
             for each, value in before.items():
-                setattr(self, each, _copied(value))
+                setattr(self, each, copied_state(value))
 
     setattr(method, _MARK, True)
     setattr(kind, name, method)
 
 
-def _copied(state: Any) -> Any:
+def copied_state(state: Any) -> Any:
+    """Return a copy of a metric's state: a tensor, or a list of them."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     return list(state) if isinstance(state, list) else state

@@ -105,6 +105,13 @@ class LoaderIterator(Iterator[BatchData]):
         self._theirs = begun.iterator
         self._ended_by = ""
         """What has ended the pass before its last batch; "" if nothing has."""
+        self.before_first: Callable[[LoaderIterator], None] | None = None
+        """Called once, before the first batch."""
+
+    def continue_as(self, other: "LoaderIterator") -> None:
+        """Have the batches of another pass, which nobody else iterates over."""
+        self.__dict__.update(other.__dict__)
+        self.before_first = None
 
     def __len__(self) -> int:
         """Batches of the pass. Raises TypeError if the data set does not know."""
@@ -113,6 +120,9 @@ class LoaderIterator(Iterator[BatchData]):
         return self._length
 
     def __next__(self) -> BatchData:
+        if self.before_first is not None:
+            act, self.before_first = self.before_first, None
+            act(self)
         with torch.autograd.profiler.record_function("enumerate(DataLoader)#dlio.__next__"):
             if self._ended_by:
                 # The end of the loop would look like that of the epoch.

@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ from dlio.comm.data_ranks import place
 from dlio.comm.survival.recovery import recovery_of
 from dlio.comm.world import membership, world
 from dlio.errors import UsageError
+from dlio.exchange.batch_share import BatchShare, announce, is_heard, wants_repeats
 from dlio.loader.assignment.assigner import BatchAssigner, ElasticIterator
 from dlio.loader.assignment.history import AssignmentSpan, SpanRecord
 from dlio.loader.batch_stream import BatchResult, LoaderIterator, RunningPass
@@ -32,6 +34,7 @@ from dlio.loader.contract import (
     UserDataset,
 )
 from dlio.loader.dataset import Dataset
+from dlio.loader.delivery import target_of
 from dlio.loader.diagnosis import diagnose, report
 from dlio.loader.engine_choice import Engines, described
 from dlio.loader.loader_options import (
@@ -42,6 +45,7 @@ from dlio.loader.loader_options import (
     check_arguments,
 )
 from dlio.loader.mixture_dataset import restore_weights
+from dlio.loader.nested_batches import emptied
 from dlio.loader.passes import (
     FormulaOrder,
     InterruptedEpoch,
@@ -53,6 +57,7 @@ from dlio.loader.passes import (
     check_state,
 )
 from dlio.loader.planned_engine.engine import epoch_plan
+from dlio.loader.repeated_samples import repeated_batch, with_repeats
 from dlio.loader.sampler_pass import SamplerOrder
 from dlio.loader.stats import PassStats
 from dlio.loader.third_party import accelerate
@@ -89,7 +94,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
     - Any other map-style data set is asked by threads, in the order that torch would use.
     - In a distributed run (MPI or torch.distributed) without a sampler the ranks share the data.
       Each rank gets its part of every global batch of `batch_size` x ranks samples; the last,
-      smaller one is shared out evenly. An epoch has the same samples on any number of ranks.
+      smaller one is shared out evenly. An epoch has the same samples on any number of ranks. Where
+      gradients are weighed by the loader's batches (`dlio.distribute`, Lightning, Accelerate,
+      Trainer), a rank gets two samples of the last one at least, or samples of others that count
+      nothing; otherwise its batch may be empty.
     - `state_dict` works at any step, `load_state_dict` on any number of ranks and workers.
 
     A batch of labelled images from `dlio.open` is a uint8 tensor of shape (n, 3, size, size) in
@@ -205,6 +213,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         """Indices of the samples of the batch that was handed out last."""
         self.follows_sampler = sampler is not None or batch_sampler is not None
         """True if the order is the user's sampler's, which the ranks do not share."""
+        self.batch_share: BatchShare | None = None
+        """Samples of each rank in the batch that was handed out last; None if ranks do not share
+        it."""
+        self._skipped = 0
+        """Batches that the next pass leaves out."""
         self.end_of_dataloader, self.remainder = False, -1
         self._is_accelerate_prepared = not self.follows_sampler
         self._place = LoaderPosition()
@@ -225,6 +238,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         options = self._options()  # Raises now for options that cannot work.
         if options.has_too_many_workers:
             super().check_worker_number_rationality()
+        if not self.follows_sampler and self.sampler is not None:
+            EpochLink.put_on(self.sampler, self)
+        accelerate.prepare()
 
     @property
     def data(self) -> Dataset:
@@ -258,9 +274,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         # As Lightning does: a sampler of the user's learns of the epoch, too.
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             choose = getattr(sampler, "set_epoch", None)
-            if choose is not None:
+            if choose is not None and not isinstance(choose, EpochLink):
                 choose(epoch)
         self._place = self._place.chosen(epoch, mask)
+
+    def skip_first_batches(self, count: int) -> None:
+        """Have the next pass leave out its first `count` batches, as a resumed run does.
+
+        A position in the middle of an epoch that `load_state_dict` has set goes before. Raises
+        UsageError where the order is not dlio's own.
+        """
+        count = whole_number("count", count, 0)
+        if not self.follows_formula():
+            raise UsageError("skip_first_batches is for orders of dlio's own: give seed=")
+        self._skipped = count
 
     def state_dict(self) -> State:
         """Return the loader's place: batches handed out are consumed, prefetched ones are not.
@@ -345,7 +372,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
         copy = self.__dict__.copy()
-        for name in ("_data", "_current", "_iterator", "_assigner", "plan", "writer"):
+        nothing = ("_data", "_current", "_iterator", "_assigner", "plan", "writer", "batch_share")
+        for name in nothing:
             copy[name] = None
         for name in ("_engines", "_stats"):
             del copy[name]
@@ -356,6 +384,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         self.__dict__.update(state)
         self._stats = PassCounters()
         self._engines = Engines()
+        if not self.follows_sampler and self.sampler is not None:
+            EpochLink.put_on(self.sampler, self)
 
     def check_worker_number_rationality(self) -> None:
         """Leave torch's warning to the end of `__init__`: threads may be more than cores."""
@@ -400,8 +430,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
     def begin(self) -> LoaderIterator:
         """Begin a pass that is assigned to the same ranks until its end."""
         options = self._options()
-        batches, self._place = self._place.open(self._order(options))
-        self._interrupted = None
+        batches, self._place = self._place.open(self._order(options), self._skipped)
+        self._interrupted, self._skipped = None, 0
         ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
@@ -413,8 +443,27 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if "accelerate.state" in sys.modules:
             registration = accelerate.Registration(self, begun.batches.steps)
         iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))
+        if isinstance(begun.batches, PlannedPass):
+            iterator.before_first = partial(self._follow_choice, begun.batches, registration)
         self._current = weakref.ref(iterator)
         return iterator
+
+    def _follow_choice(
+        self,
+        batches: PlannedPass,
+        registration: accelerate.Registration | None,
+        iterator: LoaderIterator,
+    ) -> None:
+        """Begin another pass, if its epoch was chosen after this one began and before its first
+        batch: torch's samplers draw as late as that, and Lightning relies on it."""
+        place = self._place
+        if place.current is not batches or place.epoch is None or place.epoch == batches.epoch:
+            return
+        if registration is not None:
+            registration.step(ended=True)
+        iterator.close()
+        iterator.continue_as(self.begin())
+        self._current = weakref.ref(iterator)
 
     def _handed(
         self,
@@ -434,6 +483,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
                 rank, ranks = place(options.group, options.mesh)
                 begun.spans.write(path_of(options.trace, rank, ranks), rank)
             return
+        self._hand_share(batches, registration is not None and registration.is_active, fed)
         # Before the batch is in the user's hands: a state that is saved in the loop's body counts
         # it.
         batches.consumed()
@@ -449,6 +499,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             assert isinstance(order, FormulaOrder)
             following = PlannedPass(batches.next_state(), order, self._place.mask)
             self._engines.ahead = self._engines.ahead or self._begin(options, following)
+
+    def _hand_share(self, batches: Pass, is_registered: bool, fed: BatchResult) -> None:
+        """Tell those who weigh gradients of a batch that is handed out."""
+        share = None
+        if isinstance(batches, PlannedPass) and batches.formula.left is None:
+            if batches.repeats and not fed.samples and not (is_registered or wants_repeats()):
+                fed.data = emptied(fed.data)
+            formula = batches.formula
+            share = BatchShare(batches.counts(batches.step), formula.rank, fed.samples)
+        self.batch_share = share
+        announce(share, fed.data)
 
     def _begin(self, options: LoaderOptions, batches: Pass) -> RunningPass:
         engines, data = self._engines, self._planned_data()
@@ -469,6 +530,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             transform = data.recipe.batch_transform
         if device is not None or transform is not None:
             begun.feed = engines.delivered(begun.feed, device, transform)
+        if isinstance(batches, PlannedPass) and batches.repeats and batches.formula.rank >= 0:
+            made = None
+            if begun.stats.engine == "planned" and data is not None:
+                made = repeated_batch(options, data, None if device is None else target_of(device))
+            begun.feed = with_repeats(begun.feed, batches, batches.formula.rank, made)
+            next(begun.feed)
         return begun
 
     def _options(self) -> LoaderOptions:
@@ -488,7 +555,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         data = self._planned_data()
         if self._interrupted is not None and self._survivors is not None:
             return self._interrupted.shared(self._survivors)
-        return options.formula(self._order_seed(), self._count(), data, self._survivors)
+        order = options.formula(self._order_seed(), self._count(), data, self._survivors)
+        if order.ranks > 1 and (is_heard() or accelerate.is_used(self)):
+            # Two, for batch normalisation, where batches are not smaller.
+            shares = replace(order.shares, fewest=min(2, min(order.shares.counts)))
+            order = replace(order, shares=shares)
+        return order
 
     def _planned_data(self) -> Dataset | None:
         """The data set as dlio reads it; None if torch's way is taken."""
@@ -566,6 +638,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         return cast(FormulaOrder, self._order(self._options()))
 
     @property
+    def global_batch(self) -> int:
+        """Samples of a step over all ranks; of a loader with batches."""
+        return self._global_batch()
+
+    @property
     def planned(self) -> PlannedPass:
         """The pass that began last, in an order of dlio's own."""
         return cast(PlannedPass, self._place.current)
@@ -579,3 +656,27 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             ranks = RankNodes(np.array(record.node_of, np.int32))
             plan = epoch_plan(batches, mounted, self.mode, ranks)
         return AssignmentSpan(batches, plan, tuple(record.members))
+
+
+class EpochLink:
+    """The `set_epoch` of a loader's own sampler, by which Lightning chooses epochs."""
+
+    def __init__(self) -> None:
+        self._loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+
+    def __call__(self, epoch: int) -> None:
+        for loader in tuple(self._loaders):
+            if loader.follows_formula():
+                loader.set_epoch(epoch)
+
+    def __reduce__(self) -> tuple[type["EpochLink"], tuple[()]]:
+        return EpochLink, ()  # A loader's copy puts itself on.
+
+    @classmethod
+    def put_on(cls, sampler: Any, loader: DataLoader) -> None:
+        """Have a sampler's `set_epoch` choose a loader's epoch, unless it has one of its own."""
+        link = getattr(sampler, "set_epoch", None)
+        if link is None:
+            sampler.set_epoch = link = cls()
+        if isinstance(link, cls):
+            link._loaders.add(loader)

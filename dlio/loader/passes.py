@@ -280,9 +280,12 @@ class LoaderPosition:
         assert isinstance(batches, PlannedPass)
         return batches.whole
 
-    def open(self, order: FormulaOrder | SamplerOrder | None) -> "tuple[Pass, LoaderPosition]":
+    def open(
+        self, order: FormulaOrder | SamplerOrder | None, skipped: int = 0
+    ) -> "tuple[Pass, LoaderPosition]":
         """Make the next pass: resumed, of the epoch that was chosen, or of the next epoch; return
-        it with the place at its beginning. `order` is None for an iterable data set.
+        it with the place at its beginning. `order` is None for an iterable data set. Without a
+        resumed position it begins after the batches `skipped`.
 
         Raises UsageError for a state that does not fit the order.
         """
@@ -303,6 +306,10 @@ class LoaderPosition:
                 # A pass that is over left its random numbers where the next one begins.
                 resumed = self.resumed if self.epoch is None else None
                 batches = SamplerPass(order, epoch, resumed)
+        if skipped and isinstance(batches, PlannedPass) and not batches.cursor.position:
+            assert isinstance(order, FormulaOrder)
+            position = min(skipped * batches.global_batch, batches.whole)
+            batches = PlannedPass(batches.state_at(position, ()), order, self.mask)
         mask = self.mask if self.mask is not None and self.mask[0] == batches.epoch else None
         return batches, LoaderPosition(batches, mask=mask)
 
@@ -357,6 +364,8 @@ class PlannedPass:
         if order.drop_last:
             self._end = cursor.position + self.steps * self.global_batch
         self._step = 0
+        self.repeats = order.shares.fewest > 0
+        """True to yield samples of other ranks where this rank has none, see `repeated`."""
 
     @property
     def own_batch(self) -> int:
@@ -370,14 +379,32 @@ class PlannedPass:
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.steps):
-            yield self.part(step, self.formula.rank)
+            part = self.part(step, self.formula.rank)
+            yield part if part or not self.repeats else self.repeated(step)
+
+    def counts(self, step: int) -> tuple[int, ...]:
+        """Return the number of samples of each rank in one of the pass's steps."""
+        first = self.cursor.position + step * self.global_batch
+        count = min(self.global_batch, self._end - first)
+        if count == self.global_batch:
+            return self.shares.counts
+        return tuple(self.shares.quotas(np.array([count]))[0].tolist())
+
+    def repeated(self, step: int) -> list[int]:
+        """Return samples of a step, for ranks without one that have to compute on some; as many as
+        a rank has at least."""
+        first = self.cursor.position + step * self.global_batch
+        return self._at(first, min(first + max(1, self.shares.fewest), self._end))
 
     def part(self, step: int, rank: int) -> list[int]:
         """Return the samples of a rank in one of the pass's steps, dealt by position alone."""
         first = self.cursor.position + step * self.global_batch
         last = min(first + self.global_batch, self._end)
         part = self.shares.part(last - first, rank)
-        positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
+        return self._at(first + part.start, first + part.stop)
+
+    def _at(self, first: int, last: int) -> list[int]:
+        positions = np.arange(first, last, dtype=np.int64)
         samples: list[int] = self.order.samples(positions).tolist()
         return samples
 
@@ -418,6 +445,11 @@ class PlannedPass:
 
     def consumed(self) -> None:
         self._step += 1
+
+    @property
+    def step(self) -> int:
+        """Number of batches that were handed out."""
+        return self._step
 
     def state(self) -> State:
         # Batches that were handed out count, not those that are made ahead: a resumed run sees

@@ -39,6 +39,10 @@ class RankShares:
 
     counts: tuple[int, ...]
     """Samples of a whole step, by rank; at least 1 each."""
+    fewest: int = 0
+    """If above 0, a smaller step gives a rank this many samples at least, or none: batch
+    normalisation cannot train on a single one. The first ranks share a step of fewer than that for
+    all ranks evenly."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(int(count) != count or count < 1 for count in self.counts):
@@ -68,19 +72,44 @@ class RankShares:
         """Return the places of `rank` in a step of `count` samples.
 
         The parts of all ranks make up `range(count)`, and each is within one sample of the rank's
-        proportion.
+        proportion, unless the step has few samples (see `fewest`).
         """
+        if self._is_small(count):
+            used = self._used(count)
+            return range(count * min(rank, used) // used, count * min(rank + 1, used) // used)
         first, last = int(self.edges[rank]), int(self.edges[rank + 1])
         return range(count * first // self.global_batch, count * last // self.global_batch)
 
     def quotas(self, counts: _I64) -> _I64:
         """Return the samples of each rank in steps of `counts` samples; shape (steps, ranks)."""
-        return np.diff(counts[:, None] * self.edges // self.global_batch, axis=1)
+        edges = counts[:, None] * self.edges // self.global_batch
+        small = np.flatnonzero(counts < self.fewest * len(self.counts))
+        if len(small):
+            few = counts[small, None]
+            used = np.maximum(1, few // self.fewest)
+            edges[small] = few * np.minimum(np.arange(len(self.counts) + 1), used) // used
+        return np.diff(edges, axis=1)
 
     def deal(self, in_step: _I64, counts: _I64) -> npt.NDArray[np.int32]:
         """Return the rank whose `part` contains each place in its step, by the samples of that
         step; shapes (n,).
         """
+        dealt = self._deal_in_proportion(in_step, counts)
+        small = np.flatnonzero(counts < self.fewest * len(self.counts))
+        if len(small):
+            used = np.maximum(1, counts[small] // self.fewest)
+            dealt[small] = ((in_step[small] + 1) * used - 1) // np.maximum(counts[small], 1)
+        return dealt
+
+    def _is_small(self, count: int) -> bool:
+        """True if the first ranks alone share a step of so many samples."""
+        return count < self.fewest * len(self.counts)
+
+    def _used(self, count: int) -> int:
+        """Number of ranks that share a small step."""
+        return max(1, count // self.fewest)
+
+    def _deal_in_proportion(self, in_step: _I64, counts: _I64) -> npt.NDArray[np.int32]:
         if self._is_even:  # At half the cost of a search.
             ranks = len(self.counts)
             return (((in_step + 1) * ranks - 1) // np.maximum(counts, 1)).astype(np.int32)

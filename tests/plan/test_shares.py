@@ -36,6 +36,22 @@ def test_a_step_of_any_size_is_dealt_once_and_in_proportion(
     assert all(place in parts[rank] for place, rank in enumerate(dealt))
 
 
+@given(st.integers(2, 9), st.integers(1, 9), st.integers(0, 60))
+def test_a_rank_gets_few_samples_or_none(batch: int, ranks: int, count: int) -> None:
+    shares = RankShares((batch,) * ranks, fewest=2)
+    parts = [shares.part(count, rank) for rank in range(ranks)]
+    assert list(chain(*parts)) == list(range(count))
+    assert all(len(part) != 1 for part in parts) or count == 1
+    assert not count or len(parts[0])
+    lengths = [len(part) for part in parts]
+    assert lengths == shares.quotas(np.array([count]))[0].tolist()
+    if count >= 2 * ranks:
+        assert lengths == [len(RankShares.even(batch, ranks).part(count, r)) for r in range(ranks)]
+    places = np.arange(count, dtype=np.int64)
+    dealt = shares.deal(places, np.full(count, count, np.int64)).tolist()
+    assert all(place in parts[rank] for place, rank in enumerate(dealt))
+
+
 @given(st.integers(1, 20), st.integers(1, 9), st.integers(0, 200))
 def test_equal_shares_are_the_even_ones(batch: int, ranks: int, count: int) -> None:
     shares = RankShares.even(batch, ranks)

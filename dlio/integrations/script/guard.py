@@ -194,10 +194,12 @@ class ScriptGuard:
 
     def depart(self, into: torch.Tensor, factor: float) -> None:
         # On the host as plain numbers: each operation of torch takes some microseconds.
-        losses = [0.0 if each.is_cuda else each.item() * factor for each in self._losses]
+        # That of a sample of weight 0 may be NaN.
+        counted = self._losses if factor else []
+        losses = [0.0 if each.is_cuda else each.item() * factor for each in counted]
         losses += [0.0] * (_LOSSES - len(losses))
         into.copy_(torch.tensor([*losses, *self._numbers()], dtype=into.dtype))
-        for place, loss in enumerate(self._losses):
+        for place, loss in enumerate(counted):
             if loss.is_cuda:
                 into[place] = loss.detach().reshape(()) * factor  # Without waiting for the device.
 

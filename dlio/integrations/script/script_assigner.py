@@ -7,9 +7,12 @@ none is left, they are a batch of their own.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import add
+
+from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import Recovery, RecoveryPart, recovery_of
@@ -60,6 +63,8 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
         """Batches that the script has computed on, and whose gradients are not summed yet."""
         self.missed = 0
         """Samples of lost ranks that no pass could repeat, as it had ended."""
+        self._fewest = 0
+        self._watch = register_module_buffer_registration_hook(self._registered)
         if self._recovery is not None:
             self._recovery.register(self)
 
@@ -69,6 +74,7 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
         """
         largest = max(map(len, batches), default=1)
         whole = _ScriptPass(deque(batches))
+        shares = replace(shares, fewest=self._fewest)
         while whole.left or whole.again:
             again, whole.again = whole.again, []
             if not whole.left:
@@ -82,7 +88,7 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
             if self._recovery is not None:
                 rank = members.index(self.groups.me)
                 if len(shares.counts) != len(members):
-                    shares = RankShares.even(1, len(members))
+                    shares = RankShares((1,) * len(members), self._fewest)
             yield ScriptAssignment(self, whole, shares, members, rank)
         whole.over = True
 
@@ -109,8 +115,15 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
                         self._recovery.count_requeued(member, len(lost))
         self._open = []
 
+    def _registered(self, module: nn.Module, name: str, buffer: object) -> None:
+        # Of a single sample it has no statistics, and raises: with fewer than two for each rank the
+        # first ones alone share a batch.
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            self._fewest = 2
+
     def close(self) -> None:
         """Take no part in later recoveries."""
+        self._watch.remove()
         if self._recovery is not None:
             self._recovery.unregister(self)
 
@@ -129,14 +142,15 @@ class ScriptAssignment:
         self._assigner, self._whole = assigner, whole
         self._shares, self._members = shares, members
         self.mine: list[list[int]] = []
-        """This rank's samples of each batch; one sample where it has none."""
+        """This rank's samples of each batch; some of others where it has none."""
         self.weights: list[float] = []
         """Number of this rank's samples in each batch: the weight of its gradients."""
         for batch in whole.left:
             part = shares.part(len(batch), rank)
-            # With fewer samples than ranks, a rank without one computes on a sample of weight 0.
+            # A rank without a sample computes on some of weight 0.
             self.weights.append(float(len(part)))
-            self.mine.append(batch[part.start : part.stop] if len(part) else batch[:1])
+            some = batch[: max(1, shares.fewest)]
+            self.mine.append(batch[part.start : part.stop] if len(part) else some)
 
     def take(self, weight: float) -> ScriptBatch:
         """Note that the script gets this rank's share of the next batch."""

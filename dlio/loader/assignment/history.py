@@ -98,7 +98,7 @@ class SpanRecord:
         order = replace(
             formula,
             rank=0,
-            shares=RankShares(tuple(self.shares)),
+            shares=RankShares(tuple(self.shares), formula.shares.fewest),
             left=None if self.left is None else tuple(self.left),
             members=tuple(self.began),
         )

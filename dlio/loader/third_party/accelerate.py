@@ -1,10 +1,21 @@
 """Hugging Face Accelerate, whose `prepare` leaves a loader alone that says it is prepared, and then
-uses it like one of its own."""
+uses it like one of its own.
+
+Accelerate fills the last batch up with samples of the first one, trains on them again, and cuts
+them off its metrics. dlio's ranks have other numbers of samples instead, and three functions of
+Accelerate are replaced, for dlio's loaders alone: `backward` weighs a rank's loss by its samples,
+`gather_for_metrics` gathers parts of different sizes, and `skip_first_batches` asks the loader.
+"""
 
 import sys
+import types
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
+
+from dlio.exchange.batch_share import BatchShare, listen, share_of
 
 
 class PreparedLoader(Protocol):
@@ -26,7 +37,11 @@ class Registration:
         loader.end_of_dataloader = False
         loader.remainder = -1
         module = _module_in_use(loader)
+        self.is_active = module is not None
+        """True if Accelerate uses the loader."""
         if module is not None:
+            prepare()
+            listen(_weights)
             self._state = module.GradientState()
             self._state._add_dataloader(loader)
 
@@ -51,6 +66,11 @@ def device(loader: PreparedLoader) -> torch.device | None:
     return None if target.type == "cpu" else target
 
 
+def is_used(loader: PreparedLoader) -> bool:
+    """True if Accelerate uses the loader."""
+    return _module_in_use(loader) is not None
+
+
 def _module_in_use(loader: PreparedLoader) -> Any:
     """accelerate.state, if the process uses Accelerate and this loader is prepared."""
     module = sys.modules.get("accelerate.state")
@@ -58,3 +78,149 @@ def _module_in_use(loader: PreparedLoader) -> Any:
         return None
     # Scripts import Accelerate without using it.
     return module if module.AcceleratorState._shared_state else None
+
+
+# Weights of the ranks' losses
+
+
+class LossWeights:
+    """The batch that the next loss is of: the one that was handed out last, or the one whose
+    tensors the model is given, as a loop may take several batches before it computes."""
+
+    def __init__(self) -> None:
+        self._share: BatchShare | None = None
+        self.fixed: float | None = None
+        """Weight of the next losses, for a loop that knows better."""
+
+    def wants_repeats(self) -> bool:
+        """False: the loader that is registered decides."""
+        return False
+
+    def took(self, share: BatchShare | None) -> None:
+        """Learn of the batch that is handed out."""
+        self._share = share
+
+    def sees(self, module: object, args: Any, options: Any) -> None:
+        """Learn of the arguments of a model that is prepared."""
+        share = None if torch.compiler.is_compiling() else share_of([args, options])
+        if share is not None:
+            self._share = share
+
+    def weight(self) -> float:
+        """Return the factor of the loss of this rank."""
+        if self.fixed is not None:
+            return self.fixed
+        return 1.0 if self._share is None else self._share.weight
+
+
+_weights = LossWeights()
+
+
+def loss_weights() -> LossWeights:
+    """Return the weights of this process's losses."""
+    return _weights
+
+
+def prepare() -> None:
+    """Replace Accelerate's functions, once it is imported."""
+    module: Any = sys.modules.get("accelerate.accelerator")
+    kind = getattr(module, "Accelerator", None)  # None while it is being imported.
+    if kind is None or getattr(kind, "_knows_dlio", False):
+        return
+    kind._knows_dlio = True
+    kind.backward = _backward(kind.backward)
+    kind.gather_for_metrics = _gather_for_metrics(kind.gather_for_metrics)
+    skip = sys.modules["accelerate.data_loader"].skip_first_batches
+    # Its code: scripts and Trainer have imported the function by name.
+    _originals["skip"] = types.FunctionType(skip.__code__, skip.__globals__, skip.__name__)
+    _originals["skip"].__defaults__ = skip.__defaults__
+    skip.__code__ = _skip_first_batches.__code__
+
+
+_originals: dict[str, Any] = {}
+
+
+def _backward(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def backward(accelerator: Any, loss: Any, *args: Any, **options: Any) -> None:
+        for model in accelerator._models:
+            if not getattr(model, "_dlio_sees", False):
+                model._dlio_sees = True
+                model.register_forward_pre_hook(_weights.sees, with_kwargs=True)
+        weight = _weights.weight() if accelerator.num_processes > 1 else 1.0
+        if weight != 1.0:
+            # A repeated sample's loss may be NaN; it counts 0.
+            loss = loss * weight if weight else torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0.0
+        original(accelerator, loss, *args, **options)
+
+    return backward
+
+
+def _skip_first_batches(dataloader, num_batches=0):  # type: ignore[no-untyped-def]
+    # This code runs as Accelerate's function: it sees that module's names, not this one's.
+    from dlio.loader.third_party.accelerate import skipped
+
+    return skipped(dataloader, num_batches)
+
+
+def skipped(loader: Any, count: int) -> Any:
+    """Return a loader that leaves out the first `count` batches, as Accelerate's function does;
+    one of dlio's leaves them out of its next pass."""
+    ask = getattr(loader, "skip_first_batches", None)
+    if ask is None or not loader.follows_formula():
+        return _originals["skip"](loader, count)
+    ask(count)
+    return loader
+
+
+# Metrics
+
+
+def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def gather(accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        loader = accelerator.gradient_state.active_dataloader
+        share = getattr(loader, "batch_share", None)
+        if not isinstance(share, BatchShare):
+            return original(accelerator, input_data, use_gather_object)
+        size = loader.batch_size
+        if share.is_even and share.counts[0] == size:
+            return original(accelerator, input_data, use_gather_object)
+        utils: Any = sys.modules["accelerate.utils"]
+        try:
+            utils.recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object:
+            if isinstance(input_data, list | tuple | torch.Tensor) and not share.samples:
+                input_data = input_data[:0]
+            return utils.gather_object(input_data)
+        return utils.recursively_apply(
+            lambda tensor: _gathered(accelerator, tensor, share, size), input_data
+        )
+
+    return gather
+
+
+def _gathered(accelerator: Any, tensor: torch.Tensor, share: BatchShare, size: int) -> torch.Tensor:
+    """Return the rows of all ranks that are of samples, in the order of ranks."""
+    rows = tensor.reshape(1) if not tensor.ndim else tensor
+    own = torch.tensor([len(rows), share.samples], device=rows.device)
+    lengths = accelerator.gather(own).reshape(-1, 2).tolist()
+    most = max(length for length, _ in lengths)
+    if most > len(rows):
+        rows = torch.cat([rows, rows.new_zeros((most - len(rows), *rows.shape[1:]))])
+    whole = accelerator.gather(rows.contiguous())
+    kept = [
+        whole[rank * most : rank * most + _rows_of(length, samples, size)]
+        for rank, (length, samples) in enumerate(lengths)
+    ]
+    return torch.cat(kept)
+
+
+def _rows_of(length: int, samples: int, size: int) -> int:
+    """Return how many of a rank's rows are of its samples. There are as many, or one value of the
+    batch is repeated for a whole one, as Trainer does with losses."""
+    if not samples:
+        return 0
+    return samples if length == size else length

@@ -1,0 +1,128 @@
+"""Loops of one's own over a `dlio.DataLoader`, without `weigh`, against one process of torch's.
+
+`batch_weights_checks.py`, as ranks of mpirun; each rank raises what is wrong.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dlio
+from dlio.comm import world
+
+BATCH = 4
+
+
+def data(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, torch.randn(count, 1, generator=generator))
+
+
+def model(normalised: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    middle = [nn.BatchNorm1d(6, track_running_stats=False)] if normalised else []
+    return nn.Sequential(nn.Linear(4, 6), *middle, nn.Linear(6, 1))
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def alone(count: int, accumulated: int, normalised: bool) -> torch.Tensor:
+    net, (x, y) = model(normalised), data(count).tensors
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    batches = torch.split(torch.arange(count), BATCH * world().size)
+    for number, batch in enumerate(batches):
+        torch.autograd.backward(nn.functional.mse_loss(net(x[batch]), y[batch]) / accumulated)
+        if (number + 1) % accumulated == 0 or number + 1 == len(batches):
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(net)
+
+
+def together(
+    count: int,
+    accumulated: int,
+    normalised: bool,
+    exchange: str = "allreduce",
+    holds: bool = False,
+    ahead: bool = False,
+    workers: int = 0,
+    tiers: str | None = None,
+) -> torch.Tensor:
+    """Train; `ahead` takes each batch before the step of the one before it."""
+    net = model(normalised)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loader = dlio.DataLoader(data(count), BATCH, seed=1, num_workers=workers, tiers=tiers)
+    with dlio.distribute(net, optimizer, exchange) as ranks:
+        iterator: Any = iter(loader)
+        steps = len(loader)
+        batches = list(iterator) if ahead else iterator
+        for number, (x, y) in enumerate(batches):
+            last = (number + 1) % accumulated == 0 or number + 1 == steps
+            ranks.hold(holds and not last)
+            assert len(x), "an empty batch in training"
+            torch.autograd.backward(nn.functional.mse_loss(net(x), y) / accumulated)
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        net.eval()
+        # A repeated sample would count in evaluation, so there a batch may be empty.
+        evaluated = [number for x, _ in loader for number in x[:, 0].tolist()]
+        everything = [number for each in world().allgather(evaluated) for number in each]
+        assert sorted(everything) == sorted(data(count).tensors[0][:, 0].tolist())
+        ranks.finish()
+    loader.close()
+    return flat(net)
+
+
+def weighed_by_hand() -> torch.Tensor:
+    """A loop that calls `weigh`, as before."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with dlio.distribute(net, optimizer) as ranks:
+        for x, y in dlio.DataLoader(data(27), BATCH, seed=1):
+            ranks.weigh(len(x))
+            optimizer.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(net(x), y))
+            optimizer.step()
+    return flat(net)
+
+
+def main() -> None:
+    assert world().size == 2
+    near = torch.testing.assert_close
+    for count in (25, 26, 27, 1):
+        for accumulated, options in (
+            (1, {}),
+            (1, {"exchange": "local-sgd(1)"}),
+            (2, {}),
+            (2, {"holds": True}),
+            (1, {"ahead": True, "workers": 2}),
+            (1, {"tiers": "ram:8MiB"}),
+        ):
+            got = together(count, accumulated, False, **options)
+            wanted = alone(count, accumulated, False)
+            near(got, wanted, rtol=0, atol=1e-5, msg=f"{count} {accumulated} {options}")
+    # Two samples, and three, are on one rank: its statistics are one process's.
+    for count in (10, 11):
+        net, (x, y) = model(True), data(count).tensors
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        loader = dlio.DataLoader(data(count), BATCH, seed=1)
+        loader.skip_first_batches(1)
+        with dlio.distribute(net, optimizer):
+            for inputs, targets in loader:
+                torch.autograd.backward(nn.functional.mse_loss(net(inputs), targets))
+        reference = model(True)
+        torch.autograd.backward(nn.functional.mse_loss(reference(x[8:]), y[8:]))
+        for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+            near(mine.grad, theirs.grad, rtol=0, atol=1e-5)
+    near(weighed_by_hand(), alone(27, 1, False), rtol=0, atol=1e-5)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,221 @@
+"""Resumes in the middle of the second of three epochs: `resumed.py FOLDER PART FRAMEWORKS`.
+
+PART `train` saves a checkpoint of each framework after 32 samples, and `resume` continues it; as
+one process, or as ranks of mpirun. Each rank writes the samples of each epoch to
+FOLDER/PART-FRAMEWORK-RANKS-RANK.json.
+"""
+
+# ruff: noqa: E402
+import json
+import logging
+import os
+import sys
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.lean_lightning import leave_out_unused_packages
+
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1))
+
+import torch
+from torch import nn
+
+import dlio
+
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+_COUNT, _BATCH, _EPOCHS = 24, 4, 3
+STEPS = 32 // (_BATCH * RANKS)
+"""Steps to the checkpoint."""
+Seen = dict[int, list[int]]
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return _COUNT
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([float(index)]), "labels": torch.tensor(0.0)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.latest: list[int] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.latest = x[:, 0].int().tolist()
+        return {"loss": (self.layer(x)[:, 0] - labels).square().mean() * 1e-3}
+
+
+def loader() -> dlio.DataLoader:
+    return dlio.DataLoader(Numbers(), _BATCH, shuffle=True, seed=5)
+
+
+def with_lightning(folder: Path, resumes: bool) -> Seen:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from dlio.integrations.lightning import DlioStrategy
+
+    seen: Seen = defaultdict(list)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.net(**batch)["loss"]
+            seen[self.trainer.current_epoch] += self.net.latest
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    save = ModelCheckpoint(str(folder), "mid", every_n_train_steps=STEPS)
+    trainer = lightning.Trainer(
+        max_epochs=_EPOCHS,
+        max_steps=-1 if resumes else STEPS,
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=DlioStrategy(),
+        logger=False,
+        callbacks=[] if resumes else [save],
+        enable_checkpointing=not resumes,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    path = str(folder / "mid.ckpt") if resumes else None
+    trainer.fit(Module(), loader(), ckpt_path=path, weights_only=False)
+    return seen
+
+
+def with_accelerate(folder: Path, resumes: bool) -> Seen:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    model, optimizer, train = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), loader()
+    )
+    accelerator.register_for_checkpointing(train)
+    if resumes:
+        accelerator.load_state(str(folder / "state"))
+    seen: Seen = defaultdict(list)
+    steps = 0
+    for epoch in range(1 if resumes else 0, _EPOCHS):
+        train.set_epoch(epoch)
+        for batch in train:
+            accelerator.backward(model(**batch)["loss"])
+            seen[epoch] += net.latest
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if steps == STEPS and not resumes:
+                accelerator.save_state(str(folder / "state"))
+                return seen
+    return seen
+
+
+def with_transformers(folder: Path, resumes: bool) -> Seen:
+    import transformers
+
+    from dlio.integrations import TrainerMixin
+
+    seen: Seen = defaultdict(list)
+
+    class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, unused-ignore]
+        def training_step(self, *args: Any, **options: Any) -> Any:
+            loss = super().training_step(*args, **options)
+            seen[int(self.state.epoch or 0)] += net.latest
+            return loss
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = not resumes
+
+    net = Net()
+    args = transformers.TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        num_train_epochs=_EPOCHS,
+        per_device_train_batch_size=_BATCH,
+        use_cpu=True,
+        ddp_backend="gloo" if RANKS > 1 else None,
+        report_to=[],
+        save_strategy="no" if resumes else "steps",
+        save_steps=STEPS,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=5,
+    )
+    trainer = Trainer(model=net, args=args, train_dataset=Numbers(), callbacks=[Stop()])
+    saved = [str(path) for path in (folder / "trainer").glob("checkpoint-*")]
+    trainer.train(resume_from_checkpoint=saved[0] if resumes else None)
+    return seen
+
+
+def with_boundaries(folder: Path, resumes: bool) -> dict[str, Any]:
+    """Checkpoints at an epoch's last step, and at its end, with Lightning's own strategy: the
+    samples of each epoch of the whole training, and of the resumed one."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.seen: Seen = defaultdict(list)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.net(**batch)["loss"]
+            self.seen[self.trainer.current_epoch] += self.net.latest
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    result: dict[str, Any] = {}
+    steps = _COUNT // _BATCH
+    for name, when in (("step", {"every_n_train_steps": steps}), ("end", {"every_n_epochs": 1})):
+        save = ModelCheckpoint(str(folder), f"{name}-{{step}}", save_top_k=-1, **when)
+        for callbacks, path in (([save], None), ([], str(folder / f"{name}-step={steps}.ckpt"))):
+            module = Module()
+            trainer = lightning.Trainer(
+                max_epochs=_EPOCHS,
+                accelerator="cpu",
+                logger=False,
+                callbacks=callbacks,
+                enable_checkpointing=bool(callbacks),
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(module, loader(), ckpt_path=path, weights_only=False)
+            result[f"{name}, {'whole' if callbacks else 'resumed'}"] = dict(module.seen)
+    return result
+
+
+def main(folder: Path, part: str, frameworks: list[str]) -> None:
+    if RANKS > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # Looked at, not used.
+        os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(RANK)}
+        where = f"file://{folder}/store-{part}"
+        torch.distributed.init_process_group("gloo", where, rank=RANK, world_size=RANKS)
+    for framework in frameworks:
+        own = folder / framework
+        own.mkdir(exist_ok=True)
+        seen = globals()[f"with_{framework}"](own, part == "resume")
+        name = f"{part}-{framework}-{RANKS}-{RANK}.json"
+        (folder / name).write_text(json.dumps(seen))
+    if RANKS > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    leave_out_unused_packages()
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","))

@@ -1,0 +1,268 @@
+"""Trains and evaluates with Lightning, Trainer and Accelerate, and compares with one process.
+
+`tail_table.py FOLDER FRAMEWORKS CASES`, as ranks of mpirun. A case is a size of the data set, a
+batch size per rank and a number of accumulated batches. Rank 0 writes the faults to
+FOLDER/faults.json, by framework, with the number of cases.
+"""
+
+# ruff: noqa: E402
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.lean_lightning import leave_out_unused_packages
+
+RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
+RANKS = int(os.environ["OMPI_COMM_WORLD_SIZE"])
+
+import torch
+from torch import nn
+
+import dlio
+
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+_RATE = 0.1
+Case = tuple[int, int, int]
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    """Samples of which the first value tells the number."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(count, 3, generator=generator)
+        self.inputs[:, 0] = torch.arange(count)
+        self.targets = torch.randn(count, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.inputs[index], "labels": self.targets[index]}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(3, 1)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen += x[:, 0].int().tolist()
+        scaled = x * torch.tensor([1 / 40, 1.0, 1.0])
+        outputs = self.layer(scaled)[:, 0]
+        logits = torch.stack([x[:, 0], outputs], 1)
+        return {"loss": (outputs - labels).square().mean(), "logits": logits}
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def alone(case: Case, whole_groups: bool) -> tuple[torch.Tensor, float, float]:
+    """Train an epoch in one process by torch alone: the weights, the mean loss of the training, and
+    that of the evaluation afterwards. A last group of fewer accumulated batches is divided by their
+    number, unless `whole_groups`."""
+    size, batch_size, accumulated = case
+    data, net = Numbers(size), Net()
+    optimizer = torch.optim.SGD(net.parameters(), _RATE)
+    batches = torch.split(torch.arange(size), batch_size * RANKS)
+    total = 0.0
+    for first in range(0, len(batches), accumulated):
+        group = batches[first : first + accumulated]
+        for batch in group:
+            loss = net(data.inputs[batch], data.targets[batch])["loss"]
+            (loss / (accumulated if whole_groups else len(group))).backward()
+            total += float(loss) * len(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    net.eval()
+    with torch.no_grad():
+        evaluated = float(net(data.inputs, data.targets)["loss"])
+    return flat(net), total / size, evaluated
+
+
+def compared(net: Net, case: Case, weights: torch.Tensor) -> Iterator[str]:
+    """The faults of a training."""
+    off = float((flat(net) - weights).abs().max())
+    if not off < 1e-5:
+        yield f"weights off by {off}"
+    shares: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(shares, net.seen)
+    if {each for share in shares for each in share} != set(range(case[0])):
+        yield f"samples {shares}"
+
+
+def near(name: str, value: Any, wanted: float) -> Iterator[str]:
+    if not abs(float(value) - wanted) < 1e-5:
+        yield f"{name} {float(value)}, not {wanted}"
+
+
+def in_order(rows: Any, case: Case) -> Iterator[str]:
+    numbers = [int(each) for each in rows]
+    if numbers != list(range(case[0])):
+        yield f"predictions of samples {numbers}"
+
+
+def with_lightning(case: Case) -> Iterator[str]:
+    import lightning
+
+    import dlio.integrations.lightning
+
+    size, batch_size, accumulated = case
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.net(**batch)["loss"]
+            self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("val", self.net(**batch)["loss"], sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), _RATE)
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=RANKS,
+        strategy="dlio",
+        accumulate_grad_batches=accumulated,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loaders = [dlio.DataLoader(Numbers(size), batch_size, seed=3) for _ in range(2)]
+    trainer.fit(module, *loaders)
+    weights, trained, evaluated = alone(case, whole_groups=True)
+    yield from compared(module.net, case, weights)
+    yield from near("train_epoch", trainer.callback_metrics["train_epoch"], trained)
+    yield from near("val", trainer.callback_metrics["val"], evaluated)
+
+
+def with_accelerate(case: Case) -> Iterator[str]:
+    from accelerate import Accelerator
+
+    size, batch_size, accumulated = case
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+    net = Net()
+    loaders = [dlio.DataLoader(Numbers(size), batch_size, seed=3) for _ in range(2)]
+    model, optimizer, train, test = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), _RATE), *loaders
+    )
+    for batch in train:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    yield from compared(net, case, alone(case, whole_groups=True)[0])
+    gathered: list[float] = []
+    for batch in test:
+        gathered += accelerator.gather_for_metrics(batch)["x"][:, 0].tolist()
+    yield from in_order(gathered, case)
+    # The rest of an epoch, once over all ranks.
+    skips = size // (2 * batch_size * RANKS)
+    rest: list[Any] = [None] * RANKS
+    mine = [
+        int(number)
+        for batch in accelerator.skip_first_batches(test, skips)
+        if test.batch_share.samples
+        for number in batch["x"][:, 0]
+    ]
+    torch.distributed.all_gather_object(rest, mine)
+    numbers = sorted(number for share in rest for number in share)
+    if numbers != list(range(skips * batch_size * RANKS, size)):
+        yield f"after {skips} batches samples {numbers}"
+
+
+def with_transformers(case: Case) -> Iterator[str]:
+    import transformers
+
+    from dlio.integrations import TrainerMixin
+
+    size, batch_size, accumulated = case
+
+    class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, unused-ignore]
+        def get_train_dataloader(self) -> Any:
+            loader = super().get_train_dataloader()
+            loader.shuffle = False
+            return loader
+
+    net = Net()
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=1,
+            per_device_train_batch_size=batch_size,
+            per_device_eval_batch_size=batch_size,
+            gradient_accumulation_steps=accumulated,
+            learning_rate=_RATE,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            use_cpu=True,
+            ddp_backend="gloo",
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        trainer = Trainer(
+            model=net,
+            args=args,
+            train_dataset=Numbers(size),
+            eval_dataset=Numbers(size),
+            optimizers=(torch.optim.SGD(net.parameters(), _RATE), None),
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            done = trainer.train()
+        weights, trained, evaluated = alone(case, whole_groups=False)
+        yield from compared(net, case, weights)
+        if accumulated == 1 and size % (batch_size * RANKS) == 0:
+            yield from near("train_loss", done.training_loss, trained)
+        predicted = trainer.predict(Numbers(size))
+        yield from in_order(predicted.predictions[:, 0], case)
+        yield from near("eval_loss", predicted.metrics["test_loss"], evaluated)
+
+
+def main(folder: Path, frameworks: list[str], cases: list[Case]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # Looked at, not used.
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(RANK)}
+    where = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", where, rank=RANK, world_size=RANKS)
+    result: dict[str, Any] = {}
+    for framework in frameworks:
+        train = globals()[f"with_{framework}"]
+        faults = {}
+        for case in cases:
+            of_case = list(train(case))
+            if of_case:
+                faults[str(case)] = of_case
+        result[framework] = {"cases": len(cases), "faults": faults}
+    if RANK == 0:
+        (folder / "faults.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    leave_out_unused_packages()
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2].split(","), json.loads(sys.argv[3]))

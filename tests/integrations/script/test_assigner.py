@@ -1,0 +1,50 @@
+"""How `dlio run` deals a script's batches to the ranks."""
+
+from collections.abc import Callable
+from itertools import chain
+
+import pytest
+from torch import nn
+
+from dlio.comm.single import SingleCommunicator
+from dlio.integrations.script.script_assigner import ScriptAssigner
+from dlio.plan.rank_shares import RankShares
+
+
+class _Rank(SingleCommunicator):
+    """One of several ranks, as far as a deal asks."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+
+def _dealt(batches: list[list[int]], ranks: int, script: Callable[[], object]) -> list[list[int]]:
+    """The samples that count of each batch and rank, in a script that makes a model first."""
+    dealt: list[list[int]] = []
+    for rank in range(ranks):
+        assigner = ScriptAssigner(_Rank(rank, ranks))
+        script()
+        deal = next(assigner.deals(batches, RankShares.even(1, ranks)))
+        assert all(deal.mine), "a rank has nothing to compute on"
+        pairs = zip(deal.mine, deal.weights, strict=True)
+        dealt += [mine[: int(weight)] for mine, weight in pairs]
+        for mine, weight in zip(deal.mine, deal.weights, strict=True):
+            assert len(mine) == weight or not weight
+        assigner.close()
+    return dealt
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("count", range(1, 12))
+def test_ranks_get_two_samples_or_none_where_there_is_batch_normalisation(
+    count: int, ranks: int
+) -> None:
+    batch = list(range(count))
+    for affine in (True, False):
+        parts = _dealt([batch], ranks, lambda: nn.BatchNorm1d(3, affine=affine))  # noqa: B023
+        assert list(chain(*parts)) == batch
+        assert all(len(part) != 1 for part in parts) or count == 1
+    parts = _dealt([batch], ranks, lambda: nn.Linear(3, 3))
+    assert list(chain(*parts)) == batch
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
