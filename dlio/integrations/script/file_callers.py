@@ -11,6 +11,8 @@ from typing import Final
 
 _OURS: Final = frozenset({"dlio", "dlio_readers", "dlio_staging", "dlio_bench"})
 _HERE: Final = "dlio.integrations.script."
+_OWN: Final = _HERE + "step_records"
+"""The module of this package that writes files of dlio's."""
 _LIBRARIES: Final = tuple(
     path.rstrip("/") + "/"
     for key in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -33,7 +35,7 @@ _CACHES: Final = (
 
 def is_dlios(name: str) -> bool:
     """True if a module, by its name, is dlio's and not of this package."""
-    return name.partition(".")[0] in _OURS and not name.startswith(_HERE)
+    return name.partition(".")[0] in _OURS and (name == _OWN or not name.startswith(_HERE))
 
 
 def is_called_by_dlio() -> bool:
@@ -68,7 +70,8 @@ def _callers() -> Iterator[tuple[str, str]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(_HERE) and name not in ("contextlib", "functools"):
+        is_here = name.startswith(_HERE) and name != _OWN
+        if not is_here and name not in ("contextlib", "functools"):
             yield name, frame.f_code.co_filename
         frame = frame.f_back
 

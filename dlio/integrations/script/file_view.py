@@ -306,10 +306,11 @@ class FileView:
         if self._journal is not None:
             self._journal.settle()
 
-    def publish(self) -> None:
-        """Make real all that the real file system lacks: this rank has become rank 0."""
+    def publish(self, is_chosen: Callable[[str], bool] = lambda _: True) -> None:
+        """Make real those of the chosen paths that the real file system lacks: this rank has become
+        rank 0, or the paths have its name."""
         for path, state in sorted(self._states.items(), key=lambda item: item[0]):
-            if state is not _OWN or _exists(path):
+            if state is not _OWN or _exists(path) or not is_chosen(path):
                 continue
             place = self._scratch + path
             try:

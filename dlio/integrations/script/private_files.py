@@ -15,6 +15,7 @@ import atexit
 import builtins
 import importlib
 import os
+import re
 import shutil
 import stat
 import sys
@@ -114,6 +115,14 @@ class PrivateFiles:
             with self.inside():
                 self.view.adopt(name, real)
                 self.view.settle()
+
+    def hand_over(self) -> None:
+        """Make real the files that have this rank's number in their path where one of rank 0 has a
+        0: the script has asked for its rank, and means to write one for each. To be called once
+        rank 0 has written all of its own."""
+        if not self.passes():
+            with self.inside():
+                self.view.publish(lambda path: _is_of_rank(path, self._comm.rank))
 
     # For the replaced functions
 
@@ -339,3 +348,12 @@ class PrivateFiles:
             f"the script starts other programs, such as {os.path.basename(*word)}: every rank "
             "does, and they write their files for real"
         )
+
+
+def _is_of_rank(path: str, rank: int) -> bool:
+    """True if a path has a rank's number where another that is there has a 0."""
+    return any(
+        os.path.lexists(f"{path[: number.start()]}{0:0{len(number[0])}}{path[number.end() :]}")
+        for number in re.finditer(r"\d+", path)
+        if int(number[0]) == rank
+    )

@@ -183,6 +183,8 @@ class _ScriptTakeover:
             self._context.guard.meet("its end", weights=True)
         self._ranks.finish()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
+        if self._comm.size > 1:
+            self._files.hand_over()
         self._tell_losses()
 
     def close(self) -> None:

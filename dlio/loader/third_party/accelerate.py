@@ -156,7 +156,7 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
-def _skip_first_batches(dataloader, num_batches=0):  # type: ignore[no-untyped-def]
+def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     # This code runs as Accelerate's function: it sees that module's names, not this one's.
     from dlio.loader.third_party.accelerate import skipped
 

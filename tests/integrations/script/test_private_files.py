@@ -80,3 +80,28 @@ subprocess.run(["true"])
     assert done.returncode == 0, done.stderr
     assert f"{target} is written by every rank" in done.stderr
     assert "starts other programs, such as true" in done.stderr
+
+
+@pytest.mark.mpi
+def test_files_that_have_the_ranks_number_in_their_names_are_written_by_each(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+for name in (f"part-{rank:03}.txt", f"run/{rank}/log.txt", "epoch1.txt", "all.txt"):
+    os.makedirs(os.path.dirname(os.path.abspath(name)), exist_ok=True)
+    with open(name, "a") as file:
+        file.write(f"{rank}")
+"""
+    )
+    (tmp_path / "tmp").mkdir()
+    done = _run(tmp_path, "-m", "dlio.cli", "run", "-n", "2", str(script))
+    assert done.returncode == 0, done.stderr
+    texts = {name: (tmp_path / name).read_text() for name in ("epoch1.txt", "all.txt")}
+    assert texts == {"epoch1.txt": "0", "all.txt": "0"}
+    for rank in (0, 1):
+        assert (tmp_path / f"part-{rank:03}.txt").read_text() == str(rank)
+        assert (tmp_path / "run" / str(rank) / "log.txt").read_text() == str(rank)
