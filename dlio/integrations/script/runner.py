@@ -26,6 +26,7 @@ from dlio.exchange.buckets import broadcast_tensors
 from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
+from dlio.integrations.script.loss_weights import LossWeights
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
@@ -97,6 +98,7 @@ class _ScriptTakeover:
             nodes = find_nodes(comm, options.pretend_nodes)
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (0, self._steps))
+        self._losses = LossWeights(comm, context, lambda: self._ranks.exchanges)
         context.waited = lambda: self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
@@ -117,6 +119,8 @@ class _ScriptTakeover:
             put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
             put(nn.Module, "train", self._mode_set(nn.Module.train))
             put(torch, "save", self._saved(torch.save))
+            put(torch.autograd, "backward", self._losses.around_backward(torch.autograd.backward))
+            put(torch.amp.GradScaler, "scale", self._losses.around_scale(torch.amp.GradScaler.scale))
             put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
             made = self._group_made(torch.distributed.init_process_group)
             put(torch.distributed, "init_process_group", made)
@@ -146,6 +150,7 @@ class _ScriptTakeover:
         # After an error other ranks may not reach a collective.
         if sys.exc_info()[0] is None:
             self._ranks.close()
+            self._losses.close()
         self._context.assigner.close()
 
     def notes(self) -> list[str]:
@@ -166,8 +171,9 @@ class _ScriptTakeover:
             notes.append("the script created no torch optimizer: every rank did all of the work")
         elif self._comm.size > 1 and self._steps and not context.shared:
             notes.append(
-                "the script trained without a torch DataLoader: every rank computed all samples; "
-                "the result is correct, but no faster than one process"
+                "the script trained without a torch DataLoader, or had taken all batches before it "
+                "trained on the first: every rank computed all samples; the result is correct, but "
+                "no faster than one process"
             )
         return notes
 
@@ -203,6 +209,7 @@ class _ScriptTakeover:
 
     def _has_stepped(self, *_: object) -> None:
         self._steps += 1
+        self._context.stepped()
         self._tell_losses()
 
     def _tell_losses(self) -> None:
@@ -231,6 +238,7 @@ class _ScriptTakeover:
             result = original(scaler, optimizer, *args, **options)
             exchange = self._ranks.exchange_of(optimizer)
             if self._steps == before and exchange is not None:
+                self._context.stepped()
                 exchange.before_step()
                 exchange.after_step()
             return result
@@ -249,13 +257,15 @@ class _ScriptTakeover:
         """
         if self._context.aside or is_bare_copy(module):
             return  # Pruning tries its plan on this copy; it is not trained.
-        if self._context.training:
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients:
             self._context.use(inputs)
         exchanges = self._modules.get(module)
         if exchanges is None:
             exchanges = self._look_at(module)
         for exchange in exchanges:
-            exchange.weigh(self._context.weight)
+            if with_gradients:
+                exchange.weigh(self._context.weight)
             if not self._context.training:
                 exchange.finish()
 
