@@ -10,6 +10,7 @@ such as a sum that is divided by the batch size of the script, or a mean over to
 masked. Before each backward ranks add up their counts, in one message of 2.5 KiB.
 """
 
+import time
 import zlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,9 @@ from dlio.integrations.script.share import ScriptContext
 _TERMS: Final = 24
 """Most terms of a loss with weights of their own."""
 _DIVISORS: Final = 3
-_ROW: Final = 4 + 3 * _DIVISORS
+_ROW: Final = 5 + 3 * _DIVISORS
+_UNEVEN: Final = 3
+"""Steps with uneven counts after which the script may pad."""
 _LOOKS: Final = 2
 """Times that the whole graph of a loss is searched, for each line of the script."""
 
@@ -75,8 +78,13 @@ class LossWeights:
         self._recovers = recovery_of(comm) is not None
         self._comm = comm if self._recovers else comm.dup()
         self._context, self._exchanges = context, exchanges
+        self.wait_s = 0.0
+        """Seconds that this rank has waited for others so far."""
         self._is_inside = False
         self._looks: dict[str, int] = {}
+        self._uneven: dict[str, int] = {}
+        """By line and operation, steps in which means without a mask had uneven counts; -1 if a
+        mask was seen."""
         self._unscaled: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         """By a loss that a gradient scaler has scaled, the loss itself."""
 
@@ -229,7 +237,9 @@ class LossWeights:
             self._comm.wait([self._comm.iallreduce(total)], "the terms of the loss")
             return total
 
+        began = time.perf_counter()
         total = uniform(self._comm, add)
+        self.wait_s += time.perf_counter() - began
         ranks, marks, squares, *sums = total[: len(head)].tolist()
         alike = abs(ranks * squares - marks**2) < 0.5
         return _Totals(*sums, alike, total[len(head) :].reshape(_TERMS, _ROW))
@@ -245,7 +255,7 @@ class LossWeights:
             return term.count, row[0]
         ranks = row[3]
         for number, divisor in enumerate(term.divisors[:_DIVISORS]):
-            values, squares, counts = row[4 + 3 * number : 7 + 3 * number]
+            values, squares, counts = row[5 + 3 * number : 8 + 3 * number]
             differs = ranks * squares - values**2 > 1e-9 * values**2
             if divisor.is_tensor:
                 if not divisor.is_factor:
@@ -315,13 +325,20 @@ class LossWeights:
         counts: Sequence[tuple[float, float] | None],
     ) -> None:
         for term, row, count in zip(found.terms, totals.terms, counts, strict=False):
-            if count is not None and not term.is_sum and term.pads:
-                if not _is_proportional(row, totals.squared):
-                    self._context.say(
-                        f"{script_line()}: {term.name} is a mean over padded elements: each rank "
-                        "pads to the longest sample of its part, one process to that of the batch, "
-                        "so gradients differ slightly. Mask what is padded, as by ignore_index"
-                    )
+            if count is None or term.is_sum or _is_proportional(row, totals.squared):
+                continue
+            key = f"{script_line()} {term.name}"
+            if row[4] < row[3]:
+                self._uneven[key] = -1  # Something is masked.
+            elif self._uneven.get(key, 0) >= 0:
+                self._uneven[key] = self._uneven.get(key, 0) + 1
+            if self._uneven[key] == _UNEVEN:
+                self._context.say(
+                    f"{script_line()}: {term.name} counts all elements of parts of a batch whose "
+                    "samples have other lengths. If the script pads them, one process pads to the "
+                    "longest of the batch and counts more: mask padding, as by ignore_index, to "
+                    "train as one process does"
+                )
 
 
 def _is_count(term: LossTerm, divisor: Divisor, size: int) -> bool:
@@ -343,14 +360,14 @@ def _is_proportional(row: npt.NDArray[np.float64], squared: float) -> bool:
 
 def _row(term: LossTerm, batch: ScriptBatch, is_dummy: bool) -> list[float]:
     """Return what ranks add up of a term: its count, the square, the product with the samples, one,
-    and of each divisor the number, its square, and 1 if it counts samples."""
+    one if it may count padding, and of each divisor the number, its square, and 1 if it counts samples."""
     row = [0.0] * _ROW
     if not batch.weight or is_dummy:
         return row
-    row[:4] = [term.count, term.count**2, term.count * batch.weight, 1.0]
+    row[:5] = [term.count, term.count**2, term.count * batch.weight, 1.0, float(term.pads)]
     for number, divisor in enumerate(term.divisors[:_DIVISORS]):
         value, counts = divisor.value, term.counts(divisor.value, int(batch.weight))
-        row[4 + 3 * number : 7 + 3 * number] = [value, value**2, float(counts)]
+        row[5 + 3 * number : 8 + 3 * number] = [value, value**2, float(counts)]
     return row
 
 

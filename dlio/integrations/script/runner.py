@@ -27,6 +27,7 @@ from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
 from dlio.integrations.script.loss_weights import LossWeights
+from dlio.integrations.script.readings import METHODS, Readings
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
@@ -99,7 +100,9 @@ class _ScriptTakeover:
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (0, self._steps))
         self._losses = LossWeights(comm, context, lambda: self._ranks.exchanges)
-        context.waited = lambda: self._ranks.statistics().get("wait_s", 0.0)
+        self._readings = Readings(context)
+        context.after_pass = self._readings.tell
+        context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -119,6 +122,8 @@ class _ScriptTakeover:
             put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
             put(nn.Module, "train", self._mode_set(nn.Module.train))
             put(torch, "save", self._saved(torch.save))
+            for name in METHODS:
+                put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
             put(torch.autograd, "backward", self._losses.around_backward(torch.autograd.backward))
             put(torch.amp.GradScaler, "scale", self._losses.around_scale(torch.amp.GradScaler.scale))
             put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
@@ -142,6 +147,7 @@ class _ScriptTakeover:
     def finish(self) -> None:
         """Complete pending messages, so that weights are those of the next step. Collective."""
         self._ranks.finish()
+        self._readings.tell()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         self._tell_losses()
 

@@ -21,6 +21,12 @@ _ROOTS: Final = tuple(
 
 
 @cache
+def is_foreign(file: str) -> bool:
+    """True for a file that is no part of torch or dlio."""
+    return not os.path.realpath(file).startswith(_ROOTS[1:])
+
+
+@cache
 def is_script(file: str) -> bool:
     """True for a file of the user's: none of Python's, of an installed package or of dlio."""
     path = os.path.realpath(file)

@@ -46,6 +46,12 @@ class ScriptContext:
         self.passes = PassMemory()
         self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         """Losses that hold the value of the whole batch."""
+        self.divides_now = False
+        """True while the script has numbers of divided batches, in their pass and after it."""
+        self.last_divided: ScriptBatch | None = None
+        """The divided batch that the script got last."""
+        self.after_pass: Callable[[], None] = lambda: None
+        """Called at the end of a pass over divided batches."""
         self.balance = False
         """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0
@@ -65,6 +71,11 @@ class ScriptContext:
         return torch.is_grad_enabled() and (divides or not self.evaluating)
 
     @property
+    def is_in_pass(self) -> bool:
+        """True while the script has a batch of a pass under way."""
+        return bool(self._current)
+
+    @property
     def lead(self) -> ScriptBatch | None:
         """The divided batch that a loss is from, or one of them; None if there is none."""
         latest = [batch for batch in self._current.values() if batch.divided]
@@ -80,6 +91,9 @@ class ScriptContext:
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = self._current[use] = batch
+        self.divides_now = batch.divided
+        if batch.divided:
+            self.last_divided = batch
         items = data if isinstance(data, list | tuple) else [data]
         for item in data.values() if isinstance(data, dict) else items:
             if isinstance(item, torch.Tensor):
@@ -87,13 +101,16 @@ class ScriptContext:
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
-        self._latest = None
+        self._latest, self.divides_now = None, False
         if torch.is_grad_enabled():
             self.weight, self._used = 1.0, None
 
     def ended(self, use: PassUse) -> None:
         """Note that a pass has ended."""
+        self.divides_now = use.trains
         self._current.pop(use, None)
+        if use.trains:
+            self.after_pass()
         if (said := use.end()) is not None:
             self.say(said)
 
@@ -293,6 +310,7 @@ class SharingLoader(DataLoader):
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
                 with computing() if deal.divided else nothing, measured:
                     yield data
+                context.divides_now = False  # A data set may read tensors, too.
                 if deal.is_over():
                     inner._end_pass()
                     break
