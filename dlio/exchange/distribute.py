@@ -85,13 +85,15 @@ class ExchangeHandle(Closable):
         """Return an optimizer's exchange, None if it has none."""
         return self._of_optimizer.get(optimizer)
 
-    def weigh(self, samples: float) -> None:
-        """Announce that the next losses of this rank are means over `samples` samples.
+    def weigh(self, samples: float, whole: float | None = None) -> None:
+        """Announce that the next losses of this rank are means over `samples` samples, of a batch
+        of `whole` samples on all ranks, if that is known.
 
-        Ranks then count in proportion to their samples; without a call all ranks count alike.
+        Ranks then count in proportion to their samples; without a call all ranks count alike. Call
+        it before each backward, those that are held included.
         """
         for exchange in self.exchanges:
-            exchange.weigh(samples)
+            exchange.weigh(samples, whole)
 
     def before_backward(self, samples: int, planned: int) -> None:
         """Announce, in place of `weigh`, that the next loss is a sum over this rank's `samples`,

@@ -59,13 +59,17 @@ class Exchange:
         shared.
         """
 
-    def weigh(self, samples: float) -> None:
-        """Announce a backward whose loss is the mean over `samples` samples of this rank."""
+    def weigh(self, samples: float, whole: float | None = None) -> None:
+        """Announce a backward whose loss is the mean over `samples` samples of this rank, of a
+        batch of `whole` samples on all ranks, if that is known.
+        """
 
     def hold(self, held: bool) -> None:
         """While held, leave gradients local, to accumulate several backwards.
 
-        The next backward that is not held, or the step, averages their sum.
+        The next backward that is not held, or the step, averages their sum. A call of `weigh`
+        before each of them weighs that one alone, if it tells the size of the whole batch.
+        Otherwise all of a rank's have the largest of its weights, and those of 0 samples none.
         """
 
     def before_step(self) -> None:

@@ -110,7 +110,7 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
         # All ranks divide their sums by the same number, so the node's mean weighs samples alike.
         self._within.before_backward(1, self._ranks)
 
-    def weigh(self, samples: float) -> None:
+    def weigh(self, samples: float, whole: float | None = None) -> None:
         self._within.weigh(samples)
 
     def hold(self, held: bool) -> None:

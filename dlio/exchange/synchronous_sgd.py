@@ -82,6 +82,8 @@ class _GradientWeights:
     """Factor of gradients before they are summed."""
     scale: float = 1.0
     """Factor of the mean."""
+    part: float = 1.0
+    """Factor of gradients that are added to those of held backward passes."""
     everything: bool = False
     """Take part in the average also if no backward has run here: a rank may be without samples."""
 
@@ -134,6 +136,10 @@ class SynchronousSgd(Exchange):
         self._held = False
         """Value of the last call of `hold`."""
         self._weights = _GradientWeights()
+        self._is_weighed = False
+        """True from a call of `weigh` to the first gradient."""
+        self._unit: float | None = None
+        """Unit of the gradients that `.grad` holds while backward passes are held: a `part`."""
         self._wait_s = 0.0
         self._ranks = comm.size
         """Ranks at the beginning, by which a loss is scaled."""
@@ -147,6 +153,9 @@ class SynchronousSgd(Exchange):
         gradient, if buckets do not carry them."""
         self._peer_lost = False
         """True if a rank was lost while this average's sums were under way."""
+        self._scales = False
+        """True once held backward passes have had different weights."""
+        self._hooks: list[Any] = []
         self._make_buckets()
         self._commit = RoundCommit(context, self)
 
@@ -167,8 +176,16 @@ class SynchronousSgd(Exchange):
             float(samples), scale=planned / self._ranks, everything=True
         )
 
-    def weigh(self, samples: float) -> None:
-        self._weights = _GradientWeights(samples, factor=samples)
+    def weigh(self, samples: float, whole: float | None = None) -> None:
+        if whole:
+            part = samples * self._ranks / whole
+            self._weights = _GradientWeights(factor=part, part=part)
+        else:
+            self._weights = _GradientWeights(samples, factor=samples, part=float(samples > 0))
+        self._is_weighed = True
+        if not self._scales and self._weights.part != (self._unit or self._weights.part or 1.0):
+            self._scales = True
+            self._hook_scales()
 
     def hold(self, held: bool) -> None:
         self._held = held
@@ -216,6 +233,7 @@ class SynchronousSgd(Exchange):
         # All parameters have a bucket, also those that this rank's backward does not reach. Summed
         # by the ranks that had gradients only, buckets of the same size added different layers in
         # silence.
+        self._hooks = []
         groups = in_buckets(self._named) if self._comm.size > 1 or self._keeps else []
         extras = [len(group) + 1 if self._carries_weight else 0 for group in groups]
         self._buckets = [
@@ -232,14 +250,22 @@ class SynchronousSgd(Exchange):
             for place, parameter in enumerate(bucket.parameters)
         }
         """(bucket, place in it) of each parameter, in the order of buckets."""
+        if self._scales:
+            self._hook_scales()
         self._summed_weight = np.zeros(1 + len(self._position))
         self._begin_step()
-        self._hooks = []
         for parameter in self._position:
             hooked: Any = parameter  # torch does not annotate the method.
             self._hooks.append(hooked.register_post_accumulate_grad_hook(self._gradient_ready))
 
+    def _hook_scales(self) -> None:
+        """Have held gradients be scaled from now on: the weights of held backward passes differ."""
+        for parameter in self._position:
+            self._hooks.append(parameter.register_hook(self._scaled))
+
     def _begin_step(self) -> None:
+        self._unit, self._of_step = None, []
+        """Weights of the backward passes since the last average, where `weigh` announced them."""
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         """By bucket, parameters whose gradient has not been copied into it."""
         self._started = 0
@@ -255,8 +281,20 @@ class SynchronousSgd(Exchange):
 
     # During backward. Autograd calls the hooks, on its own thread for a GPU.
 
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Weigh a gradient that is added to those of held backward passes."""
+        if self._unit is None and not self._held:
+            return None
+        part = self._weights.part
+        unit = self._unit or part or 1.0
+        return None if part == unit else gradient * (part / unit)
+
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
+        if self._is_weighed:
+            self._is_weighed = False
+            self._of_step.append(self._weights.weight)
         if self._held:
+            self._unit = self._unit or self._weights.part or 1.0
             self._phase = StepPhase.HELD
             return
         if self._phase not in (StepPhase.BACKWARD, StepPhase.UNSENT):
@@ -267,7 +305,7 @@ class SynchronousSgd(Exchange):
         if number < self._started:
             # The second gradient of this backward: the sum of both is taken at the end.
             return
-        self._copy(parameter, self._weights.factor)
+        self._copy(parameter)
         self._missing[number].discard(parameter)
         if self._peer_lost or self._may_not_send():
             return
@@ -314,10 +352,10 @@ class SynchronousSgd(Exchange):
         """Start a bucket's sum, after copying the gradients that it lacks."""
         bucket = self._buckets[number]
         for parameter in uncopied:
-            self._copy(parameter, self._weights.factor)
+            self._copy(parameter)
         if self._carries_weight:
             with torch.no_grad():
-                bucket.flat[-1] = self._weights.weight
+                bucket.flat[-1] = self._weight()
                 bucket.flat[-1 - len(bucket.parameters) : -1] = 1
                 for place, parameter in enumerate(reversed(bucket.parameters)):
                     if parameter.grad is None:
@@ -328,15 +366,22 @@ class SynchronousSgd(Exchange):
         self._progress.go()
 
     @torch.no_grad()
-    def _copy(self, parameter: nn.Parameter, factor: float) -> None:
+    def _copy(self, parameter: nn.Parameter) -> None:
         number, place = self._position[parameter]
         view = self._buckets[number].views[place]
         if parameter.grad is None:
             view.zero_()
             return
         view.copy_(parameter.grad)
+        is_held = self._unit is not None and self._of_step
+        factor = (self._unit or 0.0) * self._weight() if is_held else self._weights.factor
         if factor != 1.0:
             view.mul_(factor)
+
+    def _weight(self) -> float:
+        """Weight of this rank: the largest of the backward passes that are averaged together."""
+        is_held = self._unit is not None and self._of_step
+        return max(self._of_step) if is_held else self._weights.weight
 
     # At the end of backward.
 
@@ -374,7 +419,7 @@ class SynchronousSgd(Exchange):
         self._wait_for_sums()
         if not self._carries_weight:
             flags = [float(parameter.grad is not None) for parameter in self._position]
-            self._summed_weight[:] = [self._weights.weight, *flags]
+            self._summed_weight[:] = [self._weight(), *flags]
             request = self._comm.iallreduce(self._summed_weight)
             self._comm.wait([request], "the number of samples")
 

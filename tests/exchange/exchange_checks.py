@@ -305,6 +305,32 @@ def check_parts(comm: Communicator) -> None:
         exchange.close()
 
 
+def check_held_weights(comm: Communicator) -> None:
+    """Held backward passes on other numbers of samples have the gradients of the whole batches.
+
+    The last rank has no sample of the last batch.
+    """
+    sizes = (2 * comm.size, 3 * comm.size - 1, max(comm.size - 1, 1))
+    torch.manual_seed(3)
+    net = nn.Linear(4, 3)
+    exchange = started("allreduce", net, comm, seed=0)
+    whole = copy.deepcopy(net)
+    for number, size in enumerate(sizes):
+        x = samples(number, size)[0][:, :4]
+        places = share(size, comm.size, comm.rank)
+        mine = x[places] if len(places) else x[:1]
+        exchange.weigh(len(places), size)
+        exchange.hold(number < 2)
+        net(mine).square().mean().backward()
+        whole(x).square().mean().backward()
+    exchange.before_step()
+    for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert difference(a.grad, b.grad) < 1e-6
+    exchange.close()
+
+
 def check_types(comm: Communicator) -> None:
     """Models of any types become rank 0's to the last bit, and their mean keeps the precision."""
     net = nn.Linear(2, 2, dtype=torch.float64)
@@ -364,6 +390,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "compressed_pairs": check_compressed_pairs,
     "distribute": check_distribute,
     "parts": check_parts,
+    "held_weights": check_held_weights,
     "reached": check_reached,
     "types": check_types,
     "presets": check_presets,
