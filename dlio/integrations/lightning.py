@@ -25,7 +25,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from dlio.comm import Communicator, mpi_ranks, world
 from dlio.comm.board import end_step
@@ -36,6 +35,7 @@ from dlio.exchange import parse_exchange
 from dlio.exchange.buckets import averaged_state
 from dlio.exchange.distribute import ExchangeHandle, distribute
 from dlio.exchange.script_takeover import take_over
+from dlio.integrations.batch_size import BatchSize
 from dlio.integrations.lightning_losses import LightningLosses, deals_itself
 from dlio.integrations.objects import REDUCED, AllGather, broadcast_object, gather_tensor
 from dlio.integrations.rank_metrics import keeps_together, reduce_over_ranks
@@ -198,6 +198,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self._ranks: ExchangeHandle | None = None
         self._losses: LightningLosses | None = None
         """None where the job ends with any rank."""
+        self._batch_size = BatchSize()
         self._owns_group = self._failed = False
 
     @property
@@ -321,7 +322,10 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if self._losses is not None:
             self._losses.begin_batch()
         if self._ranks is not None:
-            self._ranks.weigh(_samples_in(batch))
+            fit = self.lightning_module.trainer.fit_loop
+            loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
+            usual = getattr(loaders[0], "batch_size", None) if len(loaders) == 1 else None
+            self._ranks.weigh(self._batch_size.of(batch, usual))
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         if any(True for _ in self.lightning_module.parameters(recurse=False)):
@@ -502,14 +506,6 @@ class _EpochStart(_callbacks.Callback):  # type: ignore[misc]
 def _logged_states(metric: Any) -> tuple[str, ...]:
     """Return the attributes of Lightning's logged value that its computation changes."""
     return ("cumulated_batch_size",) if hasattr(metric, "cumulated_batch_size") else ()
-
-
-def _samples_in(batch: Any) -> float:
-    """Number of samples in a batch: the length of its first tensor, or 1 without a tensor."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return float(len(leaf))
-    return 1.0
 
 
 def _destroy_group() -> None:
