@@ -22,6 +22,6 @@ class BatchSize:
         if not leaves:
             return 1.0
         shape = leaves[0].shape
-        if usual in shape[:2]:
+        if usual is not None and usual in shape[:2]:
             self._dim = list(shape).index(usual)
         return float(shape[min(self._dim, len(shape) - 1)])

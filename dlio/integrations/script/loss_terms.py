@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Divisor:
-    """A number that a sum over samples is divided by, or by whose inverse it is multiplied."""
+    """A number by which a sum over samples is divided, or multiplied by its inverse."""
 
     value: float
     is_tensor: bool = False
@@ -60,13 +60,13 @@ class LossTerms:
 
     terms: list[LossTerm] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Operations through which a loss is no mean or sum over samples."""
+    """Operations through which a loss is not a mean or sum over samples."""
     has_constants: bool = False
     """True if a part depends on parameters alone, such as a penalty."""
 
 
 class _State(Enum):
-    """What a tensor of the graph depends on."""
+    """Dependence of a tensor of the graph."""
 
     CONSTANT = auto()
     """Parameters alone."""
@@ -107,7 +107,12 @@ _BY_DIM: Final = (
     "AmaxBackward0",
     "AminBackward0",
 )
-_LOOKUPS: Final = ("EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
+_LOOKUPS: Final = (
+    "EmbeddingBackward0",
+    "IndexBackward0",
+    "IndexSelectBackward0",
+    "GatherBackward0",
+)
 _PRODUCTS: Final = ("MmBackward0", "BmmBackward0", "MvBackward0")
 _LAYERS: Final = (
     "AddmmBackward0",
@@ -176,7 +181,7 @@ def batch_dim(shape: Sequence[int], samples: int) -> int:
 
 
 class GraphStates:
-    """Tells what tensors of one graph depend on. `samples` is the size of the samples' dimension."""
+    """Dependences of the tensors of one graph, whose batch has a number of samples."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -194,7 +199,7 @@ class GraphStates:
             children = [] if _is_of_data(last) else _inputs(last)
             unknown = [each for each in children if each not in known]
             if not unknown or (left := left - 1) < 0:
-                known[last] = self._found(last, [known.get(f, _State.SAMPLES) for f in children])
+                known[last] = self._combined(last, [known.get(f, _State.SAMPLES) for f in children])
                 stack.pop()
             else:
                 stack += unknown
@@ -204,28 +209,28 @@ class GraphStates:
         """True if a node's output depends on parameters alone."""
         return self.of(node) is _State.CONSTANT
 
-    def _found(self, node: Any, below: list[_State]) -> _State:
+    def _combined(self, node: Any, below: list[_State]) -> _State:
         name = name_of(node)
         if name == "AccumulateGrad":
             known = isinstance(node.variable, torch.nn.Parameter)
             return _State.CONSTANT if known else _State.SAMPLES
-        found = max(below, key=lambda each: each.value, default=_State.SAMPLES)
-        if found is _State.CONSTANT:
+        state = max(below, key=lambda each: each.value, default=_State.SAMPLES)
+        if state is _State.CONSTANT:
             # Parameters and another tensor without a gradient: the other one may be data.
             mixes = len(below) < len(node.next_functions)
             same = shape_of(node) == shape_of(_inputs(node)[0])
             is_data = name in _LOOKUPS or (mixes and not same)
-            return _State.SAMPLES if is_data else found
-        if found is _State.SAMPLES:
+            return _State.SAMPLES if is_data else state
+        if state is _State.SAMPLES:
             if name in _PRODUCTS:
                 return _product_state(node, self._samples)
             if name in _FUSED:
-                return _State.REDUCED if node._saved_reduction else found
+                return _State.REDUCED if node._saved_reduction else state
             if name in _WHOLE or not shape_of(node):
                 return _State.REDUCED
             if name in _BY_DIM and _reduces_samples(node, self._samples):
                 return _State.REDUCED
-        return found
+        return state
 
 
 def _product_state(node: Any, samples: int) -> _State:
@@ -280,22 +285,22 @@ def dims_of(node: Any, rank: int) -> tuple[int, ...]:
 
 def find_terms(roots: Sequence[torch.Tensor], states: GraphStates) -> LossTerms:
     """Return the terms of a loss, or of several: the tensors on which backward is called."""
-    found = LossTerms()
+    terms = LossTerms()
     stack: list[tuple[Any, Any, tuple[Divisor, ...]]] = []
     for root in roots:
         node = root.grad_fn
         if node is None:
             continue
-        if root.numel() > 1 and states.of(node) is _State.SAMPLES:
+        if root.ndim and states.of(node) is _State.SAMPLES:
             # Backward of a vector is that of its sum.
-            found.terms.append(LossTerm(node, node, "sum", True, 0.0, tuple(root.shape)))
+            terms.terms.append(LossTerm(node, node, "sum", True, 0.0, tuple(root.shape)))
         else:
             stack.append((node, node, ()))
     while stack:
         node, point, divisors = stack.pop()
-        for child, is_alone, more in _visited(node, point, divisors, states, found):
+        for child, is_alone, more in _visited(node, point, divisors, states, terms):
             stack.append((child, point if is_alone else child, (*more, *divisors)))
-    return found
+    return terms
 
 
 def _visited(
@@ -303,7 +308,7 @@ def _visited(
     point: Any,
     divisors: tuple[Divisor, ...],
     states: GraphStates,
-    found: LossTerms,
+    into: LossTerms,
 ) -> list[tuple[Any, bool, tuple[Divisor, ...]]]:
     """Find the terms at a node, whose output has no dimension of samples. `point` is the highest
     node from which all gradients go there.
@@ -312,20 +317,20 @@ def _visited(
     """
     name = name_of(node)
     if states.is_constant(node):
-        found.has_constants = True
+        into.has_constants = True
         return []
     if name in _FUSED and node._saved_reduction:
-        found.terms.append(_fused_term(node, point, divisors))
+        into.terms.append(_fused_term(node, point, divisors))
         return []
     children = _inputs(node)
     if name in (*_MEANS, *_SUMS) and states.of(children[0]) is _State.SAMPLES:
-        found.terms.append(_reduction(node, point, divisors))
+        into.terms.append(_reduction(node, point, divisors))
         return []
     if name in _PRODUCTS or name in ("DotBackward0", "VdotBackward0"):
         if all(size == 1 for size in shape_of(node)):
-            found.terms.append(LossTerm(point, node, "product", True, 0.0, (), divisors))
+            into.terms.append(LossTerm(point, node, "product", True, 0.0, (), divisors))
             return []
-        found.unknown.append("product over the batch")
+        into.unknown.append("product over the batch")
         return []
     of_samples = [each for each in children if not states.is_constant(each)]
     if name.startswith(("MulBackward", "DivBackward")):
@@ -334,9 +339,9 @@ def _visited(
     elif name in (*_LINEAR, *_MEANS, *_SUMS) and all(
         states.of(each) is _State.REDUCED for each in of_samples
     ):
-        found.has_constants |= len(of_samples) < len(children)
+        into.has_constants |= len(of_samples) < len(children)
         return [(each, len(children) == 1, ()) for each in of_samples]
-    found.unknown.append(operation(node))
+    into.unknown.append(operation(node))
     return []
 
 

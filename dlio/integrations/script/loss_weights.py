@@ -34,14 +34,14 @@ from dlio.integrations.script.loss_terms import (
     find_terms,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
-from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.script_assigner import ScriptBatch
+from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext
 
 _TERMS: Final = 24
 """Most terms of a loss with weights of their own."""
 _DIVISORS: Final = 3
-_ROW: Final = 5 + 3 * _DIVISORS
+_ROW: Final = 5 + 4 * _DIVISORS
 _UNEVEN: Final = 3
 """Steps with uneven counts after which the script may pad."""
 _LOOKS: Final = 2
@@ -61,6 +61,22 @@ class _Totals:
     """True if all ranks have the same terms."""
     terms: npt.NDArray[np.float64]
     """Sums of `_row`, one row for each term."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """A number that a mean divides by, and its sums over the ranks."""
+
+    own: float
+    whole: float
+    squared: float
+    by_samples: float
+    """Sum of products with the ranks' samples."""
+
+    def is_even(self, totals: _Totals) -> bool:
+        """True if the ranks' counts are in proportion to their samples."""
+        product = self.squared * totals.squared
+        return abs(self.by_samples**2 - product) <= 1e-9 * product
 
 
 class LossWeights:
@@ -141,25 +157,23 @@ class LossWeights:
         self._context.whole_losses[root] = True
 
     @contextmanager
-    def _weighed(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch
-    ) -> Iterator[float | None]:
+    def _weighed(self, roots: Sequence[torch.Tensor], batch: ScriptBatch) -> Iterator[float | None]:
         """Weigh the terms of a loss inside the `with` block. Yields the loss of the whole batch, or
         None if it is unknown."""
-        found = find_terms(roots, GraphStates(max(int(batch.weight), 1)))
-        self._tell(roots, batch, found)
+        parts = find_terms(roots, GraphStates(max(int(batch.weight), 1)))
+        self._tell(roots, batch, parts)
         exchanges = self._exchanges()
         factors: Sequence[float] = []
         value = None
         if exchanges and all(each.alike for each in exchanges):
             for exchange in exchanges:
                 exchange.weigh(batch.weight)
-            factors, value = self._together(roots, batch, found)
+            factors, value = self._together(roots, batch, parts)
         elif exchanges and batch.weight:
-            factors = self._alone(batch, found)
+            factors = self._alone(batch, parts)
         handles = []
         try:
-            for term, factor in zip(found.terms, factors, strict=False):
+            for term, factor in zip(parts.terms, factors, strict=False):
                 if abs(factor - 1) > 1e-9:
                     handles.append(term.node.register_prehook(_times(factor)))
             yield value
@@ -167,7 +181,7 @@ class LossWeights:
             for handle in handles:
                 handle.remove()
 
-    def _alone(self, batch: ScriptBatch, found: LossTerms) -> list[float]:
+    def _alone(self, batch: ScriptBatch, parts: LossTerms) -> list[float]:
         """Return factors by which this rank's own gradient is about that of the whole batch."""
         if self._context.batch == "per-rank":
             return []
@@ -176,21 +190,21 @@ class LossWeights:
             1.0
             if not term.is_sum or any(_is_count(term, each, size) for each in term.divisors)
             else ratio
-            for term in found.terms
+            for term in parts.terms
         ]
 
     def _together(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, found: LossTerms
+        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms
     ) -> tuple[Sequence[float], float | None]:
         """Return the factor of each term, and the loss of the whole batch if it is known."""
         rows = [
             _row(term, batch, self._context.has_dummy and term.shape[:1] == (1,))
-            for term in found.terms[:_TERMS]
+            for term in parts.terms[:_TERMS]
         ]
         loss = 0.0
         if len(roots) == 1 and roots[0].numel() == 1 and batch.weight:
             loss = float(roots[0].detach())
-        totals = self._totals(batch.weight, found, rows, loss)
+        totals = self._totals(batch.weight, parts, rows, loss)
         if not totals.samples:
             return [], None
         if not totals.alike:
@@ -202,30 +216,36 @@ class LossWeights:
             return [], None
         counts = [
             self._count(term, row, len(batch.samples))
-            for term, row in zip(found.terms, totals.terms, strict=False)
+            for term, row in zip(parts.terms, totals.terms, strict=False)
         ]
-        self._tell_padding(found, totals, counts)
-        value = self._value(roots, found, totals, counts)
+        if self._context.is_alone:
+            self._tell_padding(parts, totals, counts)
+        elif batch.weight and not any(row[3] for row in rows):
+            self._context.say(
+                f"{script_line()}: a batch has fewer samples than there are ranks, next to one of "
+                "another loader with one sample for a rank: this step leaves that rank out",
+                any_rank=True,
+            )
+        value = self._value(roots, parts, totals, counts)
         if not batch.weight:
             return [], value
         ratio = totals.samples / batch.weight
         of_sum = ratio if self._context.batch == "global" else 1.0
         factors = []
         for row, count in zip(rows, counts, strict=False):
-            own, whole = (row[0], 0.0) if count is None else count
             if not row[3]:
                 factors.append(0.0)
             elif count is None:
                 factors.append(of_sum)
             else:
-                factors.append(own / whole * ratio if whole else 1.0)
+                factors.append(count.own / count.whole * ratio if count.whole else 1.0)
         return factors, value
 
     def _totals(
-        self, weight: float, found: LossTerms, rows: Sequence[Sequence[float]], loss: float
+        self, weight: float, parts: LossTerms, rows: Sequence[Sequence[float]], loss: float
     ) -> _Totals:
-        mark = zlib.crc32("/".join(term.key for term in found.terms).encode()) & 0xFFFFF
-        first = rows[0][0] if rows else 0.0
+        mark = zlib.crc32("/".join(term.key for term in parts.terms).encode()) & 0xFFFFF
+        first = _likely_count(parts) if weight else 0.0
         head = [1, mark, mark**2, weight, weight**2, loss * weight, loss * first, loss]
         own = np.zeros(len(head) + _TERMS * _ROW, np.float64)
         own[: len(head)] = head
@@ -242,75 +262,74 @@ class LossWeights:
         self.wait_s += time.perf_counter() - began
         ranks, marks, squares, *sums = total[: len(head)].tolist()
         alike = abs(ranks * squares - marks**2) < 0.5
-        return _Totals(*sums, alike, total[len(head) :].reshape(_TERMS, _ROW))
+        table = total[len(head) :].reshape(_TERMS, _ROW)
+        return _Totals(sums[0], sums[1], sums[2], sums[3], sums[4], alike, table)
 
-    def _count(
-        self, term: LossTerm, row: npt.NDArray[np.float64], whole: int
-    ) -> tuple[float, float] | None:
-        """Return what a mean divides by on this rank and on all; None for a sum.
+    def _count(self, term: LossTerm, row: npt.NDArray[np.float64], whole: int) -> _Count | None:
+        """Return what a mean divides by; None for a sum.
 
         All ranks decide alike, as they do by totals. `whole` is the size of the batch.
         """
         if not term.is_sum:
-            return term.count, row[0]
+            return _Count(term.count, *row[:3].tolist())
         ranks = row[3]
         for number, divisor in enumerate(term.divisors[:_DIVISORS]):
-            values, squares, counts = row[5 + 3 * number : 8 + 3 * number]
+            values, squares, products, counts = row[5 + 4 * number : 9 + 4 * number].tolist()
             differs = ranks * squares - values**2 > 1e-9 * values**2
             if divisor.is_tensor:
                 if not divisor.is_factor:
-                    return divisor.value, values
+                    return _Count(divisor.value, values, squares, products)
             elif divisor.value == whole and not differs:
                 continue  # The script's batch size: a constant.
             elif (counts == ranks or differs) and divisor.is_factor and _is_round(divisor.value):
                 self._context.say(
-                    f"{script_line()}: a sum over the batch is multiplied by {1 / divisor.value:g}, "
-                    "taken for a constant; if that is 1 / len(batch), divide by len(batch) instead"
+                    f"{script_line()}: a sum over the batch is multiplied by "
+                    f"{1 / divisor.value:g}, taken for a constant; if that is 1 / len(batch), divide by len(batch) instead"
                 )
             elif counts == ranks or differs:
-                return divisor.value, values
+                return _Count(divisor.value, values, squares, products)
         return None
 
     def _value(
         self,
         roots: Sequence[torch.Tensor],
-        found: LossTerms,
+        parts: LossTerms,
         totals: _Totals,
-        counts: Sequence[tuple[float, float] | None],
+        counts: Sequence[_Count | None],
     ) -> float | None:
         """Return the loss of the whole batch, None if its terms differ too much to tell."""
-        if len(roots) != 1 or roots[0].numel() != 1 or found.unknown or not found.terms:
+        if len(roots) != 1 or roots[0].numel() != 1 or parts.unknown or not parts.terms:
             return None
-        if len(found.terms) > _TERMS:
+        if len(parts.terms) > _TERMS:
             return None
-        rows = totals.terms[: len(found.terms)]
         if all(count is None for count in counts):
-            is_whole = not found.has_constants and self._context.batch == "global"
+            is_whole = not parts.has_constants and self._context.batch == "global"
             return totals.loss if is_whole else None
-        if any(term.is_sum for term in found.terms):
+        if any(count is None for count in counts):
             return None
-        if all(_is_proportional(row, totals.squared) for row in rows):
+        if all(count is not None and count.is_even(totals) for count in counts):
             return totals.loss_by_samples / totals.samples
-        return totals.loss_by_count / float(rows[0][0]) if len(rows) == 1 and rows[0][0] else None
+        count = counts[0]
+        if len(counts) > 1 or count is None or count.own != _likely_count(parts) or not count.whole:
+            return None
+        return totals.loss_by_count / count.whole
 
     # What cannot be made right.
 
-    def _tell(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, found: LossTerms
-    ) -> None:
+    def _tell(self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms) -> None:
         context, where, size = self._context, script_line(), int(batch.weight)
-        if found.unknown:
+        if parts.unknown:
             context.say(
-                f"{where}: the loss is no mean over samples ({found.unknown[0]} of a value of the "
-                "whole batch): ranks average the gradients of their parts of a batch, which is not "
+                f"{where}: the loss is not a mean over samples ({parts.unknown[0]} of a "
+                "value of the whole batch): ranks average the gradients of their parts of a batch, which is not "
                 "the gradient of one process"
             )
-        if len(found.terms) > _TERMS:
+        if len(parts.terms) > _TERMS:
             context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")
         if not size or self._looks.get(where, 0) >= _LOOKS:
             return
         self._looks[where] = self._looks.get(where, 0) + 1
-        if (mixed := mixed_samples(roots, size, found)) is not None:
+        if (mixed := mixed_samples(roots, size, parts)) is not None:
             context.say(
                 f"{where}: the loss compares samples of a batch ({mixed}), and each rank sees part "
                 f"of a batch ({size} of {len(batch.samples)} samples): it is another loss than "
@@ -320,12 +339,12 @@ class LossWeights:
 
     def _tell_padding(
         self,
-        found: LossTerms,
+        parts: LossTerms,
         totals: _Totals,
-        counts: Sequence[tuple[float, float] | None],
+        counts: Sequence[_Count | None],
     ) -> None:
-        for term, row, count in zip(found.terms, totals.terms, counts, strict=False):
-            if count is None or term.is_sum or _is_proportional(row, totals.squared):
+        for term, row, count in zip(parts.terms, totals.terms, counts, strict=False):
+            if count is None or term.is_sum or count.is_even(totals):
                 continue
             key = f"{script_line()} {term.name}"
             if row[4] < row[3]:
@@ -353,25 +372,39 @@ def _is_round(value: float) -> bool:
     return len(digits) <= 1 or digits == "25"
 
 
-def _is_proportional(row: npt.NDArray[np.float64], squared: float) -> bool:
-    """True if the ranks' counts of a term are in proportion to their samples."""
-    return abs(row[2] ** 2 - row[1] * squared) <= 1e-9 * row[1] * squared
+def _likely_count(parts: LossTerms) -> float:
+    """Return what the first term divides by, as it seems to this rank."""
+    if not parts.terms:
+        return 0.0
+    term = parts.terms[0]
+    by = [each.value for each in term.divisors if each.is_tensor and not each.is_factor]
+    return by[0] if by and term.is_sum else term.count
 
 
 def _row(term: LossTerm, batch: ScriptBatch, is_dummy: bool) -> list[float]:
-    """Return what ranks add up of a term: its count, the square, the product with the samples, one,
-    one if it may count padding, and of each divisor the number, its square, and 1 if it counts samples."""
+    """Return the numbers that ranks add up for a term.
+
+    They are its count, the square, the product with the samples, 1, 1 if it may count padding; and
+    for each divisor its value, the square, the product, and 1 if it is a number of samples.
+    """
     row = [0.0] * _ROW
     if not batch.weight or is_dummy:
         return row
     row[:5] = [term.count, term.count**2, term.count * batch.weight, 1.0, float(term.pads)]
     for number, divisor in enumerate(term.divisors[:_DIVISORS]):
         value, counts = divisor.value, term.counts(divisor.value, int(batch.weight))
-        row[5 + 3 * number : 8 + 3 * number] = [value, value**2, float(counts)]
+        row[5 + 4 * number : 9 + 4 * number] = [
+            value,
+            value**2,
+            value * batch.weight,
+            float(counts),
+        ]
     return row
 
 
-def _times(factor: float) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]:
+def _times(
+    factor: float,
+) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]:
     def scaled(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if each is None else each * factor for each in gradients)
 

@@ -60,7 +60,7 @@ def _is_pairs(first: int, second: int, samples: int) -> bool:
 
 def _cross_entropy(node: Any, samples: int) -> str | None:
     target, scores = node._saved_target, shape_of(node.next_functions[0][0])
-    if target.ndim != 1 or len(scores) != 2 or not _is_pairs(*scores, samples):
+    if target.ndim != 1 or len(scores) != 2 or not _is_pairs(scores[0], scores[1], samples):
         return None
     numbers = torch.arange(len(target), device=target.device)
     return "a cross entropy among the samples of the batch" if target.equal(numbers) else None
@@ -82,7 +82,9 @@ def _product(node: Any, samples: int) -> str | None:
 
 def _distances(node: Any, samples: int) -> str | None:
     result = shape_of(node)
-    return "distances of all pairs of samples" if _is_pairs(*result[-2:], samples) else None
+    return (
+        "distances of all pairs of samples" if _is_pairs(result[-2], result[-1], samples) else None
+    )
 
 
 def _reduction(node: Any, samples: int) -> str | None:
@@ -100,7 +102,7 @@ def _selection(node: Any, samples: int) -> str | None:
     if not isinstance(first, torch.Tensor) or first.dtype != torch.int64 or first.ndim != 1:
         return None
     below = node.next_functions[0][0]
-    is_other = tuple(node._saved_self_sym_sizes)[0] == samples and len(first) != samples
+    is_other = node._saved_self_sym_sizes[0] == samples and len(first) != samples
     if is_other and below is not None and not is_parameter(below):
         return "pairs or triplets of samples"
     return None

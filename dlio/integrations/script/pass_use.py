@@ -21,7 +21,7 @@ _Place = tuple[tuple[str, int], ...]
 
 
 class PassUse:
-    """What one pass over a loader is for."""
+    """Use of one pass over a loader."""
 
     def __init__(self, memory: "PassMemory", key: tuple[object, ...], where: str) -> None:
         self._memory, self._key, self._where = memory, key, where
@@ -106,10 +106,7 @@ def _is_certain(body: Sequence[ast.stmt]) -> bool:
     for statement in body:
         if any(isinstance(each, ast.Continue | ast.Break | ast.Return) for each in _own(statement)):
             return False
-        if isinstance(statement, ast.With | ast.For):
-            if _is_certain(statement.body):
-                return True
-        elif isinstance(statement, ast.Try):
+        if isinstance(statement, ast.With | ast.For | ast.Try):
             if _is_certain(statement.body):
                 return True
         elif not isinstance(statement, ast.If | ast.While | ast.ClassDef) and any(

@@ -125,7 +125,9 @@ class _ScriptTakeover:
             for name in METHODS:
                 put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
             put(torch.autograd, "backward", self._losses.around_backward(torch.autograd.backward))
-            put(torch.amp.GradScaler, "scale", self._losses.around_scale(torch.amp.GradScaler.scale))
+            put(
+                torch.amp.GradScaler, "scale", self._losses.around_scale(torch.amp.GradScaler.scale)
+            )
             put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
             made = self._group_made(torch.distributed.init_process_group)
             put(torch.distributed, "init_process_group", made)

@@ -155,9 +155,7 @@ class ScriptAssignment:
         """Note that the script gets this rank's share of the next batch."""
         self._assigner.groups.taken += 1
         batch = self._whole.left.popleft()
-        return ScriptBatch(
-            weight, self._whole, batch, self._shares, self._members, self.divided
-        )
+        return ScriptBatch(weight, self._whole, batch, self._shares, self._members, self.divided)
 
     def is_over(self) -> bool:
         """True if the next batch is to be dealt to other ranks."""

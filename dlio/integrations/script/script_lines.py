@@ -22,7 +22,7 @@ _ROOTS: Final = tuple(
 
 @cache
 def is_foreign(file: str) -> bool:
-    """True for a file that is no part of torch or dlio."""
+    """True for a file that is not of torch or dlio."""
     return not os.path.realpath(file).startswith(_ROOTS[1:])
 
 
@@ -37,13 +37,13 @@ def is_script(file: str) -> bool:
 
 def script_frames(most: int = 1) -> list[FrameType]:
     """Return at most `most` frames of the user's files that are running, the innermost first."""
-    found: list[FrameType] = []
+    frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < most:
+    while frame is not None and len(frames) < most:
         if is_script(frame.f_code.co_filename):
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def line_of(frame: FrameType) -> str:

@@ -84,6 +84,11 @@ class ScriptContext:
         return next((batch for batch in latest if batch.weight), latest[0] if latest else None)
 
     @property
+    def is_alone(self) -> bool:
+        """True if a single pass is under way."""
+        return len(self._current) <= 1
+
+    @property
     def has_dummy(self) -> bool:
         """True if this rank has no sample of one of the latest batches, but a stand-in."""
         return any(not batch.weight for batch in self._current.values())
@@ -129,10 +134,10 @@ class ScriptContext:
             batch.of.use.computes()
 
     def _batch_of(self, tensor: torch.Tensor) -> ScriptBatch | None:
-        found = self._of_tensor.get(tensor)
-        if found is None and tensor._base is not None:
-            found = self._of_tensor.get(tensor._base)  # Such as `images.view(-1, 784)`.
-        return found
+        batch = self._of_tensor.get(tensor)
+        if batch is None and tensor._base is not None:
+            batch = self._of_tensor.get(tensor._base)  # Such as `images.view(-1, 784)`.
+        return batch
 
     def backward(self) -> None:
         """Note that a backward runs, also where no module has computed."""
@@ -157,11 +162,11 @@ class ScriptContext:
         if text not in self.notes:
             self.notes.append(text)
 
-    def say(self, text: str) -> None:
-        """Tell the user something at once, by rank 0; each text once."""
+    def say(self, text: str, any_rank: bool = False) -> None:
+        """Tell the user something at once, by rank 0 unless `any_rank`; each text once."""
         if text not in self._said:
             self._said.add(text)
-            if self.comm.rank == 0:
+            if any_rank or self.comm.rank == 0:
                 sys.stderr.write(f"dlio run: {text}\n")
 
 

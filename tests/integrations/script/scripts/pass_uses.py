@@ -56,7 +56,7 @@ def run(phase):
 
 print("before", evaluate(loaders["val"], with_gradients=False))
 model[1].eval()
-for epoch in range(2):
+for _ in range(2):
     for step, (x, y) in enumerate(DataLoader(train, 9)):
         teacher.eval()
         with torch.no_grad():
