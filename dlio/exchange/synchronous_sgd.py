@@ -261,10 +261,12 @@ class SynchronousSgd(Exchange):
     def _hook_scales(self) -> None:
         """Have held gradients be scaled from now on: the weights of held backward passes differ."""
         for parameter in self._position:
-            self._hooks.append(parameter.register_hook(self._scaled))
+            hooked: Any = parameter  # torch does not annotate the method.
+            self._hooks.append(hooked.register_hook(self._scaled))
 
     def _begin_step(self) -> None:
-        self._unit, self._of_step = None, []
+        self._unit = None
+        self._of_step: list[float] = []
         """Weights of the backward passes since the last average, where `weigh` announced them."""
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         """By bucket, parameters whose gradient has not been copied into it."""

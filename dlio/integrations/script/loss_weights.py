@@ -45,7 +45,7 @@ _ROW: Final = 5 + 4 * _DIVISORS
 _UNEVEN: Final = 3
 """Steps with uneven counts after which the script may pad."""
 _LOOKS: Final = 2
-"""Times that the whole graph of a loss is searched, for each line of the script."""
+"""Times that the whole graph of a loss is searched, for each line of the script and kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,8 @@ class LossWeights:
             elif (counts == ranks or differs) and divisor.is_factor and _is_round(divisor.value):
                 self._context.say(
                     f"{script_line()}: a sum over the batch is multiplied by "
-                    f"{1 / divisor.value:g}, taken for a constant; if that is 1 / len(batch), divide by len(batch) instead"
+                    f"{1 / divisor.value:g}, taken for a constant; if that is 1 / len(batch), "
+                    "divide by len(batch) instead"
                 )
             elif counts == ranks or differs:
                 return _Count(divisor.value, values, squares, products)
@@ -321,14 +322,15 @@ class LossWeights:
         if parts.unknown:
             context.say(
                 f"{where}: the loss is not a mean over samples ({parts.unknown[0]} of a "
-                "value of the whole batch): ranks average the gradients of their parts of a batch, which is not "
-                "the gradient of one process"
+                "value of the whole batch): ranks average the gradients of their parts of a "
+                "batch, which is not the gradient of one process"
             )
         if len(parts.terms) > _TERMS:
             context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")
-        if not size or self._looks.get(where, 0) >= _LOOKS:
+        look = "/".join([where, *(term.key for term in parts.terms), *parts.unknown])
+        if not size or self._looks.get(look, 0) >= _LOOKS:
             return
-        self._looks[where] = self._looks.get(where, 0) + 1
+        self._looks[look] = self._looks.get(look, 0) + 1
         if (mixed := mixed_samples(roots, size, parts)) is not None:
             context.say(
                 f"{where}: the loss compares samples of a batch ({mixed}), and each rank sees part "

@@ -36,9 +36,10 @@ def mixed_samples(roots: Sequence[torch.Tensor], samples: int, found: LossTerms)
         return None
     reduced = [term.reduces for term in found.terms]
     for node in _nodes(roots):
-        test = _TESTS.get(name_of(node), _broadcast)
-        said = test(node, samples)
-        if said is not None and not any(node is each for each in reduced):
+        name = name_of(node)
+        if name in _OVER_SAMPLES and any(node is each for each in reduced):
+            continue
+        if (said := _TESTS.get(name, _broadcast)(node, samples)) is not None:
             return said
     return None
 
@@ -81,10 +82,8 @@ def _product(node: Any, samples: int) -> str | None:
 
 
 def _distances(node: Any, samples: int) -> str | None:
-    result = shape_of(node)
-    return (
-        "distances of all pairs of samples" if _is_pairs(result[-2], result[-1], samples) else None
-    )
+    first, second = shape_of(node)[-2:]
+    return "distances of all pairs of samples" if _is_pairs(first, second, samples) else None
 
 
 def _reduction(node: Any, samples: int) -> str | None:

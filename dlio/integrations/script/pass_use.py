@@ -104,7 +104,10 @@ def _trains(body: Sequence[ast.stmt]) -> bool:
 def _is_certain(body: Sequence[ast.stmt]) -> bool:
     """True if the statements call `backward` in any case."""
     for statement in body:
-        if any(isinstance(each, ast.Continue | ast.Break | ast.Return) for each in _own(statement)):
+        is_function = isinstance(statement, ast.FunctionDef)
+        if not is_function and any(
+            isinstance(each, ast.Continue | ast.Break | ast.Return) for each in _own(statement)
+        ):
             return False
         if isinstance(statement, ast.With | ast.For | ast.Try):
             if _is_certain(statement.body):

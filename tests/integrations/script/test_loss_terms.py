@@ -20,8 +20,7 @@ _mask = torch.arange(_N) < 5
 
 
 def _out() -> torch.Tensor:
-    result: torch.Tensor = _net(_x)
-    return result
+    return torch.as_tensor(_net(_x))
 
 
 def _penalty() -> torch.Tensor:
@@ -105,7 +104,7 @@ def _mixed(make: Loss) -> str | None:
         lambda: (_out()[None] - _out()[:, None]).square().sum(2).mean(),
         lambda: torch.cdist(_out(), _out()).mean(),
         lambda: functional.triplet_margin_loss(
-            *(_out()[torch.tensor(each)] for each in ([0, 1], [2, 3], [4, 5]))
+            _out()[torch.tensor([0, 1])], _out()[torch.tensor([2, 3])], _out()[torch.tensor([4, 5])]
         ),
         lambda: (_out() - _out().mean(0)).square().mean(),
         lambda: functional.mse_loss(_out(), _t) + _out().std(0).mean(),
