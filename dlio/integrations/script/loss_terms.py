@@ -61,6 +61,8 @@ class LossTerms:
     terms: list[LossTerm] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """Operations through which a loss is not a mean or sum over samples."""
+    hidden: list[str] = field(default_factory=list)
+    """Custom autograd functions and compiled graphs that make a part of the loss."""
     has_constants: bool = False
     """True if a part depends on parameters alone, such as a penalty."""
 
@@ -188,7 +190,7 @@ class GraphStates:
         self._known: dict[Any, _State] = {}
 
     def of(self, node: Any) -> _State:
-        """Return what a node's output depends on."""
+        """Return the dependence of a node's output."""
         known = self._known
         if node in known:
             return known[node]
@@ -341,7 +343,8 @@ def _visited(
     ):
         into.has_constants |= len(of_samples) < len(children)
         return [(each, len(children) == 1, ()) for each in of_samples]
-    into.unknown.append(operation(node))
+    is_hidden = isinstance(node, torch.autograd.function.BackwardCFunction)
+    (into.hidden if is_hidden else into.unknown).append(operation(node))
     return []
 
 

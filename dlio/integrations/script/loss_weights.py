@@ -266,7 +266,7 @@ class LossWeights:
         return _Totals(sums[0], sums[1], sums[2], sums[3], sums[4], alike, table)
 
     def _count(self, term: LossTerm, row: npt.NDArray[np.float64], whole: int) -> _Count | None:
-        """Return what a mean divides by; None for a sum.
+        """Return the divisor of a mean; None for a sum.
 
         All ranks decide alike, as they do by totals. `whole` is the size of the batch.
         """
@@ -299,7 +299,13 @@ class LossWeights:
         counts: Sequence[_Count | None],
     ) -> float | None:
         """Return the loss of the whole batch, None if its terms differ too much to tell."""
-        if len(roots) != 1 or roots[0].numel() != 1 or parts.unknown or not parts.terms:
+        if (
+            len(roots) != 1
+            or roots[0].numel() != 1
+            or parts.unknown
+            or parts.hidden
+            or not parts.terms
+        ):
             return None
         if len(parts.terms) > _TERMS:
             return None
@@ -315,7 +321,7 @@ class LossWeights:
             return None
         return totals.loss_by_count / count.whole
 
-    # What cannot be made right.
+    # Losses that cannot be made right.
 
     def _tell(self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms) -> None:
         context, where, size = self._context, script_line(), int(batch.weight)
@@ -324,6 +330,11 @@ class LossWeights:
                 f"{where}: the loss is not a mean over samples ({parts.unknown[0]} of a "
                 "value of the whole batch): ranks average the gradients of their parts of a "
                 "batch, which is not the gradient of one process"
+            )
+        if parts.hidden:
+            context.say(
+                f"{where}: the loss comes from {parts.hidden[0]}, which nothing sees into: it is "
+                "taken for a mean over the samples of each rank's part"
             )
         if len(parts.terms) > _TERMS:
             context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")
@@ -375,7 +386,7 @@ def _is_round(value: float) -> bool:
 
 
 def _likely_count(parts: LossTerms) -> float:
-    """Return what the first term divides by, as it seems to this rank."""
+    """Return the divisor of the first term, as it seems to this rank."""
     if not parts.terms:
         return 0.0
     term = parts.terms[0]

@@ -1,4 +1,4 @@
-"""What cannot be one process's is said in one line, with the line of the script."""
+"""Losses and metrics that cannot be one process's are told in a line that names the script's."""
 
 import os
 import subprocess
