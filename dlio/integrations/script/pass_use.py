@@ -1,4 +1,4 @@
-"""Tells passes that train from passes that evaluate, by the use that the script makes of their batches.
+"""Tells passes that train from passes that evaluate, by the use that is made of their batches.
 
 A pass trains if an optimizer steps after a backward of its batches. Until that is known its batches
 are given whole to every rank, which is right for both. A pass trains from its first batch on if the
