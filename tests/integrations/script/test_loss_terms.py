@@ -1,7 +1,6 @@
 """Terms of a loss are read from its graph, and so are losses that compare samples."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,15 @@ _weight, _scale = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.zeros(()))
 _mask = torch.arange(_N) < 5
 
 
-def _out() -> Any:
-    return _net(_x)
+def _out() -> torch.Tensor:
+    scores: torch.Tensor = _net(_x)
+    return scores
 
 
 def _penalty() -> torch.Tensor:
-    return torch.stack([p.square().sum() for p in _net.parameters()]).sum() + _weight.norm()
+    squares = [p.square().sum() for p in _net.parameters()]
+    result: torch.Tensor = torch.stack(squares).sum() + _weight.norm(p=2)
+    return result
 
 
 _MEANS: dict[str, tuple[Loss, list[tuple[str, float]]]] = {
