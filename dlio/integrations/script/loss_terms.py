@@ -277,6 +277,7 @@ def _reduces_samples(node: Any, samples: int) -> bool:
 
 
 def dims_of(node: Any, rank: int) -> tuple[int, ...]:
+    """Return the dimensions that a node reduces, of a tensor of so many."""
     dims = getattr(node, "_saved_dim", None)
     if dims is None or dims == ():
         return tuple(range(rank))
