@@ -25,7 +25,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from dlio.comm import Communicator, mpi_ranks, world
 from dlio.comm.board import end_step
@@ -37,6 +36,7 @@ from dlio.exchange.batch_share import listen, stop_listening
 from dlio.exchange.buckets import averaged_state
 from dlio.exchange.distribute import ExchangeHandle, distribute
 from dlio.exchange.script_takeover import take_over
+from dlio.integrations.batch_size import BatchSize
 from dlio.integrations.lightning_losses import LightningLosses, deals_itself
 from dlio.integrations.lightning_shares import SharedBatches, count_batches, uncounted
 from dlio.integrations.objects import REDUCED, AllGather, broadcast_object, gather_tensor
@@ -200,6 +200,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self._ranks: ExchangeHandle | None = None
         self._losses: LightningLosses | None = None
         """None where the job ends with any rank."""
+        self._batch_size = BatchSize()
         self._owns_group = self._failed = False
         self._batches = SharedBatches()
 
@@ -335,8 +336,11 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if share is not None and self._ranks.batches is not None:
             self._ranks.batches.use(share)
             return
+        fit = self.lightning_module.trainer.fit_loop
+        loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
+        usual = getattr(loaders[0], "batch_size", None) if len(loaders) == 1 else None
         for exchange in self._ranks.exchanges:
-            exchange.weigh(_samples_in(batch))
+            exchange.weigh(self._batch_size.of(batch, usual))
 
     def batch_to_device(self, batch: Any, *args: Any, **options: Any) -> Any:
         moved = super().batch_to_device(batch, *args, **options)
@@ -539,14 +543,6 @@ class _EpochStart(_callbacks.Callback):  # type: ignore[misc]
 def _logged_states(metric: Any) -> tuple[str, ...]:
     """Return the attributes of Lightning's logged value that its computation changes."""
     return ("cumulated_batch_size",) if hasattr(metric, "cumulated_batch_size") else ()
-
-
-def _samples_in(batch: Any) -> float:
-    """Number of samples in a batch: the length of its first tensor, or 1 without a tensor."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return float(len(leaf))
-    return 1.0
 
 
 def _destroy_group() -> None:

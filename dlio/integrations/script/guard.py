@@ -74,6 +74,8 @@ class ScriptGuard:
         self._bits = max(1, bits)
         self._losses: list[torch.Tensor] = []
         """Of the backward that is under way; they become means."""
+        self._mean: torch.Tensor | None = None
+        """The first of several as it became."""
         self.parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
         """Returns the parameters whose weights are the same on all ranks, with names."""
         self.notes: list[str] = []
@@ -173,21 +175,30 @@ class ScriptGuard:
         return sums
 
     @contextmanager
-    def backward(self, tensors: Any, keeps_graph: bool) -> Iterator[None]:
-        """Note a backward within a `with` statement.
+    def backward(self, tensors: Any, keeps_graph: bool) -> Iterator[Sequence[torch.Tensor]]:
+        """Note a backward within a `with` statement, and yield its losses, the first of which it
+        begins at.
 
-        The losses become the mean of all ranks', if it ends with their sum, unless their graph is
-        kept: autograd may need their values again.
+        They become the mean of all ranks', if it ends with their sum, unless their graph is kept:
+        autograd may need their values again. Where the first one is given another value within the
+        statement, as it is a sum, the others are changed by the same factor.
 
         Raises UsageError if ranks do different things. Collective then.
         """
         self.note("backward")
+        losses: list[torch.Tensor] = []
         if self._active and not keeps_graph:
-            self._losses = losses_of(tensors, self._frame(), _LOSSES)
+            losses = losses_of(tensors, self._frame(), _LOSSES)
+        self._losses, self._mean = losses, None
         try:
-            yield
+            yield losses
         finally:
             self._losses = []
+        if self._mean is not None:
+            ratio = losses[0].detach() / self._mean
+            for loss in losses[1:]:
+                # A scaler's or a weight's own summand may be 0.
+                loss.data.mul_(torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio)))
         self.check()
 
     # Numbers that travel with gradients.
@@ -210,6 +221,8 @@ class ScriptGuard:
                 loss.data.copy_((sums[place] * factor).reshape(loss.shape))
             else:
                 loss.data.fill_(sums[place].item() * float(factor))
+        if len(self._losses) > 1:
+            self._mean = self._losses[0].detach().clone()
         self._sums = sums[_LOSSES:].clone()
 
     def _numbers(self) -> list[int]:

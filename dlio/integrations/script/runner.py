@@ -30,6 +30,8 @@ from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
 from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.guard import ScriptGuard
+from dlio.integrations.script.loss_weights import LossWeights
+from dlio.integrations.script.readings import METHODS, Readings
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.script_failure import telling_failures
 from dlio.integrations.script.share import ScriptContext, SharingLoader
@@ -131,7 +133,10 @@ class _ScriptTakeover:
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (0, self._steps))
         context.guard.parameters = self._exchanged
-        context.waited = lambda: self._ranks.statistics().get("wait_s", 0.0)
+        self._losses = LossWeights(comm, context, lambda: self._ranks.exchanges)
+        self._readings = Readings(context)
+        context.after_pass = self._readings.tell
+        context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -152,7 +157,13 @@ class _ScriptTakeover:
             put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
             put(nn.Module, "train", self._mode_set(nn.Module.train))
             put(torch, "save", self._saved(torch.save))
-            put(torch.autograd, "backward", self._backward(torch.autograd.backward))
+            for name in METHODS:
+                put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
+            weighed = self._losses.around_backward(torch.autograd.backward)
+            put(torch.autograd, "backward", self._backward(weighed))
+            put(
+                torch.amp.GradScaler, "scale", self._losses.around_scale(torch.amp.GradScaler.scale)
+            )
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 clip = self._clipping(getattr(nn.utils, name))
                 put(nn.utils, name, clip)
@@ -182,6 +193,7 @@ class _ScriptTakeover:
         if not self._context.aside:
             self._context.guard.meet("its end", weights=True)
         self._ranks.finish()
+        self._readings.tell()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         if self._comm.size > 1:
             self._files.hand_over()
@@ -192,6 +204,7 @@ class _ScriptTakeover:
         # After an error other ranks may not reach a collective.
         if sys.exc_info()[0] is None:
             self._ranks.close()
+            self._losses.close()
         self._context.assigner.close()
 
     def notes(self) -> list[str]:
@@ -212,8 +225,9 @@ class _ScriptTakeover:
             notes.append("the script created no torch optimizer: every rank did all of the work")
         elif self._comm.size > 1 and self._steps and not context.shared:
             notes.append(
-                "the script trained without a torch DataLoader: every rank computed all samples; "
-                "the result is correct, but no faster than one process"
+                "the script trained without a torch DataLoader, or had taken all batches before it "
+                "trained on the first: every rank computed all samples; the result is correct, but "
+                "no faster than one process"
             )
         return notes
 
@@ -265,6 +279,7 @@ class _ScriptTakeover:
         rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
         self._context.guard.stepped(rates)
         self._files.met()
+        self._context.stepped()
         self._tell_losses()
 
     def _tell_losses(self) -> None:
@@ -288,8 +303,10 @@ class _ScriptTakeover:
                 return
             keeps_graph = bool(options.get("retain_graph") or options.get("create_graph"))
             keeps_graph |= any(args[1:3])  # In torch's order, after the gradients of `tensors`.
-            with self._context.guard.backward(tensors, keeps_graph):
+            with self._context.guard.backward(tensors, keeps_graph) as losses:
                 original(tensors, *args, **options)
+            if losses and losses[0] in self._context.whole_losses:
+                self._context.whole_losses.update(dict.fromkeys(losses, True))
 
         return backward
 
@@ -329,6 +346,7 @@ class _ScriptTakeover:
             before = self._steps
             result = original(scaler, optimizer, *args, **options)
             if self._steps == before:
+                self._context.stepped()
                 self._ranks.before_step(optimizer)
                 self._ranks.after_step(optimizer)
             return result
@@ -347,7 +365,8 @@ class _ScriptTakeover:
         """
         if self._context.aside or is_bare_copy(module):
             return  # Pruning tries its plan on this copy; it is not trained.
-        if self._context.training:
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients:
             self._context.use(inputs)
             self._ranks.samples = self._context.weight
         if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -356,7 +375,8 @@ class _ScriptTakeover:
         if exchanges is None:
             exchanges = self._look_at(module)
         for exchange in exchanges:
-            exchange.weigh(self._context.weight)
+            if with_gradients:
+                exchange.weigh(self._context.weight)
             if not self._context.training:
                 exchange.finish()
 

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import Recovery, RecoveryPart, recovery_of
+from dlio.integrations.script.pass_use import PassUse
 from dlio.loader.assignment.rank_groups import BatchReport, RankGroups
 from dlio.plan.rank_shares import RankShares
 
@@ -24,6 +25,7 @@ from dlio.plan.rank_shares import RankShares
 class _ScriptPass:
     """A pass over a script's loader."""
 
+    use: PassUse
     left: deque[list[int]]
     """Batches that no rank has taken yet."""
     again: list[int] = field(default_factory=list)
@@ -42,6 +44,8 @@ class ScriptBatch:
     shares: RankShares
     members: tuple[int, ...]
     """Number of each rank that it was dealt to when the job began."""
+    divided: bool = True
+    """False if every rank got all of it, as it is not known yet whether the script trains on it."""
     used: bool = False
     """True once the script has computed on it."""
 
@@ -68,13 +72,16 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
         if self._recovery is not None:
             self._recovery.register(self)
 
-    def deals(self, batches: list[list[int]], shares: RankShares) -> "Iterator[ScriptAssignment]":
+    def deals(
+        self, batches: list[list[int]], shares: RankShares, use: PassUse
+    ) -> "Iterator[ScriptAssignment]":
         """Yield the runs of a pass over batches that are dealt to the same ranks: one if none is
-        lost. Shares of the ranks become even after a loss.
+        lost. Shares of the ranks become even after a loss. Until `use` tells that the pass trains,
+        every rank gets whole batches.
         """
         largest = max(map(len, batches), default=1)
-        whole = _ScriptPass(deque(batches))
         shares = replace(shares, fewest=self._fewest)
+        whole = _ScriptPass(use, deque(batches))
         while whole.left or whole.again:
             again, whole.again = whole.again, []
             if not whole.left:
@@ -94,7 +101,7 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
 
     def use(self, batch: ScriptBatch) -> None:
         """Note that the script computes on a batch."""
-        if not batch.used and self._recovery is not None:
+        if not batch.used and batch.divided and self._recovery is not None:
             batch.used = True
             self._open.append(batch)
 
@@ -141,11 +148,17 @@ class ScriptAssignment:
     ) -> None:
         self._assigner, self._whole = assigner, whole
         self._shares, self._members = shares, members
+        self.divided = whole.use.trains
+        """False if every rank gets all of each batch."""
         self.mine: list[list[int]] = []
         """This rank's samples of each batch; some of others where it has none."""
         self.weights: list[float] = []
         """Number of this rank's samples in each batch: the weight of its gradients."""
         for batch in whole.left:
+            if not self.divided:
+                self.weights.append(1.0)
+                self.mine.append(batch)
+                continue
             part = shares.part(len(batch), rank)
             # A rank without a sample computes on some of weight 0.
             self.weights.append(float(len(part)))
@@ -156,8 +169,10 @@ class ScriptAssignment:
         """Note that the script gets this rank's share of the next batch."""
         self._assigner.groups.taken += 1
         batch = self._whole.left.popleft()
-        return ScriptBatch(weight, self._whole, batch, self._shares, self._members)
+        return ScriptBatch(weight, self._whole, batch, self._shares, self._members, self.divided)
 
     def is_over(self) -> bool:
         """True if the next batch is to be dealt to other ranks."""
-        return self._assigner.groups.members != self._members
+        return (
+            self._assigner.groups.members != self._members or self._whole.use.trains != self.divided
+        )

@@ -1,6 +1,7 @@
 """A DataLoader that divides the batches of a single-process script among the ranks."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.guard import ScriptGuard
+from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party.adapters import adapted
@@ -43,6 +45,19 @@ class ScriptContext:
         """The batch that the script got last, until it computes on one."""
         self._of_tensor: MutableMapping[torch.Tensor, ScriptBatch] = WeakIdKeyDictionary()
         """The batch that a tensor is from."""
+        self._used: ScriptBatch | None = None
+        """The batch that the script computed on last."""
+        self._current: dict[PassUse, ScriptBatch] = {}
+        """The batch that the script got last of each pass under way."""
+        self.passes = PassMemory()
+        self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+        """Losses that hold the value of the whole batch."""
+        self.divides_now = False
+        """True while the script has numbers of divided batches, in their pass and after it."""
+        self.last_divided: ScriptBatch | None = None
+        """The divided batch that the script got last."""
+        self.after_pass: Callable[[], None] = lambda: None
+        """Called at the end of a pass over divided batches."""
         self.balance = False
         """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0
@@ -52,14 +67,44 @@ class ScriptContext:
         """Shares of the latest balanced pass."""
         self.shared = 0
         self.notes: list[str] = []
+        self._said: set[str] = set()
 
     @property
     def training(self) -> bool:
-        return torch.is_grad_enabled() and not self.evaluating
+        """True if the script seems to train, by gradients and its last call of `train` or `eval`,
+        or as its batches are divided."""
+        divides = any(batch.divided for batch in self._current.values())
+        return torch.is_grad_enabled() and (divides or not self.evaluating)
 
-    def took(self, batch: ScriptBatch, data: Any) -> None:
-        """Note that the script gets a batch, as the loader yields its data."""
-        self._latest = batch
+    @property
+    def is_in_pass(self) -> bool:
+        """True while the script has a batch of a pass under way."""
+        return bool(self._current)
+
+    @property
+    def lead(self) -> ScriptBatch | None:
+        """The divided batch that a loss is from, or one of them; None if there is none."""
+        latest = [batch for batch in self._current.values() if batch.divided]
+        if self._used is not None and self._used.divided:
+            latest.insert(0, self._used)
+        return next((batch for batch in latest if batch.weight), latest[0] if latest else None)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if a single pass is under way."""
+        return len(self._current) <= 1
+
+    @property
+    def has_dummy(self) -> bool:
+        """True if this rank has no sample of one of the latest batches, but a stand-in."""
+        return any(not batch.weight for batch in self._current.values())
+
+    def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
+        """Note that the script gets a batch of a pass, as the loader yields its data."""
+        self._latest = self._current[use] = batch
+        self.divides_now = batch.divided
+        if batch.divided:
+            self.last_divided = batch
         self._samples += batch.weight
         items = data if isinstance(data, list | tuple) else [data]
         for item in data.values() if isinstance(data, dict) else items:
@@ -74,25 +119,68 @@ class ScriptContext:
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
-        self.weight, self._latest = 1.0, None
+        self._latest, self.divides_now = None, False
+        if torch.is_grad_enabled():
+            self.weight, self._used = 1.0, None
+
+    def ended(self, use: PassUse) -> None:
+        """Note that a pass has ended."""
+        self.divides_now = use.trains
+        self._current.pop(use, None)
+        if use.trains:
+            self.after_pass()
+        if (said := use.end()) is not None:
+            self.say(said)
 
     def use(self, inputs: tuple[Any, ...]) -> None:
-        """Note that a module computes on some inputs in training.
+        """Note that a module computes on some inputs with gradients.
 
         A script may get the next batches before it computes on this one: its tensors tell which
         one it is, or else it is the latest.
         """
-        of_inputs = (self._of_tensor.get(x) for x in inputs if isinstance(x, torch.Tensor))
+        of_inputs = (self._batch_of(x) for x in inputs if isinstance(x, torch.Tensor))
         batch = next((each for each in of_inputs if each is not None), self._latest)
         self._latest = None
         if batch is not None:
-            self.weight = batch.weight
+            self.weight, self._used = batch.weight, batch
             self.assigner.use(batch)
+            batch.of.use.computes()
+
+    def _batch_of(self, tensor: torch.Tensor) -> ScriptBatch | None:
+        batch = self._of_tensor.get(tensor)
+        if batch is None and tensor._base is not None:
+            batch = self._of_tensor.get(tensor._base)  # Such as `images.view(-1, 784)`.
+        return batch
+
+    def backward(self) -> None:
+        """Note that a backward runs, also where no module has computed."""
+        if self._latest is not None and torch.is_grad_enabled():
+            self.use(())
+        for use in self._current:
+            use.backward()
+        if self._used is not None:
+            self._used.of.use.backward()
+
+    def stepped(self) -> None:
+        """Note that an optimizer steps, or that a scaler skips it."""
+        for use in self._current:
+            use.steps()
+        if self._used is not None:
+            self._used.of.use.steps()
+            if not self._current:
+                self._used = None
 
     def note(self, text: str) -> None:
         """Add a note for the user; each is printed once, at the end."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def say(self, text: str, any_rank: bool = False) -> None:
+        """Tell the user something at once, by rank 0 unless `any_rank`; each text once."""
+        if text not in self._said:
+            self._said.add(text)
+            if any_rank or self.comm.rank == 0:
+                sys.stderr.write(f"dlio run: {text}\n")
 
 
 _context: ScriptContext | None = None
@@ -146,8 +234,9 @@ class _ShareBalance:
 class SharingLoader(DataLoader):
     """The DataLoader that a script gets in place of torch's.
 
-    A training pass yields this rank's share of each batch. An evaluation pass (`eval()`, or without
-    gradients) yields whole batches, so that the script's metrics are correct on every rank.
+    A training pass yields this rank's share of each batch. Another pass yields whole batches, so
+    that the script's metrics are correct on every rank; so does one of which it is not known yet
+    (see `pass_use`).
     """
 
     def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
@@ -165,20 +254,28 @@ class SharingLoader(DataLoader):
         if context.aside:
             return DataLoader.__iter__(self)
         self._is_shared = False
-        if context.comm.size == 1 or not context.training:
+        if context.comm.size == 1 or not torch.is_grad_enabled():
+            return self._whole()
+        per_rank = context.batch == "per-rank"
+        if per_rank and context.evaluating:
             return self._whole()
         if isinstance(self.dataset, IterableDataset):
-            context.note(
-                "an iterable data set gives every rank all samples: shard it in its __iter__ by "
-                "the environment's rank to gain from more ranks"
-            )
+            if not context.evaluating:
+                context.note(
+                    "an iterable data set gives every rank all samples: shard it in its __iter__ "
+                    "by the environment's rank to gain from more ranks"
+                )
             return self._whole()
         if self.batch_size is None and self.batch_sampler is None:
-            context.note("a loader without batches gives every rank all samples")
+            if not context.evaluating:
+                context.note("a loader without batches gives every rank all samples")
             return self._whole()
-        context.shared += 1
+        dataset: Any = self.dataset
+        use = context.passes.begin(dataset, len(dataset), context.evaluating)
+        # Batches per rank are other batches: a pass cannot begin with one that fits both.
+        use.trains |= per_rank
         self._is_shared = True
-        return self._shares()
+        return self._shares(use)
 
     def __len__(self) -> int:
         """Number of batches that a pass yields: as in one process, or that divided by the number of
@@ -201,27 +298,39 @@ class SharingLoader(DataLoader):
         end_step()  # An evaluation in the midst of a pass may take any time.
         return _alone(self)
 
-    def _shares(self) -> Iterator[Any]:
-        """Yield this rank's shares of the batches that rank 0's sampler draws."""
+    def _shares(self, use: PassUse) -> Iterator[Any]:
+        """Yield this rank's shares of the batches that rank 0's sampler draws, or whole batches
+        until it is known that the pass trains."""
+        try:
+            yield from self._dealt(use)
+        finally:
+            self._context.ended(use)
+
+    def _dealt(self, use: PassUse) -> Iterator[Any]:
         context = self._context
         comm = context.comm
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         context.guard.meet("the start of a pass over a loader")
         batches = self._batches_of_root()
-        shares = RankShares.even(1, comm.size)
+        shares, nothing = RankShares.even(1, comm.size), contextlib.nullcontext()
         if context.balance:
             shares = self._balance.shares(max(map(len, batches), default=0))
-        for deal in context.assigner.deals(batches, shares):
+        if not use.trains:
+            end_step()  # An evaluation in the midst of a pass may take any time.
+        for deal in context.assigner.deals(batches, shares, use):
+            context.shared += deal.divided
             inner = _with_batches(self, deal.mine)
             drawn = _random_states(self.generator)
             parts = _alone(inner)
             _set_random_states(self.generator, drawn)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch()
-                context.took(deal.take(weight), data)
-                with computing(), self._balance.step(int(weight)):
+                context.took(deal.take(weight), data, use)
+                measured = self._balance.step(int(weight)) if deal.divided else nothing
+                with computing() if deal.divided else nothing, measured:
                     yield data
+                context.divides_now = False  # A data set may read tensors, too.
                 if deal.is_over():
                     inner._end_pass()
                     break

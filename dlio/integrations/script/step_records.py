@@ -150,12 +150,13 @@ class _Recorder:
     def backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def run(tensors: Any, *args: Any, **options: Any) -> None:
             first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
-            value = None
+            weight, value = self._weight(), None
+            original(tensors, *args, **options)
+            # Only now: on the ranks it has become the loss of the whole batch, where it can.
             if isinstance(first, torch.Tensor) and first.numel() == 1:
                 value = float(first.detach())
             self._record.losses.append(value)
-            self._record.weights.append(self._weight())
-            original(tensors, *args, **options)
+            self._record.weights.append(weight)
 
         return run
 

@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from dlio.comm.single import SingleCommunicator
+from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner
 from dlio.plan.rank_shares import RankShares
 
@@ -25,7 +26,9 @@ def _dealt(batches: list[list[int]], ranks: int, script: Callable[[], object]) -
     for rank in range(ranks):
         assigner = ScriptAssigner(_Rank(rank, ranks))
         script()
-        deal = next(assigner.deals(batches, RankShares.even(1, ranks)))
+        use = PassUse(PassMemory(), (), "")
+        use.trains = True
+        deal = next(assigner.deals(batches, RankShares.even(1, ranks), use))
         assert all(deal.mine), "a rank has nothing to compute on"
         pairs = zip(deal.mine, deal.weights, strict=True)
         dealt += [mine[: int(weight)] for mine, weight in pairs]

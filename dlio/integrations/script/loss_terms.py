@@ -1,0 +1,400 @@
+"""Terms of a loss, read from its autograd graph: means and sums over the samples of a batch.
+
+`find_terms` descends from the loss to the operations that reduce the samples' dimension. Above
+these, the loss has to be linear for a sum over ranks to equal the value of the whole batch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Final
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """A number by which a sum over samples is divided, or multiplied by its inverse."""
+
+    value: float
+    is_tensor: bool = False
+    is_factor: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossTerm:
+    """A part of a loss that reduces samples by one operation."""
+
+    node: Any
+    """The autograd node at which the gradient of this term alone enters."""
+    reduces: Any
+    """The node that reduces the samples, at or below it."""
+    name: str
+    """Operation, such as `cross_entropy` or `sum`."""
+    is_sum: bool
+    """True for a sum, False for a mean."""
+    count: float
+    """Elements, or sum of their weights, that a mean divides by."""
+    shape: tuple[int, ...] = ()
+    """Shape of the tensor that is reduced."""
+    divisors: tuple[Divisor, ...] = ()
+    """Divisors of a sum, the innermost first."""
+    pads: bool = False
+    """True if it reduces all elements of each sample, padded ones included."""
+
+    @property
+    def key(self) -> str:
+        """The same on all ranks for the same term."""
+        return f"{self.name} {self.is_sum} {len(self.divisors)}"
+
+    def counts(self, value: float, samples: int) -> bool:
+        """True if a number is that of the samples, or of the elements of the leading dimensions."""
+        sizes = [math.prod(self.shape[: k + 1]) for k in range(len(self.shape))]
+        return value in (samples, *sizes)
+
+
+@dataclass(slots=True)
+class LossTerms:
+    """Terms of one backward pass."""
+
+    terms: list[LossTerm] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """Operations through which a loss is not a mean or sum over samples."""
+    hidden: list[str] = field(default_factory=list)
+    """Custom autograd functions and compiled graphs that make a part of the loss."""
+    has_constants: bool = False
+    """True if a part depends on parameters alone, such as a penalty."""
+
+
+class _State(Enum):
+    """Dependence of a tensor of the graph."""
+
+    CONSTANT = auto()
+    """Parameters alone."""
+    REDUCED = auto()
+    """Samples, but it has no dimension of them."""
+    SAMPLES = auto()
+    """Samples, with a dimension of them."""
+
+
+_BUDGET: Final = 20_000
+"""Nodes that are visited before a tensor counts as one of samples."""
+_FUSED: Final = {
+    "NllLossBackward0": "cross_entropy",
+    "NllLoss2DBackward0": "cross_entropy",
+    "NllLoss2dBackward0": "cross_entropy",
+    "MseLossBackward0": "mse_loss",
+    "SmoothL1LossBackward0": "smooth_l1_loss",
+    "HuberLossBackward0": "huber_loss",
+    "BinaryCrossEntropyBackward0": "binary_cross_entropy",
+    "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
+    "SoftMarginLossBackward0": "soft_margin_loss",
+    "MultiMarginLossBackward0": "multi_margin_loss",
+    "MultilabelMarginLossBackward0": "multilabel_margin_loss",
+}
+_MEANS: Final = ("MeanBackward0", "MeanBackward1")
+_SUMS: Final = ("SumBackward0", "SumBackward1", "NansumBackward0")
+_WHOLE: Final = (*_MEANS[:1], "SumBackward0", "DotBackward0", "VdotBackward0", "MaxBackward1")
+"""Operations whose result has no dimension."""
+_BY_DIM: Final = (
+    "MeanBackward1",
+    "SumBackward1",
+    "NansumBackward0",
+    "VarBackward0",
+    "StdBackward0",
+    "LogsumexpBackward0",
+    "LinalgVectorNormBackward0",
+    "NormBackward1",
+    "AmaxBackward0",
+    "AminBackward0",
+)
+_LOOKUPS: Final = (
+    "EmbeddingBackward0",
+    "IndexBackward0",
+    "IndexSelectBackward0",
+    "GatherBackward0",
+)
+_PRODUCTS: Final = ("MmBackward0", "BmmBackward0", "MvBackward0")
+_LAYERS: Final = (
+    "AddmmBackward0",
+    "BaddbmmBackward0",
+    "ConvolutionBackward0",
+    "NativeBatchNormBackward0",
+    "NativeGroupNormBackward0",
+    "NativeLayerNormBackward0",
+    "CudnnBatchNormBackward0",
+    "EmbeddingBackward0",
+    "EmbeddingBagBackward0",
+    "MkldnnRnnLayerBackward0",
+)
+_LINEAR: Final = (
+    "AddBackward0",
+    "AddBackward1",
+    "SubBackward0",
+    "SubBackward1",
+    "RsubBackward1",
+    "NegBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+    "UnsqueezeBackward0",
+    "ExpandBackward0",
+    "PermuteBackward0",
+    "TBackward0",
+    "TransposeBackward0",
+    "CloneBackward0",
+    "AliasBackward0",
+    "ToCopyBackward0",
+    "SelectBackward0",
+    "SliceBackward0",
+    "IndexBackward0",
+    "UnbindBackward0",
+    "SplitBackward0",
+    "StackBackward0",
+    "CatBackward0",
+    "DiagonalBackward0",
+)
+
+
+def name_of(node: Any) -> str:
+    """Name of a node's operation in autograd, such as `MeanBackward0`."""
+    name: str = node.name()
+    return name.rpartition("::")[2]
+
+
+def operation(node: Any) -> str:
+    """Name of a node's operation as users know it, such as `mean`."""
+    name = name_of(node)
+    return _FUSED.get(name) or name.partition("Backward")[0].lower() or name
+
+
+def shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
+    """Shape of a node's output."""
+    return tuple(map(int, node._input_metadata[output].shape))
+
+
+def batch_dim(shape: Sequence[int], samples: int) -> int:
+    """Dimension of the samples: the first of their number, or else the first."""
+    return next((dim for dim, size in enumerate(shape) if size == samples), 0)
+
+
+class GraphStates:
+    """Dependences of the tensors of one graph, whose batch has a number of samples."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._known: dict[Any, _State] = {}
+
+    def of(self, node: Any) -> _State:
+        """Return the dependence of a node's output."""
+        known = self._known
+        if node in known:
+            return known[node]
+        # Without recursion: a penalty that a loop adds up is as deep as the model has parameters.
+        stack, left = [node], _BUDGET
+        while stack:
+            last = stack[-1]
+            children = [] if _is_of_data(last) else _inputs(last)
+            unknown = [each for each in children if each not in known]
+            if not unknown or (left := left - 1) < 0:
+                known[last] = self._combined(last, [known.get(f, _State.SAMPLES) for f in children])
+                stack.pop()
+            else:
+                stack += unknown
+        return known[node]
+
+    def is_constant(self, node: Any) -> bool:
+        """True if a node's output depends on parameters alone."""
+        return self.of(node) is _State.CONSTANT
+
+    def _combined(self, node: Any, below: list[_State]) -> _State:
+        name = name_of(node)
+        if name == "AccumulateGrad":
+            known = isinstance(node.variable, torch.nn.Parameter)
+            return _State.CONSTANT if known else _State.SAMPLES
+        state = max(below, key=lambda each: each.value, default=_State.SAMPLES)
+        if state is _State.CONSTANT:
+            # Parameters and another tensor without a gradient: the other one may be data.
+            mixes = len(below) < len(node.next_functions)
+            same = shape_of(node) == shape_of(_inputs(node)[0])
+            is_data = name in _LOOKUPS or (mixes and not same)
+            return _State.SAMPLES if is_data else state
+        if state is _State.SAMPLES:
+            if name in _PRODUCTS:
+                return _product_state(node, self._samples)
+            if name in _FUSED:
+                return _State.REDUCED if node._saved_reduction else state
+            if name in _WHOLE or not shape_of(node):
+                return _State.REDUCED
+            if name in _BY_DIM and _reduces_samples(node, self._samples):
+                return _State.REDUCED
+        return state
+
+
+def _product_state(node: Any, samples: int) -> _State:
+    """Tell whether a product of two matrices adds up the samples."""
+    first, shape = node.next_functions[0][0], shape_of(node)
+    if first is None or is_parameter(first) or samples == 1:
+        return _State.SAMPLES
+    adds_up = name_of(node) == "MmBackward0" and shape_of(first)[1] == samples
+    return _State.REDUCED if adds_up or math.prod(shape) == 1 else _State.SAMPLES
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [f for f, _ in node.next_functions if f is not None]
+
+
+def _is_of_data(node: Any) -> bool:
+    """True for an operation of a network's layer: its result depends on data."""
+    name = name_of(node)
+    if name in _PRODUCTS:
+        return not all(f is not None and is_parameter(f) for f, _ in node.next_functions)
+    return name in _LAYERS
+
+
+def is_parameter(node: Any) -> bool:
+    """True for a parameter, also transposed or in another shape."""
+    for _ in range(4):
+        if name_of(node) == "AccumulateGrad":
+            return isinstance(node.variable, torch.nn.Parameter)
+        inputs = _inputs(node)
+        if len(inputs) != 1 or len(node.next_functions) != 1:
+            return False
+        node = inputs[0]
+    return False
+
+
+def _reduces_samples(node: Any, samples: int) -> bool:
+    """True if a reduction of some dimensions reduces that of the samples."""
+    shape = shape_of(*node.next_functions[0])
+    dims = dims_of(node, len(shape))
+    at = batch_dim(shape, samples)
+    return len(dims) == len(shape) or at in dims
+
+
+def dims_of(node: Any, rank: int) -> tuple[int, ...]:
+    """Return the dimensions that a node reduces, of a tensor of so many."""
+    dims = getattr(node, "_saved_dim", None)
+    if dims is None or dims == ():
+        return tuple(range(rank))
+    several = (dims,) if isinstance(dims, int) else tuple(dims)
+    # Autograd keeps a negative dimension as an unsigned number.
+    return tuple((d - (1 << 64) if d >= 1 << 63 else d) % rank if rank else 0 for d in several)
+
+
+def find_terms(roots: Sequence[torch.Tensor], states: GraphStates) -> LossTerms:
+    """Return the terms of a loss, or of several: the tensors on which backward is called."""
+    terms = LossTerms()
+    stack: list[tuple[Any, Any, tuple[Divisor, ...]]] = []
+    for root in roots:
+        node = root.grad_fn
+        if node is None:
+            continue
+        if root.ndim and states.of(node) is _State.SAMPLES:
+            # Backward of a vector is that of its sum.
+            terms.terms.append(LossTerm(node, node, "sum", True, 0.0, tuple(root.shape)))
+        else:
+            stack.append((node, node, ()))
+    while stack:
+        node, point, divisors = stack.pop()
+        for child, is_alone, more in _visited(node, point, divisors, states, terms):
+            stack.append((child, point if is_alone else child, (*more, *divisors)))
+    return terms
+
+
+def _visited(
+    node: Any,
+    point: Any,
+    divisors: tuple[Divisor, ...],
+    states: GraphStates,
+    into: LossTerms,
+) -> list[tuple[Any, bool, tuple[Divisor, ...]]]:
+    """Find the terms at a node, whose output has no dimension of samples. `point` is the highest
+    node from which all gradients go there.
+
+    Returns the nodes below that may have terms; True if there is one alone; and the divisor.
+    """
+    name = name_of(node)
+    if states.is_constant(node):
+        into.has_constants = True
+        return []
+    if name in _FUSED and node._saved_reduction:
+        into.terms.append(_fused_term(node, point, divisors))
+        return []
+    children = _inputs(node)
+    if name in (*_MEANS, *_SUMS) and states.of(children[0]) is _State.SAMPLES:
+        into.terms.append(_reduction(node, point, divisors))
+        return []
+    if name in _PRODUCTS or name in ("DotBackward0", "VdotBackward0"):
+        if all(size == 1 for size in shape_of(node)):
+            into.terms.append(LossTerm(point, node, "product", True, 0.0, (), divisors))
+            return []
+        into.unknown.append("product over the batch")
+        return []
+    of_samples = [each for each in children if not states.is_constant(each)]
+    if name.startswith(("MulBackward", "DivBackward")):
+        if len(of_samples) == 1 and (name[0] == "M" or of_samples[0] is children[0]):
+            return [(of_samples[0], True, _divisor(node, name, len(children)))]
+    elif name in (*_LINEAR, *_MEANS, *_SUMS) and all(
+        states.of(each) is _State.REDUCED for each in of_samples
+    ):
+        into.has_constants |= len(of_samples) < len(children)
+        return [(each, len(children) == 1, ()) for each in of_samples]
+    is_hidden = isinstance(node, torch.autograd.function.BackwardCFunction)
+    (into.hidden if is_hidden else into.unknown).append(operation(node))
+    return []
+
+
+def _divisor(node: Any, name: str, operands: int) -> tuple[Divisor, ...]:
+    """Return the number that a node divides by, if it is one."""
+    if operands > 1:
+        return ()  # By a parameter, such as a learned temperature.
+    saved = (node._saved_other, getattr(node, "_saved_self", None))
+    value = next((each for each in saved if each is not None), None)
+    is_tensor = isinstance(value, torch.Tensor)
+    if value is None or (is_tensor and value.numel() != 1):
+        return ()
+    number, is_own = float(value), is_tensor and _is_own(value)
+    if name.startswith("Div"):
+        return (Divisor(number, is_own),)
+    return (Divisor(1 / number, is_own, is_factor=True),) if number else ()
+
+
+def _is_own(value: torch.Tensor) -> bool:
+    """False for a tensor that stands for a Python number, which never promotes another's type."""
+    probe = torch.float16 if value.dtype.is_floating_point else torch.int8
+    return torch.result_type(value, torch.tensor(1, dtype=probe, device=value.device)) != probe
+
+
+def _fused_term(node: Any, point: Any, divisors: tuple[Divisor, ...]) -> LossTerm:
+    name, is_sum = operation(node), node._saved_reduction == 2
+    counted = hasattr(node, "_saved_total_weight")
+    shape = tuple(node._saved_target.shape) if counted else shape_of(*node.next_functions[0])
+    numel = math.prod(shape)
+    count = float(node._saved_total_weight) if counted and not is_sum else float(numel)
+    pads = count == numel and len(shape) > 0 and not _selects(node)
+    return LossTerm(point, node, name, is_sum, count, shape, divisors, pads)
+
+
+def _reduction(node: Any, point: Any, divisors: tuple[Divisor, ...]) -> LossTerm:
+    shape = shape_of(*node.next_functions[0])
+    is_sum = name_of(node) in _SUMS
+    dims = dims_of(node, len(shape)) if name_of(node) in _BY_DIM else range(len(shape))
+    count = float(math.prod(shape[d] for d in dims))
+    name = "sum" if is_sum else "mean"
+    pads = len(dims) > 1 and not _selects(node)
+    return LossTerm(point, node, name, is_sum, count, shape, divisors, pads)
+
+
+def _selects(node: Any) -> bool:
+    """True if elements are selected, as by a mask, shortly before they are reduced."""
+    level = [node]
+    for _ in range(8):
+        level = [f for each in level for f, _ in each.next_functions if f is not None][:16]
+        if any(name_of(f) in ("IndexBackward0", "MaskedSelectBackward0") for f in level):
+            return True
+    return False

@@ -1,0 +1,424 @@
+"""Weights of the terms of a script's loss, so that the sum over ranks is one process's gradient.
+
+A rank's gradients are weighed by its samples. That is right for a mean over samples. For each other
+term of a loss, the gradient that enters it is multiplied by a factor during backward:
+
+    sum over samples               all samples / own samples
+    mean over `count` elements     own count / all counts * all samples / own samples
+
+such as a sum that is divided by the batch size of the script, or a mean over tokens that are not
+masked. Before each backward ranks add up their counts, in one message of 2.5 KiB.
+"""
+
+import time
+import zlib
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dlio.comm import Communicator
+from dlio.comm.survival.recovery import recovery_of, uniform
+from dlio.exchange import Exchange
+from dlio.integrations.script.loss_terms import (
+    Divisor,
+    GraphStates,
+    LossTerm,
+    LossTerms,
+    find_terms,
+)
+from dlio.integrations.script.mixed_samples import mixed_samples
+from dlio.integrations.script.script_assigner import ScriptBatch
+from dlio.integrations.script.script_lines import script_line
+from dlio.integrations.script.share import ScriptContext
+
+_TERMS: Final = 24
+"""Most terms of a loss with weights of their own."""
+_DIVISORS: Final = 3
+_ROW: Final = 5 + 4 * _DIVISORS
+_UNEVEN: Final = 3
+"""Steps with uneven counts after which the script may pad."""
+_LOOKS: Final = 2
+"""Times that the whole graph of a loss is searched, for each line of the script and kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Sums over all ranks, of one backward: of samples, their squares, and losses."""
+
+    samples: float
+    squared: float
+    loss_by_samples: float
+    loss_by_count: float
+    loss: float
+    alike: bool
+    """True if all ranks have the same terms."""
+    terms: npt.NDArray[np.float64]
+    """Sums of `_row`, one row for each term."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """A number that a mean divides by, and its sums over the ranks."""
+
+    own: float
+    whole: float
+    squared: float
+    by_samples: float
+    """Sum of products with the ranks' samples."""
+
+    def is_even(self, totals: _Totals) -> bool:
+        """True if the ranks' counts are in proportion to their samples."""
+        product = self.squared * totals.squared
+        return abs(self.by_samples**2 - product) <= 1e-9 * product
+
+
+class LossWeights:
+    """Corrects the weights of a script's losses in backward. Collective, as the exchange is.
+
+    `close` ends its messages.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        context: ScriptContext,
+        exchanges: Callable[[], Sequence[Exchange]],
+    ) -> None:
+        self._recovers = recovery_of(comm) is not None
+        self._comm = comm if self._recovers else comm.dup()
+        self._context, self._exchanges = context, exchanges
+        self.wait_s = 0.0
+        """Seconds that this rank has waited for others so far."""
+        self._is_inside = False
+        self._looks: dict[str, int] = {}
+        self._uneven: dict[str, int] = {}
+        """By line and operation, steps in which means without a mask had uneven counts; -1 if a
+        mask was seen."""
+        self._unscaled: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+        """By a loss that a gradient scaler has scaled, the loss itself."""
+
+    def close(self) -> None:
+        if not self._recovers:
+            self._comm.close()
+
+    def around_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap `torch.autograd.backward`."""
+
+        @wraps(original)
+        def backward(tensors: Any, *args: Any, **options: Any) -> None:
+            # A backward inside another one is that of a checkpoint.
+            if self._is_inside or self._context.aside:
+                original(tensors, *args, **options)
+                return
+            self._context.backward()
+            if self._context.lead is None:
+                original(tensors, *args, **options)
+                return
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            self._is_inside = True
+            try:
+                with self._weighed(roots, self._context.lead) as value:
+                    original(tensors, *args, **options)
+            finally:
+                self._is_inside = False
+            keeps = any(args[1:3]) or options.get("retain_graph") or options.get("create_graph")
+            if value is not None and not keeps:
+                self._put(roots[0], value)
+
+        return backward
+
+    def around_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `GradScaler.scale`."""
+
+        @wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if isinstance(scaled, torch.Tensor) and scaled is not outputs:
+                self._unscaled[scaled] = outputs
+            return scaled
+
+        return scale
+
+    def _put(self, root: torch.Tensor, value: float) -> None:
+        """Have a loss be that of the whole batch, as the script may print it or decide by it."""
+        loss = self._unscaled.get(root)
+        if loss is not None:
+            scale = float(root.detach()) / float(loss.detach() or 1)
+            loss.data.fill_(value / scale if scale else value)
+            self._context.whole_losses[loss] = True
+        root.data.fill_(value)
+        self._context.whole_losses[root] = True
+
+    @contextmanager
+    def _weighed(self, roots: Sequence[torch.Tensor], batch: ScriptBatch) -> Iterator[float | None]:
+        """Weigh the terms of a loss inside the `with` block. Yields the loss of the whole batch, or
+        None if it is unknown."""
+        parts = find_terms(roots, GraphStates(max(int(batch.weight), 1)))
+        self._tell(roots, batch, parts)
+        exchanges = self._exchanges()
+        factors: Sequence[float] = []
+        value = None
+        if exchanges and all(each.alike for each in exchanges):
+            for exchange in exchanges:
+                exchange.weigh(batch.weight)
+            factors, value = self._together(roots, batch, parts)
+        elif exchanges and batch.weight:
+            factors = self._alone(batch, parts)
+        handles = []
+        try:
+            for term, factor in zip(parts.terms, factors, strict=False):
+                if abs(factor - 1) > 1e-9:
+                    handles.append(term.node.register_prehook(_times(factor)))
+            yield value
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _alone(self, batch: ScriptBatch, parts: LossTerms) -> list[float]:
+        """Return factors by which this rank's own gradient is about that of the whole batch."""
+        if self._context.batch == "per-rank":
+            return []
+        ratio, size = len(batch.samples) / batch.weight, int(batch.weight)
+        return [
+            1.0
+            if not term.is_sum or any(_is_count(term, each, size) for each in term.divisors)
+            else ratio
+            for term in parts.terms
+        ]
+
+    def _together(
+        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms
+    ) -> tuple[Sequence[float], float | None]:
+        """Return the factor of each term, and the loss of the whole batch if it is known."""
+        rows = [
+            _row(term, batch, self._context.has_dummy and term.shape[:1] == (1,))
+            for term in parts.terms[:_TERMS]
+        ]
+        loss = 0.0
+        if len(roots) == 1 and roots[0].numel() == 1 and batch.weight:
+            loss = float(roots[0].detach())
+        totals = self._totals(batch.weight, parts, rows, loss)
+        if not totals.samples:
+            return [], None
+        if not totals.alike:
+            self._context.say(
+                f"{script_line()}: ranks add up different terms of a loss in one step, because an "
+                "`if` depends on their part of the batch: the gradient is not that of one process. "
+                "Let a term without elements be 0 of the same operation"
+            )
+            return [], None
+        counts = [
+            self._count(term, row, len(batch.samples))
+            for term, row in zip(parts.terms, totals.terms, strict=False)
+        ]
+        if self._context.is_alone:
+            self._tell_padding(parts, totals, counts)
+        elif batch.weight and not any(row[3] for row in rows):
+            self._context.say(
+                f"{script_line()}: a batch has fewer samples than there are ranks, next to one of "
+                "another loader with one sample for a rank: this step leaves that rank out",
+                any_rank=True,
+            )
+        value = self._value(roots, parts, totals, counts)
+        if not batch.weight:
+            return [], value
+        ratio = totals.samples / batch.weight
+        of_sum = ratio if self._context.batch == "global" else 1.0
+        factors = []
+        for row, count in zip(rows, counts, strict=False):
+            if not row[3]:
+                factors.append(0.0)
+            elif count is None:
+                factors.append(of_sum)
+            else:
+                factors.append(count.own / count.whole * ratio if count.whole else 1.0)
+        return factors, value
+
+    def _totals(
+        self, weight: float, parts: LossTerms, rows: Sequence[Sequence[float]], loss: float
+    ) -> _Totals:
+        mark = zlib.crc32("/".join(term.key for term in parts.terms).encode()) & 0xFFFFF
+        first = _likely_count(parts) if weight else 0.0
+        head = [1, mark, mark**2, weight, weight**2, loss * weight, loss * first, loss]
+        own = np.zeros(len(head) + _TERMS * _ROW, np.float64)
+        own[: len(head)] = head
+        flat = [value for row in rows for value in row]
+        own[len(head) : len(head) + len(flat)] = flat
+
+        def add() -> npt.NDArray[np.float64]:
+            total = own.copy()
+            self._comm.wait([self._comm.iallreduce(total)], "the terms of the loss")
+            return total
+
+        began = time.perf_counter()
+        total = uniform(self._comm, add)
+        self.wait_s += time.perf_counter() - began
+        ranks, marks, squares, *sums = total[: len(head)].tolist()
+        alike = abs(ranks * squares - marks**2) < 0.5
+        table = total[len(head) :].reshape(_TERMS, _ROW)
+        return _Totals(sums[0], sums[1], sums[2], sums[3], sums[4], alike, table)
+
+    def _count(self, term: LossTerm, row: npt.NDArray[np.float64], whole: int) -> _Count | None:
+        """Return the divisor of a mean; None for a sum.
+
+        All ranks decide alike, as they do by totals. `whole` is the size of the batch.
+        """
+        if not term.is_sum:
+            return _Count(term.count, *row[:3].tolist())
+        ranks = row[3]
+        for number, divisor in enumerate(term.divisors[:_DIVISORS]):
+            values, squares, products, counts = row[5 + 4 * number : 9 + 4 * number].tolist()
+            differs = ranks * squares - values**2 > 1e-9 * values**2
+            if divisor.is_tensor:
+                if not divisor.is_factor:
+                    return _Count(divisor.value, values, squares, products)
+            elif divisor.value == whole and not differs:
+                continue  # The script's batch size: a constant.
+            elif (counts == ranks or differs) and divisor.is_factor and _is_round(divisor.value):
+                self._context.say(
+                    f"{script_line()}: a sum over the batch is multiplied by "
+                    f"{1 / divisor.value:g}, taken for a constant; if that is 1 / len(batch), "
+                    "divide by len(batch) instead"
+                )
+            elif counts == ranks or differs:
+                return _Count(divisor.value, values, squares, products)
+        return None
+
+    def _value(
+        self,
+        roots: Sequence[torch.Tensor],
+        parts: LossTerms,
+        totals: _Totals,
+        counts: Sequence[_Count | None],
+    ) -> float | None:
+        """Return the loss of the whole batch, None if its terms differ too much to tell."""
+        if (
+            len(roots) != 1
+            or roots[0].numel() != 1
+            or parts.unknown
+            or parts.hidden
+            or not parts.terms
+        ):
+            return None
+        if len(parts.terms) > _TERMS:
+            return None
+        if all(count is None for count in counts):
+            is_whole = not parts.has_constants and self._context.batch == "global"
+            return totals.loss if is_whole else None
+        if any(count is None for count in counts):
+            return None
+        if all(count is not None and count.is_even(totals) for count in counts):
+            return totals.loss_by_samples / totals.samples
+        count = counts[0]
+        if len(counts) > 1 or count is None or count.own != _likely_count(parts) or not count.whole:
+            return None
+        return totals.loss_by_count / count.whole
+
+    # Losses that cannot be made right.
+
+    def _tell(self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms) -> None:
+        context, where, size = self._context, script_line(), int(batch.weight)
+        if parts.unknown:
+            context.say(
+                f"{where}: the loss is not a mean over samples ({parts.unknown[0]} of a "
+                "value of the whole batch): ranks average the gradients of their parts of a "
+                "batch, which is not the gradient of one process"
+            )
+        if parts.hidden:
+            context.say(
+                f"{where}: the loss comes from {parts.hidden[0]}, which nothing sees into: it is "
+                "taken for a mean over the samples of each rank's part"
+            )
+        if len(parts.terms) > _TERMS:
+            context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")
+        look = "/".join([where, *(term.key for term in parts.terms), *parts.unknown])
+        if not size or self._looks.get(look, 0) >= _LOOKS:
+            return
+        self._looks[look] = self._looks.get(look, 0) + 1
+        if (mixed := mixed_samples(roots, size, parts)) is not None:
+            context.say(
+                f"{where}: the loss compares samples of a batch ({mixed}), and each rank sees part "
+                f"of a batch ({size} of {len(batch.samples)} samples): it is another loss than "
+                "that of one process, not a mean over samples. --batch per-rank gives each rank a "
+                "whole batch"
+            )
+
+    def _tell_padding(
+        self,
+        parts: LossTerms,
+        totals: _Totals,
+        counts: Sequence[_Count | None],
+    ) -> None:
+        for term, row, count in zip(parts.terms, totals.terms, counts, strict=False):
+            if count is None or term.is_sum or count.is_even(totals):
+                continue
+            key = f"{script_line()} {term.name}"
+            if row[4] < row[3]:
+                self._uneven[key] = -1  # Something is masked.
+            elif self._uneven.get(key, 0) >= 0:
+                self._uneven[key] = self._uneven.get(key, 0) + 1
+            if self._uneven[key] == _UNEVEN:
+                self._context.say(
+                    f"{script_line()}: {term.name} counts all elements of parts of a batch whose "
+                    "samples have other lengths. If the script pads them, one process pads to the "
+                    "longest of the batch and counts more: mask padding, as by ignore_index, to "
+                    "train as one process does"
+                )
+
+
+def _is_count(term: LossTerm, divisor: Divisor, size: int) -> bool:
+    if divisor.is_factor:
+        return term.counts(divisor.value, size) and not _is_round(divisor.value)
+    return divisor.is_tensor or term.counts(divisor.value, size)
+
+
+def _is_round(value: float) -> bool:
+    """True for a number such as 2, 5, 10 or 400, whose inverse is a usual coefficient."""
+    digits = f"{value:.0f}".rstrip("0")
+    return len(digits) <= 1 or digits == "25"
+
+
+def _likely_count(parts: LossTerms) -> float:
+    """Return the divisor of the first term, as it seems to this rank."""
+    if not parts.terms:
+        return 0.0
+    term = parts.terms[0]
+    by = [each.value for each in term.divisors if each.is_tensor and not each.is_factor]
+    return by[0] if by and term.is_sum else term.count
+
+
+def _row(term: LossTerm, batch: ScriptBatch, is_dummy: bool) -> list[float]:
+    """Return the numbers that ranks add up for a term.
+
+    They are its count, the square, the product with the samples, 1, 1 if it may count padding; and
+    for each divisor its value, the square, the product, and 1 if it is a number of samples.
+    """
+    row = [0.0] * _ROW
+    if not batch.weight or is_dummy:
+        return row
+    row[:5] = [term.count, term.count**2, term.count * batch.weight, 1.0, float(term.pads)]
+    for number, divisor in enumerate(term.divisors[:_DIVISORS]):
+        value, counts = divisor.value, term.counts(divisor.value, int(batch.weight))
+        row[5 + 4 * number : 9 + 4 * number] = [
+            value,
+            value**2,
+            value * batch.weight,
+            float(counts),
+        ]
+    return row
+
+
+def _times(
+    factor: float,
+) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]:
+    def scaled(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if each is None else each * factor for each in gradients)
+
+    return scaled

@@ -1,0 +1,134 @@
+"""Losses that compare the samples of a batch with each other, found in their autograd graph.
+
+The value of such a loss over a part of a batch is another loss: in-batch negatives become fewer,
+correlations and deviations are those of the part. No weight makes up for that.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from dlio.integrations.script.loss_terms import LossTerms, dims_of, is_parameter, name_of, shape_of
+
+_NODES: Final = 20_000
+_FEWEST: Final = 3
+"""Samples from which on a shape tells the dimension of samples."""
+_PARTS: Final = 4
+"""Most tensors of samples that are concatenated, such as the views of an image."""
+_OVER_SAMPLES: Final = {
+    "MeanBackward1": "a mean",
+    "SumBackward1": "a sum",
+    "VarBackward0": "a variance",
+    "StdBackward0": "a deviation",
+    "LogsumexpBackward0": "a logsumexp",
+    "SoftmaxBackward0": "a softmax",
+    "LogSoftmaxBackward0": "a softmax",
+}
+
+
+def mixed_samples(roots: Sequence[torch.Tensor], samples: int, found: LossTerms) -> str | None:
+    """Return how a loss of `samples` samples compares them; None if it does not, as far as is seen.
+
+    Takes time in proportion to the graph.
+    """
+    if samples < _FEWEST:
+        return None
+    reduced = [term.reduces for term in found.terms]
+    for node in _nodes(roots):
+        name = name_of(node)
+        if name in _OVER_SAMPLES and any(node is each for each in reduced):
+            continue
+        if (said := _TESTS.get(name, _broadcast)(node, samples)) is not None:
+            return said
+    return None
+
+
+def _nodes(roots: Sequence[torch.Tensor]) -> Iterator[Any]:
+    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
+    while stack and len(seen) < _NODES:
+        node = stack.pop()
+        yield node
+        below = [f for f, _ in node.next_functions if f is not None and f not in seen]
+        seen.update(below)
+        stack += below
+
+
+def _is_pairs(first: int, second: int, samples: int) -> bool:
+    return first == second and first % samples == 0 and first // samples <= _PARTS
+
+
+def _cross_entropy(node: Any, samples: int) -> str | None:
+    target, scores = node._saved_target, shape_of(node.next_functions[0][0])
+    if target.ndim != 1 or len(scores) != 2 or not _is_pairs(scores[0], scores[1], samples):
+        return None
+    numbers = torch.arange(len(target), device=target.device)
+    return "a cross entropy among the samples of the batch" if target.equal(numbers) else None
+
+
+def _product(node: Any, samples: int) -> str | None:
+    operands = [f for f, _ in node.next_functions]
+    if any(f is None or is_parameter(f) for f in operands):
+        return None
+    first, result = shape_of(operands[0]), shape_of(node)
+    if len(first) == 3 and first[0] % samples == 0:
+        return None  # A product for each sample, as in attention.
+    if _is_pairs(result[-2], result[-1], samples):
+        return "products of all pairs of samples"
+    if first[-1] == samples and max(result) > 1:
+        return "products summed over the batch"
+    return None
+
+
+def _distances(node: Any, samples: int) -> str | None:
+    first, second = shape_of(node)[-2:]
+    return "distances of all pairs of samples" if _is_pairs(first, second, samples) else None
+
+
+def _reduction(node: Any, samples: int) -> str | None:
+    below = node.next_functions[0][0]
+    if below is None or is_parameter(below):
+        return None
+    shape = shape_of(below)
+    over = len(shape) > 1 and dims_of(node, len(shape)) == (0,) and shape[0] == samples
+    return f"{_OVER_SAMPLES[name_of(node)]} over the batch" if over else None
+
+
+def _selection(node: Any, samples: int) -> str | None:
+    indices = node._saved_indices
+    first = indices[0] if indices else None
+    if not isinstance(first, torch.Tensor) or first.dtype != torch.int64 or first.ndim != 1:
+        return None
+    below = node.next_functions[0][0]
+    is_other = node._saved_self_sym_sizes[0] == samples and len(first) != samples
+    if is_other and below is not None and not is_parameter(below):
+        return "pairs or triplets of samples"
+    return None
+
+
+def _broadcast(node: Any, samples: int) -> str | None:
+    operands = [f for f, _ in node.next_functions if f is not None]
+    if len(operands) != 2 or not name_of(node).startswith(("Add", "Sub", "Mul", "Div", "Minimum")):
+        return None
+    result = shape_of(node)
+    places = [dim for dim, size in enumerate(result) if size == samples]
+    shapes = [shape_of(each) for each in operands]
+    if len(places) < 2 or any(len(shape) != len(result) for shape in shapes):
+        return None
+    for i in places:
+        for j in places:
+            if (shapes[0][i], shapes[0][j], shapes[1][i], shapes[1][j]) == (samples, 1, 1, samples):
+                return "all pairs of samples"
+    return None
+
+
+_TESTS: Final[dict[str, Callable[[Any, int], str | None]]] = {
+    "NllLossBackward0": _cross_entropy,
+    "MmBackward0": _product,
+    "BmmBackward0": _product,
+    "CdistBackward0": _distances,
+    "EuclideanDistBackward0": _distances,
+    "IndexBackward0": _selection,
+    **dict.fromkeys(_OVER_SAMPLES, _reduction),
+}

@@ -1,0 +1,130 @@
+"""Tells passes that train from passes that evaluate, by the use that is made of their batches.
+
+A pass trains if an optimizer steps after a backward of its batches. Until that is known its batches
+are given whole to every rank, which is right for both. A pass trains from its first batch on if the
+loop around it says so (its body calls `backward` in any case, and `step`), or if an earlier pass of
+the same place in the script, over the same data, has trained.
+"""
+
+import ast
+import linecache
+from collections.abc import Iterator, Sequence
+from functools import cache
+from types import FrameType
+from typing import Final
+
+from dlio.integrations.script.script_lines import line_of, script_frames
+
+_FRAMES: Final = 3
+"""Callers that tell two passes apart, such as one function's for training and for evaluation."""
+_Place = tuple[tuple[str, int], ...]
+
+
+class PassUse:
+    """Use of one pass over a loader."""
+
+    def __init__(self, memory: "PassMemory", key: tuple[object, ...], where: str) -> None:
+        self._memory, self._key, self._where = memory, key, where
+        self.trains = key in memory.trained
+        """True if its batches are divided among the ranks."""
+        self.was_trained = False
+        """True if an optimizer has stepped on its batches."""
+        self._is_computed = self._is_backward = False
+
+    def computes(self) -> None:
+        """Note that a module computes on a batch, with gradients."""
+        self._is_computed = True
+
+    def backward(self) -> None:
+        """Note that a backward runs."""
+        self._is_backward |= self._is_computed
+
+    def steps(self) -> None:
+        """Note that an optimizer steps, or that a scaler skips it."""
+        if self._is_backward:
+            self.trains = self.was_trained = True
+            self._memory.trained.add(self._key)
+
+    def end(self) -> str | None:
+        """End the pass. Returns a message if it was taken for one that trains, and did not."""
+        if not self.trains or self._is_backward:
+            return None
+        self._memory.trained.discard(self._key)
+        return (
+            f"{self._where}: this pass was divided among the ranks, as an earlier one from there "
+            "trained, but it trained nothing: its numbers are those of rank 0's part of the data"
+        )
+
+
+class PassMemory:
+    """Places in the script whose passes have trained."""
+
+    def __init__(self) -> None:
+        self.trained: set[tuple[object, ...]] = set()
+
+    def begin(self, dataset: object, length: int, evaluating: bool) -> PassUse:
+        """Return the use of a pass that the script begins."""
+        frames = script_frames(_FRAMES)
+        place = tuple((each.f_code.co_filename, each.f_lineno) for each in frames)
+        where = line_of(frames[0]) if frames else "the script"
+        use = PassUse(self, (place, id(dataset), length, evaluating), where)
+        use.trains |= bool(frames) and loop_trains(*_place_of(frames[0]))
+        return use
+
+
+def _place_of(frame: FrameType) -> tuple[str, int]:
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+@cache
+def loop_trains(file: str, line: int) -> bool:
+    """True if the `for` loop whose header is on a line of a file trains in each of its turns."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return False
+    loops = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line)
+    ]
+    return any(_trains(loop.body) for loop in loops)
+
+
+def _trains(body: Sequence[ast.stmt]) -> bool:
+    calls = {
+        node.func.attr
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    return "step" in calls and _is_certain(body)
+
+
+def _is_certain(body: Sequence[ast.stmt]) -> bool:
+    """True if the statements call `backward` in any case."""
+    for statement in body:
+        is_function = isinstance(statement, ast.FunctionDef)
+        if not is_function and any(
+            isinstance(each, ast.Continue | ast.Break | ast.Return) for each in _own(statement)
+        ):
+            return False
+        if isinstance(statement, ast.With | ast.For | ast.Try):
+            if _is_certain(statement.body):
+                return True
+        elif not isinstance(statement, ast.If | ast.While | ast.ClassDef) and any(
+            isinstance(each, ast.Call)
+            and isinstance(each.func, ast.Attribute)
+            and each.func.attr == "backward"
+            for each in ast.walk(statement)
+        ):
+            return True
+    return False
+
+
+def _own(statement: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement without those of functions and loops in it."""
+    yield statement
+    for child in ast.iter_child_nodes(statement):
+        if not isinstance(child, ast.FunctionDef | ast.Lambda | ast.For | ast.While):
+            yield from _own(child)

@@ -1,0 +1,57 @@
+"""Lines of the script that is running, for messages and to tell its loops apart."""
+
+import os
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import torch
+
+_ROOTS: Final = tuple(
+    os.path.realpath(each) + os.sep
+    for each in (
+        sysconfig.get_path("stdlib"),
+        str(Path(torch.__file__).parent),
+        str(Path(__file__).parents[2]),
+    )
+)
+
+
+@cache
+def is_foreign(file: str) -> bool:
+    """True for a file that is not of torch or dlio."""
+    return not os.path.realpath(file).startswith(_ROOTS[1:])
+
+
+@cache
+def is_script(file: str) -> bool:
+    """True for a file of the user's: none of Python's, of an installed package or of dlio."""
+    path = os.path.realpath(file)
+    if file.startswith("<") or "site-packages" in path or "dist-packages" in path:
+        return False
+    return not path.startswith(_ROOTS)
+
+
+def script_frames(most: int = 1) -> list[FrameType]:
+    """Return at most `most` frames of the user's files that are running, the innermost first."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < most:
+        if is_script(frame.f_code.co_filename):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def line_of(frame: FrameType) -> str:
+    """Return a frame's place, such as `train.py:41`."""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def script_line() -> str:
+    """Return the place in the user's files that is running, such as `train.py:41`."""
+    frames = script_frames()
+    return line_of(frames[0]) if frames else "the script"

@@ -1,0 +1,129 @@
+"""Terms of a loss are read from its graph, and so are losses that compare samples."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dlio.integrations.script.loss_terms import GraphStates, find_terms
+from dlio.integrations.script.mixed_samples import mixed_samples
+
+_N = 8
+Loss = Callable[[], torch.Tensor]
+torch.manual_seed(0)
+_x, _t, _y = torch.randn(_N, 6), torch.randn(_N, 4), torch.arange(_N) % 4
+_net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+_weight, _scale = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.zeros(()))
+_mask = torch.arange(_N) < 5
+
+
+def _out() -> torch.Tensor:
+    scores: torch.Tensor = _net(_x)
+    return scores
+
+
+def _penalty() -> torch.Tensor:
+    squares = [p.square().sum() for p in _net.parameters()]
+    result: torch.Tensor = torch.stack(squares).sum() + _weight.norm(p=2)
+    return result
+
+
+_MEANS: dict[str, tuple[Loss, list[tuple[str, float]]]] = {
+    "fused": (lambda: functional.cross_entropy(_out(), _y), [("cross_entropy", 8)]),
+    "ignored": (
+        lambda: functional.cross_entropy(_out(), _y, ignore_index=0),
+        [("cross_entropy", 6)],
+    ),
+    "raw": (lambda: functional.mse_loss(_x @ _weight, _t), [("mse_loss", 32)]),
+    "custom": (lambda: (_out() - _t).square().mean(1).mean(), [("mean", 8)]),
+    "features": (lambda: (_out() - _t).square().mean(0).sum(), [("mean", 8)]),
+    "selected": (lambda: (_out() - _t)[_mask].abs().mean(), [("mean", 20)]),
+    "penalty": (lambda: functional.mse_loss(_out(), _t) + 0.1 * _penalty(), [("mse_loss", 32)]),
+    "uncertain": (lambda: (-_scale).exp() * functional.mse_loss(_out(), _t), [("mse_loss", 32)]),
+    "stack": (
+        lambda: torch.stack([functional.cross_entropy(_out(), _y), _out().mean()]).mean(),
+        [("cross_entropy", 8), ("mean", 32)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _MEANS)
+def test_means_tell_what_they_divide_by(name: str) -> None:
+    make, expected = _MEANS[name]
+    terms = find_terms([make()], GraphStates(_N))
+    assert sorted((term.name, term.count) for term in terms.terms) == sorted(expected)
+    assert not any(term.is_sum for term in terms.terms)
+    assert not terms.unknown
+
+
+_SUMS: dict[str, tuple[Loss, list[float]]] = {
+    "fused": (lambda: functional.mse_loss(_out(), _t, reduction="sum"), []),
+    "by samples": (lambda: (_out() - _t).abs().sum() / len(_x), [8]),
+    "halved": (lambda: -0.5 * (1 + _out()).sum() / len(_x), [2, 8]),
+    "masked": (lambda: ((_out() - _t).square().mean(1) * _mask).sum() / _mask.sum(), [5]),
+    "dot": (lambda: torch.einsum("bc,bc->", _out(), _t) / 3, [3]),
+    "vector": (lambda: functional.cross_entropy(_out(), _y, reduction="none"), []),
+}
+
+
+@pytest.mark.parametrize("name", _SUMS)
+def test_sums_tell_by_what_they_are_divided(name: str) -> None:
+    make, divisors = _SUMS[name]
+    terms = find_terms([make()], GraphStates(_N))
+    (term,) = terms.terms
+    assert term.is_sum
+    assert [abs(each.value) for each in term.divisors] == pytest.approx(divisors)
+    assert [each.is_tensor for each in term.divisors] == [name == "masked"] * len(divisors)
+    assert not terms.unknown
+
+
+@pytest.mark.parametrize(
+    ("operation", "make"),
+    [
+        ("sqrt", lambda: functional.mse_loss(_out(), _t).sqrt()),
+        ("div", lambda: 1 - (_out() * _t).sum() / _out().sum()),
+        ("mul", lambda: functional.mse_loss(_out(), _t) * _out().mean()),
+        ("std", lambda: functional.mse_loss(_out(), _t) + _out().std(0).mean()),
+        ("pow", lambda: ((_out().T @ _out()) / _N - torch.eye(4)).pow(2).sum()),
+    ],
+)
+def test_a_loss_that_is_not_linear_above_its_reductions_is_told(operation: str, make: Loss) -> None:
+    assert find_terms([make()], GraphStates(_N)).unknown == [operation]
+
+
+def _mixed(make: Loss) -> str | None:
+    loss = make()
+    return mixed_samples([loss], _N, find_terms([loss], GraphStates(_N)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: functional.cross_entropy(_out() @ _out().T, torch.arange(_N)),
+        lambda: functional.cross_entropy(_out() @ _t.T, torch.arange(_N)),
+        lambda: (lambda z: z @ z.T)(torch.cat([_out(), _out()])).logsumexp(1).mean(),
+        lambda: (_out()[None] - _out()[:, None]).square().sum(2).mean(),
+        lambda: torch.cdist(_out(), _out()).mean(),
+        lambda: functional.triplet_margin_loss(
+            _out()[torch.tensor([0, 1])], _out()[torch.tensor([2, 3])], _out()[torch.tensor([4, 5])]
+        ),
+        lambda: (_out() - _out().mean(0)).square().mean(),
+        lambda: functional.mse_loss(_out(), _t) + _out().std(0).mean(),
+        lambda: ((_out().T @ _out()) / _N - torch.eye(4)).pow(2).sum(),
+    ],
+)
+def test_losses_that_compare_samples_are_found(make: Loss) -> None:
+    assert _mixed(make) is not None
+
+
+def test_losses_of_single_samples_compare_none() -> None:
+    square = nn.Sequential(nn.Linear(6, _N), nn.ReLU(), nn.Linear(_N, _N), nn.BatchNorm1d(_N))
+    attention = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
+    sequences = torch.randn(_N, _N, 6)
+    for make, _ in [*_MEANS.values(), *_SUMS.values()]:
+        assert _mixed(make) is None
+    assert _mixed(lambda: square(_x).square().mean()) is None
+    assert _mixed(lambda: attention(sequences).square().mean()) is None
+    assert _mixed(lambda: functional.cross_entropy(_out() @ torch.randn(4, 50), _y)) is None

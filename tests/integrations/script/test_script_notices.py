@@ -1,0 +1,145 @@
+"""Losses and metrics that cannot be one process's are told in a line that names the script's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlio.integrations.script.pass_use import PassMemory, loop_trains
+
+_SCRIPT = """
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 4), torch.arange(32) % 2)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def train(loss_of):
+    for x, y, label in DataLoader(data, batch_size=16):
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # backward
+        optimizer.step()
+        yield loss, (model(x).argmax(1) == label).sum()
+means = {
+    "mse": functional.mse_loss,
+    "sum": lambda z, y: functional.mse_loss(z, y, reduction="sum") / 100,
+}
+for loss_of in means.values():
+    for loss, right in train(loss_of):
+        print(f"{loss.item():.4f}")
+if __import__("sys").argv[1:]:
+    for loss, right in train(functional.mse_loss):
+        print(len(loss.shape), right.item())  # right
+    for loss_of in (
+        lambda z, y: functional.cross_entropy(z @ y.T, torch.arange(len(z))),
+        lambda z, y: functional.mse_loss(z, y).sqrt(),
+    ):
+        for _ in train(loss_of):
+            pass
+"""
+
+
+def _run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *argv],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.mpi
+def test_losses_are_one_process_s_without_a_word_or_a_line_says_which_are_not(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    run = ("-m", "dlio.cli", "run", "-n", "2", str(script))
+    silent = _run(*run)
+    assert silent.stdout == _run(str(script)).stdout
+    assert silent.stderr == ""
+    said = _run(*run, "more").stderr.splitlines()
+    line = {
+        word: next(k for k, text in enumerate(_SCRIPT.splitlines(), 1) if f"# {word}" in text)
+        for word in ("backward", "right")
+    }
+    backward, right = f"script.py:{line['backward']}: ", f"script.py:{line['right']}: "
+    assert len([each for each in said if right + "numbers that the script reads" in each]) == 1
+    compares = [each for each in said if backward + "the loss compares samples" in each]
+    assert len(compares) == 1
+    assert "part of a batch (8 of 16 samples)" in compares[0]
+    assert len([each for each in said if backward + "the loss is not a mean" in each]) == 1
+    assert len(said) == 3
+
+
+_LOOPS = """
+for x in loader:
+    loss(x).backward()
+    optimizer.step()
+for k, x in enumerate(
+    loader
+):
+    with autocast():
+        if k < 3:
+            x = augment(x)
+        loss = f(x)
+    scaler.scale(loss).backward()
+    if k % 4 == 3:
+        scaler.step(optimizer)
+for x in loader:
+    def closure():
+        loss = f(x)
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+for x in loader:
+    if train:
+        loss(x).backward()
+        optimizer.step()
+for x in loader:
+    if not train:
+        continue
+    loss(x).backward()
+    optimizer.step()
+for x in loader:
+    loss(x).backward()
+for x in loader:
+    step(x)
+"""
+
+
+def test_a_loop_trains_if_each_turn_calls_backward_and_an_optimizer_steps(tmp_path: Path) -> None:
+    path = tmp_path / "loops.py"
+    path.write_text(_LOOPS)
+    lines = _LOOPS.splitlines()
+    heads = [k for k, text in enumerate(lines, 1) if text.startswith("for ")]
+    trains = [loop_trains(str(path), k) for k in heads]
+    assert trains == [True, True, True, False, False, False, False]
+    assert loop_trains(str(path), heads[1] + 1)  # The header's line that calls `iter`.
+    assert not loop_trains(str(path), heads[0] + 1)
+
+
+def test_a_pass_trains_once_an_optimizer_has_stepped_on_its_batches() -> None:
+    memory, data = PassMemory(), object()
+    for turn in range(4):
+        use, other = (memory.begin(data, length, evaluating=False) for length in (4, 5))
+        assert use.trains == (turn in (1, 2))
+        if turn == 2:
+            assert "trained nothing" in (use.end() or "")
+            continue
+        use.backward()  # Of another loader's batch.
+        use.steps()
+        assert use.trains == (turn == 1)
+        use.computes()
+        use.backward()
+        other.steps()
+        use.steps()
+        assert use.trains
+        assert not other.trains
+        assert use.end() is None
