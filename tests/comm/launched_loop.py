@@ -1,6 +1,6 @@
 """A loop with `dlio.DataLoader` and `dlio.distribute`.
 
-Prints the numbers that this rank has seen and its weight. The argument says when the loop itself
+Prints the numbers that this rank has trained on and its weight. The argument says when the loop itself
 makes torch's default group: `none`, or `before` or `after` the loader.
 """
 
@@ -30,7 +30,8 @@ def main(group: str) -> None:
             optimizer.zero_grad()
             model(x).mean().backward()
             optimizer.step()
-            seen += x.flatten().int().tolist()
+            if loader.batch_share is None or loader.batch_share.samples:
+                seen += x.flatten().int().tolist()  # Others are repeated, and count nothing.
     print(f"{seen};{model.weight.item()}", flush=True)
 
 
