@@ -1,7 +1,7 @@
 """A loop with `dlio.DataLoader` and `dlio.distribute`.
 
-Prints the numbers that this rank has trained on and its weight. The argument says when the loop itself
-makes torch's default group: `none`, or `before` or `after` the loader.
+Prints the numbers that this rank has trained on and its weight. The argument says when the loop
+itself makes torch's default group: `none`, or `before` or `after` the loader.
 """
 
 import os
