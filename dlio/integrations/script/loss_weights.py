@@ -79,7 +79,7 @@ class _Count:
         return abs(self.by_samples**2 - product) <= 1e-9 * product
 
 
-class LossWeights:
+class ScriptLossWeights:
     """Corrects the weights of a script's losses in backward. Collective, as the exchange is.
 
     `close` ends its messages.

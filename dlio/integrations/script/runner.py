@@ -30,7 +30,7 @@ from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
 from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.guard import ScriptGuard
-from dlio.integrations.script.loss_weights import LossWeights
+from dlio.integrations.script.loss_weights import ScriptLossWeights
 from dlio.integrations.script.readings import METHODS, Readings
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.script_failure import telling_failures
@@ -133,7 +133,7 @@ class _ScriptTakeover:
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (0, self._steps))
         context.guard.parameters = self._exchanged
-        self._losses = LossWeights(comm, context, lambda: self._ranks.exchanges)
+        self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
         self._readings = Readings(context)
         context.after_pass = self._readings.tell
         context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
