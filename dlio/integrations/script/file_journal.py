@@ -66,6 +66,8 @@ class JournalReader:
         self._pending: list[str] = []
         self.entries: dict[str, FormerPath] = {}
         """Paths that this rank sees as they were."""
+        self.changed: set[str] = set()
+        """All paths that rank 0 has changed, as far as was read."""
         self.names: dict[str, set[str]] = {}
         """By folder, the names in it among the paths of `entries`."""
 
@@ -79,6 +81,7 @@ class JournalReader:
         self._read += len(lines)
         for line in lines.splitlines():
             path, former, kept = json.loads(line)
+            self.changed.add(path)
             if path not in self.entries:
                 self.entries[path] = FormerPath(former, kept)
                 folder, name = os.path.split(path)

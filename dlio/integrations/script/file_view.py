@@ -306,11 +306,17 @@ class FileView:
         if self._journal is not None:
             self._journal.settle()
 
-    def publish(self, is_chosen: Callable[[str], bool] = lambda _: True) -> None:
-        """Make real those of the chosen paths that the real file system lacks: this rank has become
-        rank 0, or the paths have its name."""
+    def publish(self, is_chosen: Callable[[str], bool] | None = None) -> None:
+        """Make real all that the real file system lacks, as this rank has become rank 0; or else
+        the chosen paths, which another run may have left, but for those that rank 0 has changed."""
+        by_rank_0: set[str] = set()
+        if is_chosen is not None and self._journal is not None:
+            self._journal.refresh()
+            by_rank_0 = self._journal.changed
         for path, state in sorted(self._states.items(), key=lambda item: item[0]):
-            if state is not _OWN or _exists(path) or not is_chosen(path):
+            if state is not _OWN:
+                continue
+            if _exists(path) if is_chosen is None else path in by_rank_0 or not is_chosen(path):
                 continue
             place = self._scratch + path
             try:
