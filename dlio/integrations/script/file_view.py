@@ -306,7 +306,7 @@ class FileView:
         if self._journal is not None:
             self._journal.settle()
 
-    def publish(self, is_chosen: Callable[[str], bool] | None = None) -> None:
+    def publish(self, is_chosen: Callable[[str, set[str]], bool] | None = None) -> None:
         """Make real all that the real file system lacks, as this rank has become rank 0; or else
         the chosen paths, which another run may have left, but for those that rank 0 has changed."""
         by_rank_0: set[str] = set()
@@ -316,7 +316,7 @@ class FileView:
         for path, state in sorted(self._states.items(), key=lambda item: item[0]):
             if state is not _OWN:
                 continue
-            if _exists(path) if is_chosen is None else path in by_rank_0 or not is_chosen(path):
+            if _exists(path) if is_chosen is None else not is_chosen(path, by_rank_0):
                 continue
             place = self._scratch + path
             try:

@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final
 
 from dlio.comm import Communicator
@@ -122,7 +123,7 @@ class PrivateFiles:
         rank 0 has written all of its own."""
         if not self.passes():
             with self.inside():
-                self.view.publish(lambda path: _is_of_rank(path, self._comm.rank))
+                self.view.publish(partial(_is_of_rank, self._comm.rank))
 
     # For the replaced functions
 
@@ -350,10 +351,11 @@ class PrivateFiles:
         )
 
 
-def _is_of_rank(path: str, rank: int) -> bool:
-    """True if a path has a rank's number where another that is there has a 0."""
-    return any(
-        os.path.lexists(f"{path[: number.start()]}{0:0{len(number[0])}}{path[number.end() :]}")
+def _is_of_rank(rank: int, path: str, by_rank_0: set[str]) -> bool:
+    """True for a path that rank 0 has not changed, with a rank's number where another one that it
+    has changed has a 0."""
+    return path not in by_rank_0 and any(
+        f"{path[: number.start()]}{0:0{len(number[0])}}{path[number.end() :]}" in by_rank_0
         for number in re.finditer(r"\d+", path)
         if int(number[0]) == rank
     )
