@@ -11,7 +11,6 @@ script which decides by them, or prints them, does as one process would.
 
 import json
 import math
-import os
 import sys
 import threading
 import zlib
@@ -31,6 +30,7 @@ from dlio.comm.deadlines import leave, looking_on
 from dlio.comm.survival.recovery import uniform
 from dlio.errors import UsageError
 from dlio.exchange.buckets import broadcast_tensors
+from dlio.integrations.script.script_lines import line_of, script_frames
 from dlio.integrations.script.script_losses import losses_of
 
 _LOSSES: Final = 4
@@ -58,14 +58,14 @@ _Call = tuple[int, str, str]
 class ScriptGuard:
     """The calls of a script on this rank. One per process; the main thread uses it.
 
-    `folder` is that of the script, whose lines are named. `active` is False where ranks go their
-    own ways between exchanges of weights: nothing is compared.
+    `active` is False where ranks go their own ways between exchanges of weights: nothing is
+    compared.
     """
 
     count = _LOSSES + 1 + 4 * _CHUNKS
 
-    def __init__(self, comm: Communicator, folder: str, active: bool = True) -> None:
-        self._comm, self._folder = comm, os.path.join(folder, "")
+    def __init__(self, comm: Communicator, active: bool = True) -> None:
+        self._comm = comm
         self._active = active and comm.size > 1
         self._digest, self._made = 0, 0
         self._calls: deque[_Call] = deque(maxlen=_KEPT)
@@ -74,8 +74,8 @@ class ScriptGuard:
         self._bits = max(1, bits)
         self._losses: list[torch.Tensor] = []
         """Of the backward that is under way; they become means."""
-        self._mean: torch.Tensor | None = None
-        """The first of several as it became."""
+        self._means: list[torch.Tensor] = []
+        """The values that several of them got."""
         self.parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
         """Returns the parameters whose weights are the same on all ranks, with names."""
         self.notes: list[str] = []
@@ -121,7 +121,7 @@ class ScriptGuard:
         if threading.current_thread() is not threading.main_thread():
             return
         self._digest = zlib.crc32(call.encode(), self._digest)
-        self._calls.append((self._made, call + more, self._line()))
+        self._calls.append((self._made, call + more, _line()))
         self._made += 1
 
     def took_batch(self) -> None:
@@ -131,7 +131,7 @@ class ScriptGuard:
 
     def _strange(self) -> str:
         """Name a variable of the script that is not finite, which may be why it skipped a batch."""
-        frame = self._frame()
+        frame = _frame()
         for name, value in {} if frame is None else frame.f_locals.items():
             is_number = isinstance(value, float) or (
                 isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
@@ -188,17 +188,18 @@ class ScriptGuard:
         self.note("backward")
         losses: list[torch.Tensor] = []
         if self._active and not keeps_graph:
-            losses = losses_of(tensors, self._frame(), _LOSSES)
-        self._losses, self._mean = losses, None
+            losses = losses_of(tensors, _frame(), _LOSSES)
+        self._losses, self._means = losses, []
         try:
             yield losses
         finally:
             self._losses = []
-        if self._mean is not None:
-            ratio = losses[0].detach() / self._mean
-            for loss in losses[1:]:
-                # A scaler's or a weight's own summand may be 0.
-                loss.data.mul_(torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio)))
+        if self._means:
+            ratio = losses[0].detach() / self._means[0]
+            ratio = torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
+            # Of the means: whoever has changed the first may have changed another, too.
+            for loss, mean in zip(losses[1:], self._means[1:], strict=True):
+                loss.data.copy_((mean * ratio).reshape(loss.shape))
         self.check()
 
     # Numbers that travel with gradients.
@@ -222,7 +223,7 @@ class ScriptGuard:
             else:
                 loss.data.fill_(sums[place].item() * float(factor))
         if len(self._losses) > 1:
-            self._mean = self._losses[0].detach().clone()
+            self._means = [loss.detach().clone() for loss in self._losses]
         self._sums = sums[_LOSSES:].clone()
 
     def _numbers(self) -> list[int]:
@@ -320,21 +321,15 @@ class ScriptGuard:
         message[: len(data)] = data
         self._sends.append((self._talk.isend(message, dest, _TAG), message))
 
-    def _line(self) -> str:
-        frame = self._frame()
-        if frame is None:
-            return "the end of the script"
-        return f"{frame.f_code.co_filename[len(self._folder) :]}:{frame.f_lineno}"
 
-    def _frame(self) -> FrameType | None:
-        """Return the frame of the script that is being run."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(self._folder) and "site-packages" not in file:
-                return frame
-            frame = frame.f_back
-        return None
+def _frame() -> FrameType | None:
+    """Return the frame of the script that is being run."""
+    return next(iter(script_frames()), None)
+
+
+def _line() -> str:
+    frame = _frame()
+    return "the end of the script" if frame is None else line_of(frame)
 
 
 def _difference(reports: Sequence[Sequence[Sequence[Any]]]) -> str:

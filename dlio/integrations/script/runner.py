@@ -62,7 +62,7 @@ def run_script(
     spec = parse_exchange(options.exchange)
     together = spec.payload == "gradient" and not spec.pairwise
     script = os.path.abspath(path)
-    guard = ScriptGuard(comm, os.path.dirname(script), together)
+    guard = ScriptGuard(comm, together)
     context = ScriptContext(comm, options.batch, options.tiers, guard)
     context.balance = options.balance
     _seed(options.seed)

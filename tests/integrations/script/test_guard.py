@@ -88,7 +88,7 @@ class _Ranks(SingleCommunicator):
 
 
 def _guard(ranks: int, calls: list[str]) -> ScriptGuard:
-    guard = ScriptGuard(_Ranks(ranks), os.path.dirname(__file__))
+    guard = ScriptGuard(_Ranks(ranks))
     for call in calls:
         guard.note(call)
     return guard
@@ -172,3 +172,17 @@ def test_a_loss_becomes_the_mean_unless_its_graph_is_kept() -> None:
             guard.depart(sums, 5.0)  # Of 5 samples, like those of another rank.
             guard.arrive(sums + sums, 1 / 20)
         assert loss.item() == (6.0 if keeps else 3.0)
+
+
+def test_summands_follow_a_loss_that_is_a_sum_once_whoever_else_changes_them() -> None:
+    guard = _guard(2, [])
+    weight = torch.tensor(2.0, requires_grad=True)
+    part = weight * 3
+    whole = part * 4
+    with guard.backward(whole, False):
+        sums = torch.zeros(guard.count)
+        guard.depart(sums, 1.0)
+        guard.arrive(sums + sums, 1 / 2)
+        whole.data.fill_(48.0)  # The sum of both ranks', in place of the mean.
+        part.data.fill_(12.0)
+    assert (whole.item(), part.item()) == (48.0, 12.0)
