@@ -10,6 +10,7 @@ import pytest
 
 from dlio_staging.pack_writers import WRITERS
 from tests.conftest import SOURCES
+from tests.staging.small_disks import mounted
 
 pytestmark = pytest.mark.cold
 
@@ -17,15 +18,8 @@ pytestmark = pytest.mark.cold
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB; skipped without the right to mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if os.geteuid():
-        pytest.skip("needs root")
-    how = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
-    if subprocess.run(how, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted(tmp_path / "disk", "size=1m") as place:
+        yield place
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import SOURCES
+from tests.staging.small_disks import mounted
 
 pytestmark = pytest.mark.cold
 _INODES = 200
@@ -18,16 +19,8 @@ _INODES = 200
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for bytes, but few files; skipped without the right to mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if os.geteuid():
-        pytest.skip("needs root")
-    options = f"size=64m,nr_inodes={_INODES}"
-    how = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
-    if subprocess.run(how, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted(tmp_path / "disk", f"size=64m,nr_inodes={_INODES}") as place:
+        yield place
 
 
 @pytest.fixture(scope="module")
