@@ -472,11 +472,14 @@ def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale
     ranks' weights.
     """
     factor = _mean_factor(total, scale)
+    is_of_nothing = total.device.type == "cpu" and not float(total)
     for place, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
         if parameter.grad is None:
             if not float(flags[place]):
                 continue
-            parameter.grad = torch.empty_like(parameter, dtype=gradient_type(parameter))
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
+        if is_of_nothing:
+            continue  # The gradients of earlier backwards of the step stay.
         if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
             torch.mul(view, factor, out=parameter.grad)
         else:

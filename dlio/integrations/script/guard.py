@@ -37,6 +37,7 @@ _LOSSES: Final = 4
 """Most losses of a backward that become means."""
 _CHUNKS: Final = 2
 """Parts of the digest that travel with a sum of gradients."""
+_DOUBTS: Final = 2
 _KEPT: Final = 60
 """Calls that are kept to find the first one that differs."""
 _EXACT_BITS: Final = 24
@@ -44,6 +45,8 @@ _EXACT_BITS: Final = 24
 _LOOK_AFTER_S: Final = 3.0
 _MESSAGE_BYTES: Final = 16 << 10
 _TAG: Final = 7
+_WEIGHTLESS: Final = 1e11
+"""Factors of means above this are those of ranks whose weights are all 0."""
 _ROUNDING: Final = 1e-4
 """Differences of weights, by their size, that are taken for rounding."""
 _BATCH: Final = "the next batch"
@@ -62,11 +65,11 @@ class ScriptGuard:
     compared.
     """
 
-    count = _LOSSES + 1 + 4 * _CHUNKS
+    count = _LOSSES + 1 + _DOUBTS + 4 * _CHUNKS
 
     def __init__(self, comm: Communicator, active: bool = True) -> None:
         self._comm = comm
-        self._active = active and comm.size > 1
+        self.active = active and comm.size > 1
         self._digest, self._made = 0, 0
         self._calls: deque[_Call] = deque(maxlen=_KEPT)
         bits = (_EXACT_BITS - math.ceil(math.log2(max(1, comm.size)))) // 2
@@ -82,8 +85,17 @@ class ScriptGuard:
         """Lines for the end."""
         self._steps = self._weights = 0
         """Steps of optimizers, and the digest of the weights that is to travel next; 0 for none."""
-        self._sums: torch.Tensor | None = None
-        """The latest sums of digests that were not looked at yet."""
+        self._sums: list[torch.Tensor] = []
+        """Sums of digests that were not looked at yet, of each exchange."""
+        self.of_loss = 1.0
+        """Factor of this rank's losses in those of the whole batch, in the present backward."""
+        self._departing: list[float | torch.Tensor] | None = None
+        """The losses of the present backward as this rank has computed them."""
+        self.doubts = (0, 0)
+        """Sent to all ranks with the gradients, until they have arrived."""
+        self.doubted: Callable[[bool], None] = lambda _: None
+        """Called on all ranks after a backward of which some rank has doubts; True if one of them
+        has some of the second kind."""
         self._talk: Communicator | None = None
         self._told = 0
         """Number of calls that rank 0 was told of."""
@@ -94,7 +106,7 @@ class ScriptGuard:
     def watching(self, survives: bool) -> Iterator[None]:
         """Look at ranks that wait for long, within a `with` statement, unless ranks may be lost.
         Collective."""
-        if survives or not self._active:
+        if survives or not self.active:
             yield
             return
         self._talk = self._comm.dup()
@@ -145,7 +157,7 @@ class ScriptGuard:
         on the weights are compared, too."""
         self.note(f"optimizer.step with learning rate {', '.join(map(str, rates))}")
         self._steps += 1
-        if self._active and self._steps & (self._steps - 1) == 0:
+        if self.active and self._steps & (self._steps - 1) == 0:
             self._weights = self._digest_of_weights()
 
     def _digest_of_weights(self) -> int:
@@ -162,11 +174,11 @@ class ScriptGuard:
         Raises UsageError if another rank has called something else, or has other weights.
         """
         self.note(call)
-        if not self._active or self._comm.size == 1:
+        if not self.active or self._comm.size == 1:
             return
         if weights:
             self._weights = self._digest_of_weights()
-        self._sums = uniform(self._comm, lambda: self._summed(call))
+        self._sums.append(uniform(self._comm, lambda: self._summed(call)))
         self.check()
 
     def _summed(self, call: str) -> torch.Tensor:
@@ -187,9 +199,10 @@ class ScriptGuard:
         """
         self.note("backward")
         losses: list[torch.Tensor] = []
-        if self._active and not keeps_graph:
+        if self.active and not keeps_graph:
             losses = losses_of(tensors, _frame(), _LOSSES)
-        self._losses, self._means = losses, []
+        self._losses, self._means, self._departing = losses, [], None
+        self.of_loss, self.doubts = 1.0, (0, 0)
         try:
             yield losses
         finally:
@@ -207,28 +220,37 @@ class ScriptGuard:
     def depart(self, into: torch.Tensor, factor: float) -> None:
         # On the host as plain numbers: each operation of torch takes some microseconds.
         # That of a sample of weight 0 may be NaN.
-        counted = self._losses if factor else []
-        losses = [0.0 if each.is_cuda else each.item() * factor for each in counted]
+        if self._departing is None:
+            # Once a backward: the sum of another exchange may have changed them by now.
+            self._departing = [
+                each.detach().reshape(()) * self.of_loss if each.is_cuda else each.item()
+                for each in self._losses
+            ]
+        counted = self._departing if factor else []
+        scale = factor * self.of_loss
+        losses = [0.0 if isinstance(each, torch.Tensor) else each * scale for each in counted]
         losses += [0.0] * (_LOSSES - len(losses))
         into.copy_(torch.tensor([*losses, *self._numbers()], dtype=into.dtype))
         for place, loss in enumerate(counted):
-            if loss.is_cuda:
-                into[place] = loss.detach().reshape(()) * factor  # Without waiting for the device.
+            if isinstance(loss, torch.Tensor):
+                into[place] = loss * factor  # Without waiting for the device.
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
         for place, loss in enumerate(self._losses):
             # Autograd does not have to know: it has computed all gradients of these losses.
             if loss.is_cuda or sums.is_cuda:
                 loss.data.copy_((sums[place] * factor).reshape(loss.shape))
+            elif float(factor) > _WEIGHTLESS:
+                loss.data.fill_(math.nan)  # A mean over no element.
             else:
                 loss.data.fill_(sums[place].item() * float(factor))
         if len(self._losses) > 1:
             self._means = [loss.detach().clone() for loss in self._losses]
-        self._sums = sums[_LOSSES:].clone()
+        self._sums.append(sums[_LOSSES:].clone())
 
     def _numbers(self) -> list[int]:
         """Return numbers whose sums over ranks tell whether all have the same digests."""
-        numbers = [1]
+        numbers = [1, *self.doubts]
         for digest in (self._digest, self._weights):
             for k in range(_CHUNKS):
                 part = digest >> (self._bits * k) & self._mask
@@ -239,10 +261,14 @@ class ScriptGuard:
     def check(self) -> None:
         """Raise UsageError on all ranks if they have called different things, or have other
         weights. Collective then."""
-        sums, self._sums = self._sums, None
-        if sums is None:
-            return
-        ranks, *numbers = [round(number) for number in sums.tolist()]
+        arrived, self._sums = self._sums, []
+        for sums in arrived:
+            self._check(*(round(number) for number in sums.tolist()))
+
+    def _check(self, ranks: int, doubts: int, wrongs: int, *numbers: int) -> None:
+        if doubts:
+            self.doubts = (0, 0)
+            self.doubted(wrongs > 0)
         pairs = zip(numbers[::2], numbers[1::2], strict=True)
         # By Cauchy and Schwarz equal only if all are.
         same = [ranks * square == total * total for total, square in pairs]

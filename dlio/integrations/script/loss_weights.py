@@ -7,7 +7,8 @@ term of a loss, the gradient that enters it is multiplied by a factor during bac
     mean over `count` elements     own count / all counts * all samples / own samples
 
 such as a sum that is divided by the batch size of the script, or a mean over tokens that are not
-masked. Before each backward ranks add up their counts, in one message of 2.5 KiB.
+masked. In the first steps of a line of the script, ranks add up their counts before backward, in
+one message of 2.5 KiB; later only where a rank's own numbers do not tell (see `loss_plan`).
 """
 
 import time
@@ -26,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.exchange import Exchange
+from dlio.integrations.script.loss_plan import OWN, LossPlan, PlannedStep, TermUse
 from dlio.integrations.script.loss_terms import (
     Divisor,
     GraphStates,
@@ -72,6 +74,8 @@ class _Count:
     squared: float
     by_samples: float
     """Sum of products with the ranks' samples."""
+    place: int = OWN
+    """Which divisor of a sum it is."""
 
     def is_even(self, totals: _Totals) -> bool:
         """True if the ranks' counts are in proportion to their samples."""
@@ -101,6 +105,9 @@ class ScriptLossWeights:
         self._uneven: dict[str, int] = {}
         """By line and operation, steps in which means without a mask had uneven counts; -1 if a
         mask was seen."""
+        self._plan = LossPlan()
+        """That of the latest backward."""
+        context.guard.doubted = self.doubted
         self._unscaled: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         """By a loss that a gradient scaler has scaled, the loss itself."""
 
@@ -124,13 +131,13 @@ class ScriptLossWeights:
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             self._is_inside = True
             try:
-                with self._weighed(roots, self._context.lead) as value:
+                with self._weighed(roots, self._context.lead) as loss:
                     original(tensors, *args, **options)
             finally:
                 self._is_inside = False
             keeps = any(args[1:3]) or options.get("retain_graph") or options.get("create_graph")
-            if value is not None and not keeps:
-                self._put(roots[0], value)
+            if loss is not None and not keeps:
+                loss.put()
 
         return backward
 
@@ -146,29 +153,32 @@ class ScriptLossWeights:
 
         return scale
 
-    def _put(self, root: torch.Tensor, value: float) -> None:
-        """Have a loss be that of the whole batch, as the script may print it or decide by it."""
-        loss = self._unscaled.get(root)
-        if loss is not None:
-            scale = float(root.detach()) / float(loss.detach() or 1)
-            loss.data.fill_(value / scale if scale else value)
-            self._context.whole_losses[loss] = True
-        root.data.fill_(value)
-        self._context.whole_losses[root] = True
-
     @contextmanager
-    def _weighed(self, roots: Sequence[torch.Tensor], batch: ScriptBatch) -> Iterator[float | None]:
-        """Weigh the terms of a loss inside the `with` block. Yields the loss of the whole batch, or
-        None if it is unknown."""
+    def _weighed(
+        self, roots: Sequence[torch.Tensor], batch: ScriptBatch
+    ) -> Iterator["_WholeLoss | None"]:
+        """Weigh the terms of a loss inside the `with` block. Yields what makes it the loss of the
+        whole batch after that, or None if that is unknown."""
         parts = find_terms(roots, GraphStates(max(int(batch.weight), 1)))
-        self._tell(roots, batch, parts)
+        line = script_line()
+        self._tell(roots, batch, parts, line)
         exchanges = self._exchanges()
         factors: Sequence[float] = []
-        value = None
+        loss = None
         if exchanges and all(each.alike for each in exchanges):
+            weight = batch.weight
+            step = self._planned(parts, batch, line)
+            if step is not None:
+                weight, factors = step.weight, step.factors
+                if step.of_loss is not None:
+                    self._context.guard.of_loss = step.of_loss
+                    loss = self._whole_loss(roots[0], None)
             for exchange in exchanges:
-                exchange.weigh(batch.weight)
-            factors, value = self._together(roots, batch, parts)
+                exchange.weigh(weight)
+            if step is None:
+                factors, value = self._together(roots, batch, parts, line)
+                if value is not None:
+                    loss = self._whole_loss(roots[0], value)
         elif exchanges and batch.weight:
             factors = self._alone(batch, parts)
         handles = []
@@ -176,10 +186,44 @@ class ScriptLossWeights:
             for term, factor in zip(parts.terms, factors, strict=False):
                 if abs(factor - 1) > 1e-9:
                     handles.append(term.node.register_prehook(_times(factor)))
-            yield value
+            yield loss
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _planned(self, parts: LossTerms, batch: ScriptBatch, line: str) -> PlannedStep | None:
+        """Return the weights of a backward if they are known without a message."""
+        guard, plans = self._context.guard, batch.of.use.plans
+        structure = " + ".join([*(term.key for term in parts.terms), *parts.unknown, *parts.hidden])
+        plan = self._plan = plans.plan(line, structure)
+        if line in plans.divergent or not self._context.is_alone:
+            return None
+        if line in plans.settled:
+            # One that is not settled would wait for a message that others do not send.
+            guard.note(f"a loss of {structure}")
+        if not (plan.is_settled and guard.active):
+            return None
+        step = plan.step(parts, batch.weight, len(batch.samples), self._context.batch == "global")
+        if step.is_odd:
+            guard.doubts = (1, int(step.is_wrong))
+        return step
+
+    def doubted(self, is_wrong: bool) -> None:
+        """Learn that a rank's numbers of the latest backward were not those of the plan."""
+        self._plan.doubt(is_wrong)
+        if is_wrong:
+            self._context.say(
+                f"{script_line()}: terms of the loss count other numbers of elements than before, "
+                "in proportion to each other: the gradient of this step is not quite that of one "
+                "process; from now on ranks add up the counts first"
+            )
+
+    def _whole_loss(self, root: torch.Tensor, value: float | None) -> "_WholeLoss":
+        unscaled = self._unscaled.get(root)
+        scale = None
+        if unscaled is not None:
+            scale = torch.nan_to_num(root.detach() / unscaled.detach(), nan=1.0)
+        return _WholeLoss(self._context, root, value, unscaled, scale)
 
     def _alone(self, batch: ScriptBatch, parts: LossTerms) -> list[float]:
         """Return factors by which this rank's own gradient is about that of the whole batch."""
@@ -194,7 +238,7 @@ class ScriptLossWeights:
         ]
 
     def _together(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms
+        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, line: str
     ) -> tuple[Sequence[float], float | None]:
         """Return the factor of each term, and the loss of the whole batch if it is known."""
         rows = [
@@ -208,8 +252,9 @@ class ScriptLossWeights:
         if not totals.samples:
             return [], None
         if not totals.alike:
+            batch.of.use.plans.divergent.add(line)
             self._context.say(
-                f"{script_line()}: ranks add up different terms of a loss in one step, because an "
+                f"{line}: ranks add up different terms of a loss in one step, because an "
                 "`if` depends on their part of the batch: the gradient is not that of one process. "
                 "Let a term without elements be 0 of the same operation"
             )
@@ -220,9 +265,10 @@ class ScriptLossWeights:
         ]
         if self._context.is_alone:
             self._tell_padding(parts, totals, counts)
+            self._learn(parts, batch, totals, counts, line)
         elif batch.weight and not any(row[3] for row in rows):
             self._context.say(
-                f"{script_line()}: a batch has fewer samples than there are ranks, next to one of "
+                f"{line}: a batch has fewer samples than there are ranks, next to one of "
                 "another loader with one sample for a rank: this step leaves that rank out",
                 any_rank=True,
             )
@@ -240,6 +286,28 @@ class ScriptLossWeights:
             else:
                 factors.append(count.own / count.whole * ratio if count.whole else 1.0)
         return factors, value
+
+    def _learn(
+        self,
+        parts: LossTerms,
+        batch: ScriptBatch,
+        totals: _Totals,
+        counts: Sequence[_Count | None],
+        line: str,
+    ) -> None:
+        knows = self._context.batch == "per-rank" or (
+            totals.samples == len(batch.samples) and not self._recovers
+        )
+        uses = [TermUse(None)] * len(counts)
+        for place, count in enumerate(counts):
+            if count is not None:
+                uneven = self._uneven.get(f"{line} {parts.terms[place].name}", 0)
+                per_sample, is_even = count.whole / totals.samples, count.is_even(totals)
+                masks = uneven < 0 or uneven >= _UNEVEN
+                uses[place] = TermUse(count.place, per_sample, is_even, masks)
+        self._plan.learn(parts, uses, knows)
+        if self._plan.is_settled:
+            batch.of.use.plans.settled.add(line)
 
     def _totals(
         self, weight: float, parts: LossTerms, rows: Sequence[Sequence[float]], loss: float
@@ -278,7 +346,7 @@ class ScriptLossWeights:
             differs = ranks * squares - values**2 > 1e-9 * values**2
             if divisor.is_tensor:
                 if not divisor.is_factor:
-                    return _Count(divisor.value, values, squares, products)
+                    return _Count(divisor.value, values, squares, products, number)
             elif divisor.value == whole and not differs:
                 continue  # The script's batch size: a constant.
             elif (counts == ranks or differs) and divisor.is_factor and _is_round(divisor.value):
@@ -288,7 +356,7 @@ class ScriptLossWeights:
                     "divide by len(batch) instead"
                 )
             elif counts == ranks or differs:
-                return _Count(divisor.value, values, squares, products)
+                return _Count(divisor.value, values, squares, products, number)
         return None
 
     def _value(
@@ -323,8 +391,10 @@ class ScriptLossWeights:
 
     # Losses that cannot be made right.
 
-    def _tell(self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms) -> None:
-        context, where, size = self._context, script_line(), int(batch.weight)
+    def _tell(
+        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, where: str
+    ) -> None:
+        context, size = self._context, int(batch.weight)
         if parts.unknown:
             context.say(
                 f"{where}: the loss is not a mean over samples ({parts.unknown[0]} of a "
@@ -371,6 +441,28 @@ class ScriptLossWeights:
                     "longest of the batch and counts more: mask padding, as by ignore_index, to "
                     "train as one process does"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeLoss:
+    """A loss that the script may print or decide by after backward."""
+
+    context: ScriptContext
+    root: torch.Tensor
+    value: float | None
+    """Of the whole batch; None if the guard has written it."""
+    unscaled: torch.Tensor | None
+    """The loss before a gradient scaler has multiplied it by `scale`."""
+    scale: torch.Tensor | None
+
+    def put(self) -> None:
+        """Have the loss be that of the whole batch."""
+        if self.value is not None:
+            self.root.data.fill_(self.value)
+        self.context.whole_losses[self.root] = True
+        if self.unscaled is not None and self.scale is not None:
+            self.unscaled.data.copy_(self.root.detach() / self.scale)
+            self.context.whole_losses[self.unscaled] = True
 
 
 def _is_count(term: LossTerm, divisor: Divisor, size: int) -> bool:

@@ -13,6 +13,7 @@ from functools import cache
 from types import FrameType
 from typing import Final
 
+from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.script_lines import line_of, script_frames
 
 _FRAMES: Final = 3
@@ -30,6 +31,8 @@ class PassUse:
         self.was_trained = False
         """True if an optimizer has stepped on its batches."""
         self._is_computed = self._is_backward = False
+        self.plans = LossPlans()
+        """Of the losses of its batches; all passes of a loader have the same ones."""
 
     def computes(self) -> None:
         """Note that a module computes on a batch, with gradients."""

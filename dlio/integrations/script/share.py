@@ -14,6 +14,7 @@ from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.guard import ScriptGuard
+from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
 from dlio.loader.dataloader import DataLoader
@@ -243,6 +244,7 @@ class SharingLoader(DataLoader):
         assert _context is not None
         self._context = _context
         self._balance = _ShareBalance(_context)
+        self._plans = LossPlans()
         self._is_shared = True
         """False if the pass that began last is not divided among the ranks."""
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
@@ -272,6 +274,7 @@ class SharingLoader(DataLoader):
             return self._whole()
         dataset: Any = self.dataset
         use = context.passes.begin(dataset, len(dataset), context.evaluating)
+        use.plans = self._plans
         # Batches per rank are other batches: a pass cannot begin with one that fits both.
         use.trains |= per_rank
         self._is_shared = True

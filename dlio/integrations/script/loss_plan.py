@@ -1,0 +1,173 @@
+"""Losses whose weights follow from a rank's own numbers, without a message before backward.
+
+The exchange divides a sum of gradients by the sum of the ranks' weights, which travels with it. A
+loss that is one mean over `count` elements needs no more than `count` as the weight; and where all
+means count in proportion to samples, a rank's samples will do, and a sum is over the batch. Which
+of these a loss is, its first steps tell, in which ranks add up their counts; all ranks draw the
+same conclusion from the totals.
+
+Each rank compares its later numbers with the conclusion. One that finds others says so with its
+gradients, and all ranks add up counts there again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dlio.integrations.script.loss_terms import LossTerm, LossTerms
+
+_STEPS: Final = 3
+"""Steps with the same conclusion after which no messages are sent."""
+OWN: Final = -1
+"""Stands for a mean's own count, where other numbers are places of divisors."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermUse:
+    """The conclusion about one term, from totals: the same on all ranks."""
+
+    divisor: int | None
+    """Which divisor of a sum counts elements; `OWN` for a mean; None for a sum over the batch."""
+    per_sample: float = 0.0
+    """Elements counted for each sample, of all ranks; 0 for a sum."""
+    is_even: bool = True
+    """True if each rank's count is in proportion to its samples."""
+    masks: bool = False
+    """True if a mask has been seen: other counts are no padding."""
+
+    def agrees_with(self, other: "TermUse") -> bool:
+        same = self.divisor == other.divisor and self.is_even == other.is_even
+        return same and abs(self.per_sample - other.per_sample) <= 1e-9 * self.per_sample
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """Weights of one backward."""
+
+    weight: float
+    """Of this rank's gradients."""
+    factors: Sequence[float] = ()
+    """Of the gradient of each term."""
+    of_loss: float | None = 1.0
+    """Factor of this rank's loss in the mean of all ranks, which is then that of the whole batch;
+    None if no mean is."""
+    is_odd: bool = False
+    """True if this rank's numbers are others than those of the conclusion."""
+    is_wrong: bool = False
+    """True if the weights are wrong for that reason."""
+
+
+@dataclass(slots=True)
+class LossPlan:
+    """What ranks know of a loss with the same terms at the same line."""
+
+    uses: tuple[TermUse, ...] = ()
+    constants: tuple[frozenset[float], ...] = ()
+    """By term, the divisors of sums that are not counts."""
+    _agreed: int = 0
+    _failed: bool = False
+    _is_mean: bool = field(default=False)
+    """True for a single mean: its count is the weight."""
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no message is needed."""
+        return self._agreed >= _STEPS and not self._failed
+
+    def learn(self, parts: LossTerms, uses: Sequence[TermUse], knows_batch: bool) -> None:
+        """Conclude from a step in which ranks have added up their counts.
+
+        `knows_batch` is False where ranks do not know the number of the samples of all others.
+        """
+        partly = bool(parts.unknown or parts.hidden)
+        self._is_mean = len(uses) == 1 and uses[0].divisor is not None and not partly
+        sums = any(each.divisor is None for each in uses)
+        can = self._is_mean or all(each.is_even for each in uses)
+        if not can or (sums and not knows_batch):
+            self._agreed = 0
+            return
+        before, self.uses = self.uses, tuple(uses)
+        alike = len(before) == len(uses) and (
+            self._is_mean
+            or all(old.agrees_with(new) for old, new in zip(before, uses, strict=True))
+        )
+        alike &= [each.divisor for each in before] == [each.divisor for each in uses]
+        self._agreed = self._agreed + 1 if alike else 1
+        self.constants = tuple(
+            frozenset(each.value for each in term.divisors if not each.is_tensor)
+            for term in parts.terms[: len(uses)]
+        )
+
+    def doubt(self, is_wrong: bool) -> None:
+        """Have ranks add up their counts again: from now on, or until they agree once more."""
+        self._agreed, self._failed = 0, self._failed or is_wrong
+
+    def step(self, parts: LossTerms, samples: float, whole: float, divides: bool) -> PlannedStep:
+        """Return the weights of a backward of this rank, with some of the `whole` samples of a
+        step; `divides` if these are a batch of the script."""
+        if not samples:
+            return PlannedStep(0.0)
+        size, ratio = int(samples), whole / samples if divides else 1.0
+        odd = wrong = False
+        weight, factors = samples, []
+        for term, use, constants in zip(parts.terms, self.uses, self.constants, strict=False):
+            if use.divisor is None:
+                wrong |= _may_count(term, constants, size, whole)
+                factors.append(ratio)
+                continue
+            count = term.count
+            if use.divisor != OWN:
+                count = term.divisors[use.divisor].value
+                wrong |= not _is_count(term, use.divisor, size)
+            relative = count / (use.per_sample * samples) if use.per_sample else 1.0
+            is_usual = abs(relative - 1) <= 1e-9
+            if self._is_mean:
+                weight, relative = relative * samples, 1.0
+                odd |= not is_usual and term.pads and not use.masks
+            else:
+                wrong |= not is_usual
+            factors.append(relative)
+        return PlannedStep(weight, factors, self._of_loss(parts, ratio), odd or wrong, wrong)
+
+    def _of_loss(self, parts: LossTerms, ratio: float) -> float | None:
+        sums = [use.divisor is None for use in self.uses]
+        if not sums or parts.unknown or parts.hidden or len(parts.terms) > len(sums):
+            return None
+        if not any(sums):
+            return 1.0
+        return ratio if all(sums) and not parts.has_constants else None
+
+
+@dataclass(slots=True)
+class LossPlans:
+    """The plans of the losses of one loader's batches.
+
+    By loader, as one line of the script may serve for several losses.
+    """
+
+    _plans: dict[tuple[str, str], LossPlan] = field(default_factory=dict)
+    """By line and terms."""
+    settled: set[str] = field(default_factory=set)
+    """Lines of which a plan has been settled."""
+    divergent: set[str] = field(default_factory=set)
+    """Lines where ranks have had different terms in one step."""
+
+    def plan(self, line: str, terms: str) -> LossPlan:
+        """Return the plan of a line's loss with some terms."""
+        return self._plans.setdefault((line, terms), LossPlan())
+
+
+def _is_count(term: LossTerm, place: int, size: int) -> bool:
+    divisor = term.divisors[place]
+    return divisor.is_tensor or term.counts(divisor.value, size)
+
+
+def _may_count(term: LossTerm, constants: frozenset[float], size: int, whole: float) -> bool:
+    """True if a divisor that was taken for a constant has become a count of elements."""
+    return any(
+        not each.is_tensor
+        and each.value != whole
+        and each.value not in constants
+        and term.counts(each.value, size)
+        for each in term.divisors
+    )
