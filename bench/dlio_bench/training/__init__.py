@@ -7,5 +7,5 @@
 | `training_rank` | the ranks, and the parts of a step |
 | `scaling_measurements` | rounds of measurements on 1, 2, 4 ... ranks |
 | `forecast_check` | steps on more ranks, from those of one and two |
-| `scaling_case`, `checkpoint_case`, `ettr` | the cases |
+| `scaling_case`, `checkpoint_case`, `ettr`, `script_case` | the cases |
 """

@@ -17,7 +17,7 @@ def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
     1,024 from those of one and two ranks and from measured links, marked as such. The case
     checkpoint measures how long checkpoints stop the steps, next to those of
     torch.distributed.checkpoint; the case ettr the share of time that counts while ranks are
-    killed.
+    killed; the case script what `dlio run` adds to the steps of a script.
     """
     started = begin(output)
     results = Results(

@@ -18,6 +18,7 @@ CASES: Final[dict[str, str]] = {
     "scaling": "dlio_bench.training.scaling_case:measure",
     "checkpoint": "dlio_bench.training.checkpoint_case:measure",
     "ettr": "dlio_bench.training.ettr:measure",
+    "script": "dlio_bench.training.script_case:measure",
 }
 """Functions by case: (Options, Results to add to)."""
 _LARGEST: Final = 1 << 20
@@ -35,8 +36,8 @@ class TrainingBenchOptions:
         tuple[str, ...],
         Option(
             "Case to measure. scaling: steps on more and more ranks. checkpoint: the stall of "
-            "checkpoints. ettr: the share of time that counts while ranks are killed. "
-            "Repeatable.",
+            "checkpoints. ettr: the share of time that counts while ranks are killed. script: what "
+            "`dlio run` adds to a script's steps. Repeatable.",
             choices=tuple(CASES),
         ),
     ] = ("scaling",)

@@ -230,7 +230,11 @@ class ScriptGuard:
         scale = factor * self.of_loss
         losses = [0.0 if isinstance(each, torch.Tensor) else each * scale for each in counted]
         losses += [0.0] * (_LOSSES - len(losses))
-        into.copy_(torch.tensor([*losses, *self._numbers()], dtype=into.dtype))
+        numbers = [*losses, *self._numbers()]
+        if into.is_cuda:
+            into.copy_(torch.tensor(numbers, dtype=into.dtype))
+        else:
+            into.numpy()[:] = numbers
         for place, loss in enumerate(counted):
             if isinstance(loss, torch.Tensor):
                 into[place] = loss * factor  # Without waiting for the device.

@@ -186,7 +186,7 @@ class GraphStates:
     """Dependences of the tensors of one graph, whose batch has a number of samples."""
 
     def __init__(self, samples: int) -> None:
-        self._samples = samples
+        self.samples = samples
         self._known: dict[Any, _State] = {}
 
     def of(self, node: Any) -> _State:
@@ -225,12 +225,12 @@ class GraphStates:
             return _State.SAMPLES if is_data else state
         if state is _State.SAMPLES:
             if name in _PRODUCTS:
-                return _product_state(node, self._samples)
+                return _product_state(node, self.samples)
             if name in _FUSED:
                 return _State.REDUCED if node._saved_reduction else state
             if name in _WHOLE or not shape_of(node):
                 return _State.REDUCED
-            if name in _BY_DIM and _reduces_samples(node, self._samples):
+            if name in _BY_DIM and _reduces_samples(node, self.samples):
                 return _State.REDUCED
         return state
 
@@ -323,7 +323,7 @@ def _visited(
         into.has_constants = True
         return []
     if name in _FUSED and node._saved_reduction:
-        into.terms.append(_fused_term(node, point, divisors))
+        into.terms.append(_fused_term(node, point, divisors, states.samples))
         return []
     children = _inputs(node)
     if name in (*_MEANS, *_SUMS) and states.of(children[0]) is _State.SAMPLES:
@@ -370,13 +370,14 @@ def _is_own(value: torch.Tensor) -> bool:
     return torch.result_type(value, torch.tensor(1, dtype=probe, device=value.device)) != probe
 
 
-def _fused_term(node: Any, point: Any, divisors: tuple[Divisor, ...]) -> LossTerm:
+def _fused_term(node: Any, point: Any, divisors: tuple[Divisor, ...], samples: int) -> LossTerm:
     name, is_sum = operation(node), node._saved_reduction == 2
     counted = hasattr(node, "_saved_total_weight")
     shape = tuple(node._saved_target.shape) if counted else shape_of(*node.next_functions[0])
     numel = math.prod(shape)
     count = float(node._saved_total_weight) if counted and not is_sum else float(numel)
-    pads = count == numel and len(shape) > 0 and not _selects(node)
+    # One element of each sample is no padding.
+    pads = count == numel != samples and len(shape) > 0 and not _selects(node)
     return LossTerm(point, node, name, is_sum, count, shape, divisors, pads)
 
 

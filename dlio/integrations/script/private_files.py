@@ -228,8 +228,10 @@ class PrivateFiles:
 
     def _imported(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def imported(name: str, *args: Any, **options: Any) -> Any:
+            before = len(sys.modules)
             module = original(name, *args, **options)
-            if name.partition(".")[0] in ROOTS:
+            # Functions import what is loaded again and again.
+            if len(sys.modules) != before and name.partition(".")[0] in ROOTS:
                 replace_native(self.place, self.replace)
             return module
 
