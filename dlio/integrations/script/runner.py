@@ -223,7 +223,7 @@ class _ScriptTakeover:
             notes.append(f"samples per batch on each rank in the last training pass: {counts}")
         if self._comm.size > 1 and not self._had_optimizers:
             notes.append("the script created no torch optimizer: every rank did all of the work")
-        elif self._comm.size > 1 and self._steps and not context.shared:
+        elif self._comm.size > 1 and self._steps and not context.shared and context.divides:
             notes.append(
                 "the script trained without a torch DataLoader, or had taken all batches before it "
                 "trained on the first: every rank computed all samples; the result is correct, but "
@@ -254,6 +254,13 @@ class _ScriptTakeover:
         named = self._named([p for p in fresh if self._ranks.exchange_of(p) is None])
         uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
         self._ranks.add(optimizer, named)
+        if any(group.get("line_search_fn") for group in optimizer.param_groups):
+            # A search decides by comparing losses: by the last bit of a sum it ends elsewhere.
+            self._context.divide_no_more()
+            self._context.note(
+                f"{type(optimizer).__name__} searches along a line, where rounding decides: from "
+                "then on every rank computed whole batches, as one process does, and no faster"
+            )
         optimizer.register_step_post_hook(self._has_stepped)
         self._had_optimizers = True
         self._modules.clear()

@@ -40,6 +40,8 @@ class ScriptContext:
         """True if the script last called `eval()` on a module, False if `train()`."""
         self.weight = 1.0
         """Number of this rank's samples in the batch that the script computes on."""
+        self.divides = True
+        """False if every rank computes on whole batches, and rank 0's gradients count."""
         self._samples = 0.0
         """Samples of this rank since `take_samples`."""
         self._latest: ScriptBatch | None = None
@@ -122,7 +124,17 @@ class ScriptContext:
         """Note that the script gets batches that all ranks compute on."""
         self._latest, self.divides_now = None, False
         if torch.is_grad_enabled():
-            self.weight, self._used = 1.0, None
+            self.weight, self._used = self._whole_weight(), None
+
+    def _whole_weight(self) -> float:
+        # A mean of equal gradients is not equal to these: a third of a triple is rounded.
+        return 1.0 if self.divides or self.comm.rank == 0 else 0.0
+
+    def divide_no_more(self) -> None:
+        """Have every rank compute on whole batches from the next pass on."""
+        self.divides = False
+        if self._used is None:
+            self.weight = self._whole_weight()
 
     def ended(self, use: PassUse) -> None:
         """Note that a pass has ended."""
@@ -256,7 +268,7 @@ class SharingLoader(DataLoader):
         if context.aside:
             return DataLoader.__iter__(self)
         self._is_shared = False
-        if context.comm.size == 1 or not torch.is_grad_enabled():
+        if context.comm.size == 1 or not torch.is_grad_enabled() or not context.divides:
             return self._whole()
         per_rank = context.batch == "per-rank"
         if per_rank and context.evaluating:
