@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from dlio.util.folders import remove_entry
+
 with open("tries") as file:
     tries = int(file.read())
 with open("tries", "w") as file:
@@ -72,6 +74,19 @@ deep.mkdir(parents=True)
 shutil.copytree(deep, f"{run}/copy")
 shutil.rmtree(f"{run}/deep")
 assert not deep.exists()
+temporary = tempfile.mkdtemp()
+for parent in (run, temporary, temporary):
+    os.makedirs(f"{parent}/folder/deep")
+    at = os.open(parent, os.O_RDONLY)
+    if os.path.exists(f"{temporary}/seen"):
+        remove_entry(at, "folder")  # As dlio's loaders do.
+    else:
+        shutil.rmtree("folder", dir_fd=at)
+    os.close(at)
+    assert not os.path.exists(f"{parent}/folder")
+    if parent == temporary:
+        pathlib.Path(temporary, "seen").touch()
+shutil.rmtree(temporary)
 os.symlink("last.pt", f"{run}/link.pt")
 torch.load(f"{run}/link.pt")
 with open(f"{run}/object.pt", "wb") as file:
