@@ -356,7 +356,7 @@ class SynchronousSgd(Exchange):
         if parameter.grad is None or not factor:  # A gradient of weight 0 may be NaN.
             view.zero_()
             return
-        view.copy_(parameter.grad)
+        view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
         if factor != 1.0:
             view.mul_(factor)
 
@@ -477,7 +477,10 @@ def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale
             if not float(flags[place]):
                 continue
             parameter.grad = torch.empty_like(parameter, dtype=gradient_type(parameter))
-        if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
+        if parameter.grad.is_sparse:
+            # Of an embedding: the rows that any rank has a gradient of.
+            parameter.grad = (view * factor).to(parameter.grad).to_sparse(1)
+        elif (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
             torch.mul(view, factor, out=parameter.grad)
         else:
             parameter.grad.copy_(view * factor)
