@@ -108,6 +108,12 @@ class FileCalls:
                 original, made = self._made.get(id(value), (None, None))
                 if made is not None and original is value:
                     self._files.replace(module, key, made)
+        # By extension; np.savetxt asks it.
+        openers = sys.modules.get("numpy.lib._datasource")
+        table = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
+        for key, value in list(table.items()):
+            if id(value) in self._made:
+                self._files.replace_item(table, key, self._made[id(value)][1])
 
     def _guarded(self, original: Callable[..., Any], call: Callable[..., Any]) -> Any:
         """Return a function that does as the `original` where files are not the script's."""

@@ -11,7 +11,9 @@ import sys
 import tempfile
 
 import numpy as np
+import pyarrow
 import torch
+from pyarrow import parquet
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlio.util.folders import remove_entry
@@ -64,6 +66,10 @@ with tempfile.TemporaryDirectory() as folder:
     np.save(f"{folder}/x.npy", np.arange(3))
     shutil.move(f"{folder}/x.npy", f"{run}/x.npy")
 assert np.load(f"{run}/x.npy").tolist() == [0, 1, 2]
+np.savetxt(f"{run}/text.txt", np.eye(2))
+columns = pyarrow.table({"a": [1, 1, 2], "b": [1, 2, 3]})
+parquet.write_to_dataset(columns, f"{run}/a", ["a"], basename_template="{i}", create_dir=True)
+assert sorted(os.listdir(f"{run}/a/a=1")) == ["0"]
 np.arange(4.0).tofile(f"{run}/raw")
 assert np.fromfile(f"{run}/raw").tolist() == [0, 1, 2, 3]
 table = np.memmap(f"{run}/map", mode="w+", shape=(4,), dtype="f4")
