@@ -36,7 +36,7 @@ RANGES = {
     "batch sizes": range(1, 9),
     "accumulated batches": range(1, 5),
 }
-WHOLE = list(product(*RANGES.values()))
+WHOLE = [(size, batch, held) for size, batch, held in product(*RANGES.values())]
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.usefixtures("open_mpi_segments"),

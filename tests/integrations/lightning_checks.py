@@ -89,7 +89,7 @@ class Unfrozen(Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = self.net[0]
+        self.backbone: Any = self.net[0]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.02)
