@@ -356,7 +356,7 @@ class SynchronousSgd(Exchange):
         if parameter.grad is None or not factor:  # A gradient of weight 0 may be NaN.
             view.zero_()
             return
-        view.copy_(parameter.grad)
+        view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
         if factor != 1.0:
             view.mul_(factor)
 
@@ -480,7 +480,10 @@ def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
         if is_of_nothing:
             continue  # The gradients of earlier backwards of the step stay.
-        if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
+        if parameter.grad.is_sparse:
+            # Of an embedding: the rows that any rank has a gradient of.
+            parameter.grad = (view * factor).to(parameter.grad).to_sparse(1)
+        elif (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
             torch.mul(view, factor, out=parameter.grad)
         else:
             parameter.grad.copy_(view * factor)

@@ -21,6 +21,8 @@ _AGAIN_S: Final = 0.01
 """Time after which an interruption that Python has dropped comes again."""
 _is_command = False
 """This process runs a command, after which it ends; see `as_command`."""
+_is_dropping = False
+"""An interruption would be dropped now, without a word to us."""
 _receivers: list[Callable[[], object]] = []
 """Called in place of ending this process; see `passing_on`."""
 
@@ -53,17 +55,26 @@ def _raise_interrupt(*_: object) -> None:
 def _raise_again(dropped: "sys.UnraisableHookArgs") -> None:
     """Raise an interruption anew that came while Python ran a destructor or a callback of a weak
     reference, where it can only print and forget an exception."""
+    global _is_dropping
     if not isinstance(dropped.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(dropped)
         return
-    thread = ctypes.c_ulong(threading.get_ident())
-    again = threading.Timer(
-        _AGAIN_S,
-        ctypes.pythonapi.PyThreadState_SetAsyncExc,
-        (thread, ctypes.py_object(KeyboardInterrupt)),
-    )
+    _is_dropping = True
+    again = threading.Timer(_AGAIN_S, _interrupt, (threading.get_ident(),))
     again.daemon = True  # The interpreter may be ending.
     again.start()
+    _is_dropping = False  # Python looks for signals after the return that follows, not before.
+
+
+def _interrupt(thread: int) -> None:
+    """Raise KeyboardInterrupt in a thread, once it has left `_raise_again`."""
+    while _is_dropping:
+        time.sleep(_AGAIN_S)
+    if signal.getsignal(signal.SIGTERM) is _raise_interrupt:
+        signal.pthread_kill(thread, signal.SIGTERM)  # Ends what the thread waits for, too.
+        return
+    interruption = ctypes.py_object(KeyboardInterrupt)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), interruption)
 
 
 def work_is_done() -> None:

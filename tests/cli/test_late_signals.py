@@ -77,16 +77,26 @@ def test_training_in_a_program_gives_signals_their_former_effect() -> None:
 
 
 DESTRUCTOR = """
-import os, signal, sys, time, weakref
+import os, signal, sys, threading, time, weakref
 from dlio.cli import guarded
 
 class Thing:
     pass
 
+class SlowTimer(threading.Timer):
+    def start(self):
+        super().start()
+        time.sleep(0.1)
+
+if "starts" in sys.argv:
+    threading.Timer = SlowTimer
+
 def run():
     thing = Thing()
     weak = weakref.ref(thing, lambda _: signal.raise_signal(int(sys.argv[1])))
     del thing
+    if "waits" in sys.argv:
+        time.sleep(400)
     end = time.monotonic() + 60
     while time.monotonic() < end:
         time.sleep(0.001)
@@ -97,14 +107,17 @@ guarded(run)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interruption_of_a_callback_that_cannot_raise_ends_the_command(number: int) -> None:
+@pytest.mark.parametrize("then", ["runs", "waits", "starts"])
+def test_an_interruption_of_a_callback_that_cannot_raise_ends_the_command(
+    number: int, then: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DESTRUCTOR, str(int(number))],
+        [sys.executable, "-c", DESTRUCTOR, str(int(number)), then],
         # A shell's background jobs ignore SIGINT, and so would their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 130, done.stderr

@@ -84,6 +84,17 @@ class ByHand(Module):
         return [torch.optim.SGD(self.net[0].parameters(), 0.01), torch.optim.SGD(rest, 0.02)]
 
 
+class Unfrozen(Module):
+    """The net, of which the first layer is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone: Any = self.net[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.02)
+
+
 def _data(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, 6, generator=generator)
@@ -108,11 +119,10 @@ def _trainer(strategy: Any, ranks: int, **options: Any) -> Any:
         accelerator="cpu",
         devices=ranks,
         strategy=strategy,
-        max_epochs=2,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, **options},
+        **{"max_epochs": 2, "enable_checkpointing": False, **options},
     )
 
 
@@ -198,6 +208,15 @@ def main(folder: Path) -> None:
     results["seen_by_hand"] = module.seen
     assert trainer.train_dataloader is loader
     loader.close()
+
+    module = Unfrozen()
+    finetuning = lightning.pytorch.callbacks.BackboneFinetuning(1, backbone_initial_lr=0.02)
+    averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2)
+    trainer = _trainer("dlio", ranks, callbacks=[finetuning, averaging], max_epochs=4)
+    before = module.backbone.weight.detach().clone()
+    trainer.fit(module, dlio.DataLoader(_data(44), _GLOBAL_BATCH // ranks, shuffle=True, seed=5))
+    assert not torch.equal(before, module.backbone.weight)
+    results["unfrozen"] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
 
     for exchange in ("gossip", "gossip(gradient)", "local-sgd(2)+int8", "asgd"):
         module = Module()

@@ -49,6 +49,7 @@ def _check(alone: dict[str, Any], results: list[dict[str, Any]], folder: Path) -
         assert each["largest"] == pytest.approx(0.3, abs=1e-4)
         # Two optimizers stepped by hand; the loader distributes its data; the last batch is small.
         assert each["by_hand"] == pytest.approx(alone["by_hand"], abs=1e-5)
+        assert each["unfrozen"] == pytest.approx(alone["unfrozen"], abs=1e-5)
         for key in ("val", "metric", "again"):
             assert each[key] == pytest.approx(alone[key], abs=1e-5), key
         for exchange in ("gossip", "gossip(gradient)", "local-sgd(2)+int8", "asgd"):

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Final
 
 from dlio.comm import Communicator
@@ -83,9 +84,7 @@ class FileCalls:
         self._replace(os, "scandir", self._scans)
         self._replace(os, "chdir", self._changes_folder)
         self._replace(os, "getcwd", lambda original: lambda: self._files.cwd or original())
-        # shutil.rmtree would go by descriptors, which show the private folder alone.
-        if hasattr(shutil, "_use_fd_functions"):
-            self._files.replace(shutil, "_use_fd_functions", False)
+        self._replace(shutil, "rmtree", self._removes_tree)
         self._replace_kept()
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -109,6 +108,12 @@ class FileCalls:
                 original, made = self._made.get(id(value), (None, None))
                 if made is not None and original is value:
                     self._files.replace(module, key, made)
+        # By extension; np.savetxt asks it.
+        openers = sys.modules.get("numpy.lib._datasource")
+        table = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
+        for key, value in list(table.items()):
+            if id(value) in self._made:
+                self._files.replace_item(table, key, self._made[id(value)][1])
 
     def _guarded(self, original: Callable[..., Any], call: Callable[..., Any]) -> Any:
         """Return a function that does as the `original` where files are not the script's."""
@@ -279,6 +284,22 @@ class FileCalls:
                 return change(name, *args, **options)
 
         return changed
+
+    def _removes_tree(self, original: Any) -> Any:
+        # It would go by descriptors, which show the private folder alone.
+        by_path: Any = FunctionType(
+            original.__code__,
+            {**vars(shutil), "_use_fd_functions": False},
+            argdefs=original.__defaults__,
+            closure=original.__closure__,
+        )
+        by_path.__kwdefaults__ = original.__kwdefaults__
+
+        def removed(path: Any, *args: Any, dir_fd: Any = None, **options: Any) -> Any:
+            at = path if dir_fd is None else self._files.name_of(path, dir_fd)
+            return by_path(at, *args, **options)
+
+        return removed
 
     def _moves(self, original: Any, move: Callable[[str, str], None]) -> Any:
         keeps = original.__name__ == "link"

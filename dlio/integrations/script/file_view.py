@@ -188,6 +188,8 @@ class FileView:
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
         if exclusive and (self.knows_all or spot.is_own):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        if spot.is_folder and flags & os.O_DIRECTORY:  # To write files into it.
+            return spot.place if spot.is_own else self._room(spot.path)
         if spot.is_folder:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if spot.is_own:

@@ -1,5 +1,6 @@
 """Libraries that open files without Python, and where their functions take the path."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -46,6 +47,7 @@ _NATIVE: Final = {
         _Opener("imread", 0, "filename", os.O_RDONLY),
     ),
     "pyarrow.parquet.core": (_Opener("ParquetWriter.__init__", 1, "where", _WRITE),),
+    "pyarrow.dataset": (_Opener("write_dataset", 1, "base_dir", _WRITE | os.O_DIRECTORY),),
     "pyarrow.feather": (_Opener("write_feather", 1, "dest", _WRITE),),
     "pyarrow.csv": (_Opener("write_csv", 1, "output_file", _WRITE),),
     "torch.jit._script": (_Opener("RecursiveScriptModule.save", 1, "f", _WRITE),),
@@ -78,6 +80,7 @@ def replace_native(
 def _wrapped(
     original: Callable[..., Any], opener: _Opener, place_of: Callable[[Any, int], Any]
 ) -> Callable[..., Any]:
+    @functools.wraps(original)
     def opened(*args: Any, **options: Any) -> Any:
         flags = opener.flags
         if flags is None:

@@ -74,7 +74,7 @@ class PrivateFiles:
         self.cwd = ""
         """The working folder by its name in the script, if it is in the private folder."""
         self._said: set[str] = set()
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
         self._is_first = comm.rank == 0
         self._is_aside = False
         self._journal = JournalWriter(self._private_folder()) if self._is_first else None
@@ -223,8 +223,13 @@ class PrivateFiles:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until the process ends."""
-        self._undo.append((owner, name, getattr(owner, name)))
+        self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
+
+    def replace_item(self, table: dict[Any, Any], key: Any, value: Any) -> None:
+        """Set a value of a dictionary until the process ends."""
+        self._undo.append(partial(table.__setitem__, key, table[key]))
+        table[key] = value
 
     def _imported(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def imported(name: str, *args: Any, **options: Any) -> Any:
@@ -268,8 +273,8 @@ class PrivateFiles:
     def _close(self) -> None:
         """Restore what was replaced, and remove the folder, at the end of the process."""
         self._thread.depth = 1
-        for owner, name, value in reversed(self._undo):
-            setattr(owner, name, value)
+        for undo in reversed(self._undo):
+            undo()
         if self._folder and os.getpid() == self._process:
             if self.cwd:
                 os.chdir("/")

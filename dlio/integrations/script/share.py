@@ -325,7 +325,7 @@ class SharingLoader(DataLoader):
         context = self._context
         comm = context.comm
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._engines.threads.draw_base_seed(self._options())
         context.guard.meet("the start of a pass over a loader")
         batches = self._batches_of_root()
         shares, nothing = RankShares.even(1, comm.size), contextlib.nullcontext()

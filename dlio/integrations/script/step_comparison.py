@@ -17,6 +17,8 @@ BOUND: Final = 1e-3
 about 1e-6, and more from step to step."""
 _HALF_BOUND: Final = 5e-2
 """The same where values of 16 bits take part."""
+_ALIKE: Final = 0.05
+"""Share of a gradient by which it may differ from a multiple of another."""
 _SMALL: Final = 1e-5
 """Share of the norm of all gradients below which a difference is rounding."""
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
@@ -164,6 +166,8 @@ class _Comparer:
             if wrong and (worst is None or not apart <= size):
                 worst, size = name, apart
                 ratio = float(alone[key] @ ranks[key]) / own**2 if own else None
+                if ratio and np.linalg.norm(ranks[key] - ratio * alone[key]) > _ALIKE * own:
+                    ratio = None  # It points elsewhere.
                 part = f"{apart / own:.2g} of its norm" if own else f"{apart:.2g} from 0"
         if worst is not None:
             if "gradients" not in self._kinds:
@@ -243,7 +247,7 @@ class _Comparer:
 
     def _of_gradients(self, size: int) -> Iterator[str]:
         factor = self._factor
-        if factor is not None and any(_close(factor, x, 0.05) for x in (size, 1 / size)):
+        if factor is not None and any(_close(factor, x, _ALIKE) for x in (size, 1 / size)):
             yield (
                 'the loss is a sum over samples (reduction="sum"), not a mean: the ranks\' '
                 f"gradient is {factor:.3g} times that of one process"

@@ -205,6 +205,8 @@ def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
 def _gathered(accelerator: Any, tensor: torch.Tensor, share: BatchShare, size: int) -> torch.Tensor:
     """Return the rows of all ranks that are of samples, in the order of ranks."""
     rows = tensor.reshape(1) if not tensor.ndim else tensor
+    if len(rows) == size < share.samples:  # A loss, repeated as for an ordinary batch.
+        rows = rows[:1].expand(share.samples, *rows.shape[1:])
     own = torch.tensor([len(rows), share.samples], device=rows.device)
     lengths = accelerator.gather(own).reshape(-1, 2).tolist()
     most = max(length for length, _ in lengths)

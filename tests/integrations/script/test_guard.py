@@ -53,7 +53,7 @@ EXPECTED = {
     "last": r"rank 0 goes on with backward at train\.py:\d+, rank 1 with the end of a pass over a "
     r"loader at train\.py:13",
     "save": r"rank \d .*torch\.save at train\.py:18",
-    "weights": r"after step 2 the weights of parameter Linear\.weight of shape \(1, 6\) "
+    "weights": r"after step 4 the weights of parameter Linear\.weight of shape \(1, 6\) "
     r"differ between rank 0 and rank 1 by 0\.\d+ of their size",
     "rates": r"rank 0 goes on with optimizer\.step with learning rate [\d.e-]+ at train\.py:\d+, "
     r"rank 1 with optimizer\.step with learning rate [\d.e-]+ at train\.py",

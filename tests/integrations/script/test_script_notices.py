@@ -1,5 +1,6 @@
 """Losses and metrics that cannot be one process's are told in a line that names the script's."""
 
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,55 @@ def test_losses_are_one_process_s_without_a_word_or_a_line_says_which_are_not(
     assert "part of a batch (8 of 16 samples)" in compares[0]
     assert len([each for each in said if backward + "the loss is not a mean" in each]) == 1
     assert len(said) == 3
+
+
+_PARTS = """
+import json, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(90, 6)
+data = TensorDataset(x, (x.sum(1) > 0).long())
+part, rest = torch.utils.data.random_split(data, [48, 42])
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2), nn.Dropout(0.0))
+frozen, teacher = nn.BatchNorm1d(6), nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+seen, best = [], 0.0
+for epoch in range(4):
+    model.train()
+    for k, (x, y) in enumerate(DataLoader(part, batch_size=16)):
+        frozen.eval(), teacher.eval()
+        with torch.no_grad():
+            soft = teacher(frozen(x)).softmax(1)
+        loss = nn.functional.cross_entropy(model(x), y) + nn.functional.mse_loss(model(x), soft)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(len(x))
+        model[k].eval()
+    model.eval()
+    score = right = 0
+    with torch.no_grad():
+        for x, y in DataLoader(rest, batch_size=16):
+            out = model(x)
+            right += (out.argmax(1) == y).sum().item()
+            score += out.double().sum().item()
+    seen.append(score)
+    if score > best or epoch == 0:
+        best = score
+        torch.save(model.state_dict(), "best.pt")
+sys.stderr.write(f"seen {json.dumps(seen)}\\n")
+"""
+
+
+@pytest.mark.mpi
+def test_parts_in_evaluation_change_no_share_and_ranks_evaluate_alike(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_PARTS)
+    said = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr.splitlines()
+    first, second = (json.loads(each[5:]) for each in said if each.startswith("seen "))
+    assert first == second
+    assert [size for k, size in enumerate(first) if k % 4 < 3] == [8] * 12
 
 
 _LOOPS = """

@@ -11,8 +11,12 @@ import sys
 import tempfile
 
 import numpy as np
+import pyarrow
 import torch
+from pyarrow import parquet
 from torch.utils.data import DataLoader, TensorDataset
+
+from dlio.util.folders import remove_entry
 
 with open("tries") as file:
     tries = int(file.read())
@@ -62,6 +66,10 @@ with tempfile.TemporaryDirectory() as folder:
     np.save(f"{folder}/x.npy", np.arange(3))
     shutil.move(f"{folder}/x.npy", f"{run}/x.npy")
 assert np.load(f"{run}/x.npy").tolist() == [0, 1, 2]
+np.savetxt(f"{run}/text.txt", np.eye(2))
+columns = pyarrow.table({"a": [1, 1, 2], "b": [1, 2, 3]})
+parquet.write_to_dataset(columns, f"{run}/a", ["a"], basename_template="{i}", create_dir=True)
+assert sorted(os.listdir(f"{run}/a/a=1")) == ["0"]
 np.arange(4.0).tofile(f"{run}/raw")
 assert np.fromfile(f"{run}/raw").tolist() == [0, 1, 2, 3]
 table = np.memmap(f"{run}/map", mode="w+", shape=(4,), dtype="f4")
@@ -72,6 +80,19 @@ deep.mkdir(parents=True)
 shutil.copytree(deep, f"{run}/copy")
 shutil.rmtree(f"{run}/deep")
 assert not deep.exists()
+temporary = tempfile.mkdtemp()
+for parent in (run, temporary, temporary):
+    os.makedirs(f"{parent}/folder/deep")
+    at = os.open(parent, os.O_RDONLY)
+    if os.path.exists(f"{temporary}/seen"):
+        remove_entry(at, "folder")  # As dlio's loaders do.
+    else:
+        shutil.rmtree("folder", dir_fd=at)
+    os.close(at)
+    assert not os.path.exists(f"{parent}/folder")
+    if parent == temporary:
+        pathlib.Path(temporary, "seen").touch()
+shutil.rmtree(temporary)
 os.symlink("last.pt", f"{run}/link.pt")
 torch.load(f"{run}/link.pt")
 with open(f"{run}/object.pt", "wb") as file:
