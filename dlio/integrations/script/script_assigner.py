@@ -49,6 +49,16 @@ class ScriptBatch:
     used: bool = False
     """True once the script has computed on it."""
 
+    def places(self, rank: int) -> range:
+        """Return the places that one of its ranks got samples of: those of stand-ins if it has
+        none."""
+        return self.shares.part(len(self.samples), rank) or self.stand_ins
+
+    @property
+    def stand_ins(self) -> range:
+        """Places of samples that a rank without one computes on, with weight 0."""
+        return range(len(self.samples))[: max(1, self.shares.fewest)]
+
     def part(self, rank: int) -> list[int]:
         """Return the samples of one of its ranks."""
         part = self.shares.part(len(self.samples), rank)

@@ -46,6 +46,20 @@ def script_frames(most: int = 1) -> list[FrameType]:
     return frames
 
 
+def foreign_frames() -> list[FrameType]:
+    """Return the frames of frameworks and of the user that are running, from the innermost one to
+    the first of the user's files."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_foreign(frame.f_code.co_filename):
+            frames.append(frame)
+        if is_script(frame.f_code.co_filename):
+            break
+        frame = frame.f_back
+    return frames
+
+
 def line_of(frame: FrameType) -> str:
     """Return a frame's place, such as `train.py:41`."""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

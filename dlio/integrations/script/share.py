@@ -9,17 +9,22 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import TypeVar
 
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
+from dlio.integrations.script.data_draws import DataDraws
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
+from dlio.loader.contract import Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
+
+_T_co = TypeVar("_T_co", covariant=True, default=Sample)
 
 
 class ScriptContext:
@@ -50,14 +55,15 @@ class ScriptContext:
         self._current: dict[PassUse, ScriptBatch] = {}
         """The batch that the script got last of each pass under way."""
         self.passes = PassMemory()
+        self.data_draws = DataDraws(comm)
         self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         """Losses that hold the value of the whole batch."""
         self.divides_now = False
         """True while the script has numbers of divided batches, in their pass and after it."""
         self.last_divided: ScriptBatch | None = None
         """The divided batch that the script got last."""
-        self.after_pass: Callable[[], None] = lambda: None
-        """Called at the end of a pass over divided batches."""
+        self.between_passes: Callable[[], None] = lambda: None
+        """Called as a pass begins. Collective."""
         self.balance = False
         """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0
@@ -88,6 +94,12 @@ class ScriptContext:
         if self._used is not None and self._used.divided:
             latest.insert(0, self._used)
         return next((batch for batch in latest if batch.weight), latest[0] if latest else None)
+
+    @property
+    def divided(self) -> list[ScriptBatch]:
+        """The divided batches of the passes under way, the one that is computed on first."""
+        latest = [batch for batch in self._current.values() if batch.divided]
+        return sorted(latest, key=lambda batch: batch is not self._used)
 
     @property
     def is_alone(self) -> bool:
@@ -127,8 +139,6 @@ class ScriptContext:
         """Note that a pass has ended."""
         self.divides_now = use.trains
         self._current.pop(use, None)
-        if use.trains:
-            self.after_pass()
         if (said := use.end()) is not None:
             self.say(said)
 
@@ -180,7 +190,7 @@ class ScriptContext:
         if text not in self._said:
             self._said.add(text)
             if any_rank or self.comm.rank == 0:
-                sys.stderr.write(f"dlio run: {text}\n")
+                print(f"dlio run: {text}", file=sys.__stderr__)
 
 
 _context: ScriptContext | None = None
@@ -231,7 +241,7 @@ class _ShareBalance:
         return self._shares
 
 
-class SharingLoader(DataLoader):
+class SharingLoader(DataLoader[_T_co]):
     """The DataLoader that a script gets in place of torch's.
 
     A training pass yields this rank's share of each batch. Another pass yields whole batches, so
@@ -312,6 +322,7 @@ class SharingLoader(DataLoader):
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         context.guard.meet("the start of a pass over a loader")
+        context.between_passes()
         batches = self._batches_of_root()
         shares, nothing = RankShares.even(1, comm.size), contextlib.nullcontext()
         if context.balance:
@@ -320,10 +331,13 @@ class SharingLoader(DataLoader):
             end_step()  # An evaluation in the midst of a pass may take any time.
         for deal in context.assigner.deals(batches, shares, use):
             context.shared += deal.divided
-            inner = _with_batches(self, deal.mine)
+            inner = _with_batches(self, deal.mine, None if deal.divided else self.generator)
             drawn = _random_states(self.generator)
-            parts = _alone(inner)
+            with context.data_draws.own() if deal.divided else nothing:
+                parts = _alone(inner)  # Draws the seeds of workers.
             _set_random_states(self.generator, drawn)
+            if deal.divided and not self.num_workers:
+                parts = context.data_draws.fetched(parts)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch()
                 context.took(deal.take(weight), data, use)
@@ -381,7 +395,9 @@ def _set_random_states(generator: torch.Generator | None, states: list[torch.Ten
         generator.set_state(states[1])
 
 
-def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
+def _with_batches(
+    loader: DataLoader, batches: list[list[int]], generator: torch.Generator | None
+) -> DataLoader:
     """Return a loader with the options of another one that yields the given batches of indices."""
     made = DataLoader(
         loader.dataset,
@@ -392,7 +408,7 @@ def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
+        generator=generator,
         prefetch_factor=loader.prefetch_factor,
         tiers=loader.tiers,
         workers=loader.workers,
