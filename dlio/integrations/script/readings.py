@@ -5,7 +5,7 @@ the lines that read them are told.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from types import FrameType
 from typing import Any, Final
@@ -62,14 +62,25 @@ class Readings:
         """Tell the user of the lines that have been seen since the last call."""
         lines = list(self._lines)[self._told :]
         self._told = len(self._lines)
-        if not lines:
-            return
         batch = self._context.last_divided
         part = "part" if batch is None else f"{int(batch.weight)} of {len(batch.samples)} samples"
-        more = "" if len(lines) <= _LINES else f" and {len(lines) - _LINES} more"
+        if sizes := self._context.take_sizes():
+            self._context.say(
+                f"{_several(sizes)}: the size of a training batch, such as len(data), is there "
+                f"that of rank 0's part ({part} of the last one), and a loss is that of the whole "
+                "batch: means over the samples counted so are right; counts, sums over "
+                "len(dataset) and summed losses over such a size are not"
+            )
+        if not lines:
+            return
         self._context.say(
-            f"{', '.join(lines[:_LINES])}{more}: numbers that the script reads there from training "
+            f"{_several(lines)}: numbers that the script reads there from training "
             f"batches are those of rank 0's part ({part} of the last one): counts and sums are a "
             "part of one process's, to be divided by the samples seen and not by len(dataset); "
             "means differ slightly"
         )
+
+
+def _several(lines: Sequence[str]) -> str:
+    more = "" if len(lines) <= _LINES else f" and {len(lines) - _LINES} more"
+    return f"{', '.join(lines[:_LINES])}{more}"

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
+from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
@@ -39,6 +40,9 @@ class ScriptContext:
         """True if the script last called `eval()` on a module, False if `train()`."""
         self.weight = 1.0
         """Number of this rank's samples in the batch that the script computes on."""
+        self._sizes: dict[str, bool] = {}
+        """Lines that take the size of a divided batch as a number; True once `take_sizes` has
+        returned them."""
         self._samples = 0.0
         """Samples of this rank since `take_samples`."""
         self._latest: ScriptBatch | None = None
@@ -81,6 +85,14 @@ class ScriptContext:
         """True while the script has a batch of a pass under way."""
         return bool(self._current)
 
+    def places(self) -> Iterator[tuple[range, int]]:
+        """Yield the place of this rank's samples in each batch that it computes on a part of, and
+        the size of that batch."""
+        if self.divides_now:
+            for batch in self._current.values():
+                if batch.divided:
+                    yield batch.place, len(batch.samples)
+
     @property
     def lead(self) -> ScriptBatch | None:
         """The divided batch that a loss is from, or one of them; None if there is none."""
@@ -105,6 +117,8 @@ class ScriptContext:
         self.divides_now = batch.divided
         if batch.divided:
             self.last_divided = batch
+            for line in use.sizes:
+                self._sizes.setdefault(line, False)
         self._samples += batch.weight
         items = data if isinstance(data, list | tuple) else [data]
         for item in data.values() if isinstance(data, dict) else items:
@@ -116,6 +130,12 @@ class ScriptContext:
         none."""
         samples, self._samples = self._samples or 1.0, 0.0
         return samples
+
+    def take_sizes(self) -> list[str]:
+        """Return the lines that take the size of a divided batch as a number, each once."""
+        new = [line for line, was_told in self._sizes.items() if not was_told]
+        self._sizes.update(dict.fromkeys(new, True))
+        return new
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
@@ -303,6 +323,7 @@ class SharingLoader(DataLoader):
         until it is known that the pass trains."""
         try:
             yield from self._dealt(use)
+            use.is_complete = True
         finally:
             self._context.ended(use)
 
@@ -310,7 +331,9 @@ class SharingLoader(DataLoader):
         context = self._context
         comm = context.comm
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        seed = rank_seed(comm.rank, int(drawn))
+        randoms = FetchRandoms(seed)
         context.guard.meet("the start of a pass over a loader")
         batches = self._batches_of_root()
         shares, nothing = RankShares.even(1, comm.size), contextlib.nullcontext()
@@ -321,9 +344,14 @@ class SharingLoader(DataLoader):
         for deal in context.assigner.deals(batches, shares, use):
             context.shared += deal.divided
             inner = _with_batches(self, deal.mine)
-            drawn = _random_states(self.generator)
+            before = _random_states(self.generator)
+            if deal.divided:
+                # Workers draw for samples of this rank's, too.
+                (self.generator or torch.default_generator).manual_seed(seed)
             parts = _alone(inner)
-            _set_random_states(self.generator, drawn)
+            _set_random_states(self.generator, before)
+            if deal.divided:
+                parts = randoms.around(parts)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch()
                 context.took(deal.take(weight), data, use)
