@@ -83,9 +83,8 @@ class FileCalls:
         self._replace(os, "scandir", self._scans)
         self._replace(os, "chdir", self._changes_folder)
         self._replace(os, "getcwd", lambda original: lambda: self._files.cwd or original())
-        # shutil.rmtree would go by descriptors, which show the private folder alone.
         if hasattr(shutil, "_use_fd_functions"):
-            self._files.replace(shutil, "_use_fd_functions", False)
+            self._replace(shutil, "rmtree", self._removes_tree)
         self._replace_kept()
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -249,6 +248,18 @@ class FileCalls:
         return changed
 
     # Changing
+
+    def _removes_tree(self, original: Any) -> Any:
+        """Remove a tree by paths: descriptors would show the private folder alone."""
+
+        def removed(*args: Any, **options: Any) -> None:
+            shutil._use_fd_functions = False  # type: ignore[attr-defined]
+            try:
+                original(*args, **options)
+            finally:
+                shutil._use_fd_functions = True  # type: ignore[attr-defined]
+
+        return removed
 
     def _marks(self, original: Any) -> Any:
         """Change modes, times and attributes of the rank's own files, and of nothing else."""

@@ -7,7 +7,7 @@ script goes on with them: the lines that read them are told.
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from types import FrameType
 from typing import Any, Final
@@ -75,14 +75,25 @@ class Readings:
         differ = [line for line in mine if any(each.get(line) != mine[line] for each in theirs)]
         lines = [line for line in differ if line not in self._told]
         self._told.update(lines)
-        if not lines:
-            return
         batch = self._context.last_divided
         part = "part" if batch is None else f"{int(batch.weight)} of {len(batch.samples)} samples"
-        more = "" if len(lines) <= _LINES else f" and {len(lines) - _LINES} more"
+        if sizes := self._context.take_sizes():
+            self._context.say(
+                f"{_several(sizes)}: the size of a training batch, such as len(data), is there "
+                f"that of rank 0's part ({part} of the last one), and a loss is that of the whole "
+                "batch: means over the samples counted so are right; counts, sums over "
+                "len(dataset) and summed losses over such a size are not"
+            )
+        if not lines:
+            return
         self._context.say(
-            f"{', '.join(lines[:_LINES])}{more}: numbers that the script reads there from training "
+            f"{_several(lines)}: numbers that the script reads there from training "
             f"batches are those of rank 0's part ({part} of the last one): counts and sums are a "
             "part of one process's, to be divided by the samples seen and not by len(dataset); "
             "means differ slightly"
         )
+
+
+def _several(lines: Sequence[str]) -> str:
+    more = "" if len(lines) <= _LINES else f" and {len(lines) - _LINES} more"
+    return f"{', '.join(lines[:_LINES])}{more}"

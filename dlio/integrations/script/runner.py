@@ -7,6 +7,7 @@ import os
 import random
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -35,7 +36,7 @@ from dlio.integrations.script.muted_output import muted
 from dlio.integrations.script.readings import METHODS, Readings
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.script_failure import telling_failures
-from dlio.integrations.script.sample_draws import SampleDraws
+from dlio.integrations.script.script_randoms import ScriptRandoms
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
 
@@ -159,10 +160,9 @@ class _ScriptTakeover:
             put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
             put(nn.Module, "train", self._mode_set(nn.Module.train))
             put(torch, "save", self._saved(torch.save))
-            for owner, name, drawn in SampleDraws(self._context).replacements():
-                put(owner, name, drawn)
             for name in METHODS:
                 put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
+            stack.enter_context(ScriptRandoms(self._comm.rank, self._context).installed())
             weighed = self._losses.around_backward(torch.autograd.backward)
             put(torch.autograd, "backward", self._backward(weighed))
             put(
@@ -185,9 +185,30 @@ class _ScriptTakeover:
             if self._comm.rank:
                 os.environ["TQDM_DISABLE"] = "1"
                 put(sys, "stdout", muted(sys.stdout, self._comm))
-                put(sys, "stderr", muted(sys.stderr, self._comm, but_errors=True))
+                put(warnings, "showwarning", self._by_rank_0(warnings.showwarning))
+                emit = logging.StreamHandler.emit
+                put(logging.StreamHandler, "emit", self._emit_by_rank_0(emit))
                 put(builtins, "__import__", _without_writers(builtins.__import__))
             yield
+
+    def _by_rank_0(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap a function that prints what every rank prints."""
+
+        def show(*args: Any, **options: Any) -> None:
+            if self._comm.rank == 0:  # By now, if those before have been lost.
+                original(*args, **options)
+
+        return show
+
+    def _emit_by_rank_0(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the output of log records; errors are printed by every rank, as they may be its."""
+        printed = self._by_rank_0(original)
+
+        def emit(handler: Any, record: logging.LogRecord) -> None:
+            is_report = record.levelno < logging.ERROR and handler.stream is sys.stderr
+            (printed if is_report else original)(handler, record)
+
+        return emit
 
     def _step_aside(self) -> None:
         """Leave the rest of the script to itself, but for the output of ranks other than 0."""

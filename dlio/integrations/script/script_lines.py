@@ -1,5 +1,7 @@
 """Lines of the script that is running, for messages and to tell its loops apart."""
 
+import ast
+import linecache
 import os
 import sys
 import sysconfig
@@ -58,6 +60,20 @@ def foreign_frames() -> list[FrameType]:
             break
         frame = frame.f_back
     return frames
+
+
+@cache
+def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
+    """Return the `for` loops whose headers are on a line of a file; none if it cannot be read."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line)
+    )
 
 
 def line_of(frame: FrameType) -> str:

@@ -14,7 +14,7 @@ from typing_extensions import TypeVar
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
-from dlio.integrations.script.data_draws import DataDraws
+from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
@@ -44,6 +44,9 @@ class ScriptContext:
         """True if the script last called `eval()` on a module, False if `train()`."""
         self.weight = 1.0
         """Number of this rank's samples in the batch that the script computes on."""
+        self._sizes: dict[str, bool] = {}
+        """Lines that take the size of a divided batch as a number; True once `take_sizes` has
+        returned them."""
         self._samples = 0.0
         """Samples of this rank since `take_samples`."""
         self._latest: ScriptBatch | None = None
@@ -55,7 +58,6 @@ class ScriptContext:
         self._current: dict[PassUse, ScriptBatch] = {}
         """The batch that the script got last of each pass under way."""
         self.passes = PassMemory()
-        self.data_draws = DataDraws(comm)
         self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         """Losses that hold the value of the whole batch."""
         self.divides_now = False
@@ -87,6 +89,14 @@ class ScriptContext:
         """True while the script has a batch of a pass under way."""
         return bool(self._current)
 
+    def places(self) -> Iterator[tuple[range, int]]:
+        """Yield the place of this rank's samples in each batch that it computes on a part of, and
+        the size of that batch."""
+        if self.divides_now:
+            for batch in self._current.values():
+                if batch.divided:
+                    yield batch.place, len(batch.samples)
+
     @property
     def lead(self) -> ScriptBatch | None:
         """The divided batch that a loss is from, or one of them; None if there is none."""
@@ -94,12 +104,6 @@ class ScriptContext:
         if self._used is not None and self._used.divided:
             latest.insert(0, self._used)
         return next((batch for batch in latest if batch.weight), latest[0] if latest else None)
-
-    @property
-    def divided(self) -> list[ScriptBatch]:
-        """The divided batches of the passes under way, the one that is computed on first."""
-        latest = [batch for batch in self._current.values() if batch.divided]
-        return sorted(latest, key=lambda batch: batch is not self._used)
 
     @property
     def is_alone(self) -> bool:
@@ -117,6 +121,8 @@ class ScriptContext:
         self.divides_now = batch.divided
         if batch.divided:
             self.last_divided = batch
+            for line in use.sizes:
+                self._sizes.setdefault(line, False)
         self._samples += batch.weight
         items = data if isinstance(data, list | tuple) else [data]
         for item in data.values() if isinstance(data, dict) else items:
@@ -128,6 +134,12 @@ class ScriptContext:
         none."""
         samples, self._samples = self._samples or 1.0, 0.0
         return samples
+
+    def take_sizes(self) -> list[str]:
+        """Return the lines that take the size of a divided batch as a number, each once."""
+        new = [line for line, was_told in self._sizes.items() if not was_told]
+        self._sizes.update(dict.fromkeys(new, True))
+        return new
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
@@ -190,7 +202,7 @@ class ScriptContext:
         if text not in self._said:
             self._said.add(text)
             if any_rank or self.comm.rank == 0:
-                print(f"dlio run: {text}", file=sys.__stderr__)
+                sys.stderr.write(f"dlio run: {text}\n")
 
 
 _context: ScriptContext | None = None
@@ -313,6 +325,7 @@ class SharingLoader(DataLoader[_T_co]):
         until it is known that the pass trains."""
         try:
             yield from self._dealt(use)
+            use.is_complete = True
         finally:
             self._context.ended(use)
 
@@ -320,7 +333,9 @@ class SharingLoader(DataLoader[_T_co]):
         context = self._context
         comm = context.comm
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        seed = rank_seed(comm.rank, int(drawn))
+        randoms = FetchRandoms(seed)
         context.guard.meet("the start of a pass over a loader")
         context.between_passes()
         batches = self._batches_of_root()
@@ -331,13 +346,15 @@ class SharingLoader(DataLoader[_T_co]):
             end_step()  # An evaluation in the midst of a pass may take any time.
         for deal in context.assigner.deals(batches, shares, use):
             context.shared += deal.divided
-            inner = _with_batches(self, deal.mine, None if deal.divided else self.generator)
-            drawn = _random_states(self.generator)
-            with context.data_draws.own() if deal.divided else nothing:
-                parts = _alone(inner)  # Draws the seeds of workers.
-            _set_random_states(self.generator, drawn)
-            if deal.divided and not self.num_workers:
-                parts = context.data_draws.fetched(parts)
+            inner = _with_batches(self, deal.mine)
+            before = _random_states(self.generator)
+            if deal.divided:
+                # Workers draw for samples of this rank's, too.
+                (self.generator or torch.default_generator).manual_seed(seed)
+            parts = _alone(inner)
+            _set_random_states(self.generator, before)
+            if deal.divided:
+                parts = randoms.around(parts)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch()
                 context.took(deal.take(weight), data, use)
@@ -395,9 +412,7 @@ def _set_random_states(generator: torch.Generator | None, states: list[torch.Ten
         generator.set_state(states[1])
 
 
-def _with_batches(
-    loader: DataLoader, batches: list[list[int]], generator: torch.Generator | None
-) -> DataLoader:
+def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
     """Return a loader with the options of another one that yields the given batches of indices."""
     made = DataLoader(
         loader.dataset,
@@ -408,7 +423,7 @@ def _with_batches(
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        generator=generator,
+        generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
         tiers=loader.tiers,
         workers=loader.workers,
