@@ -8,14 +8,9 @@ from typing_extensions import Buffer
 from dlio.comm import Communicator
 
 
-def muted(output: TextIO, comm: Communicator) -> TextIO:
-    """Return a stream that discards all that this rank writes, until it is the lowest rank that is
-    left."""
-    stream = _MutedStream(output, comm)
-    return io.TextIOWrapper(stream, output.encoding, output.errors, write_through=True)
+class _MutedBytes(io.RawIOBase):
+    """What is below a text stream, and looks like `output` to those who ask."""
 
-
-class _MutedStream(io.BufferedIOBase):
     def __init__(self, output: TextIO, comm: Communicator) -> None:
         self._output, self._comm = output, comm
 
@@ -23,10 +18,8 @@ class _MutedStream(io.BufferedIOBase):
         text = bytes(data)
         if self._comm.rank == 0:
             self._output.write(text.decode(self._output.encoding, "replace"))
+            self._output.flush()
         return len(text)
-
-    def flush(self) -> None:
-        self._output.flush()
 
     def writable(self) -> bool:
         return True
@@ -36,3 +29,10 @@ class _MutedStream(io.BufferedIOBase):
 
     def isatty(self) -> bool:
         return self._output.isatty()
+
+
+def muted(output: TextIO, comm: Communicator) -> TextIO:
+    """Return a stream that discards all that this rank writes, until it is the lowest rank that is
+    left."""
+    buffer = io.BufferedWriter(_MutedBytes(output, comm))
+    return io.TextIOWrapper(buffer, output.encoding, output.errors, line_buffering=True)

@@ -1,7 +1,7 @@
 """Numbers that a script reads from tensors while it trains, such as counts of right answers.
 
-Those that are made of a rank's part of each batch differ between ranks, and nothing can tell how the
-script goes on with them: the lines that read them are told.
+Those that are made of a rank's part of each batch differ between ranks, and nothing can tell how
+the script goes on with them: the lines that read them are told.
 """
 
 import sys
