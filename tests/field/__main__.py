@@ -5,10 +5,10 @@ import os
 import shutil
 import tempfile
 
-from tests.field import pytorch_examples
+from tests.field import frameworks, pytorch_examples
 from tests.field.trial import Trial
 
-_SCRIPTS = {script.name: script for script in (*pytorch_examples.SCRIPTS,)}
+_SCRIPTS = {script.name: script for script in (*pytorch_examples.SCRIPTS, *frameworks.SCRIPTS)}
 
 
 def main() -> None:

@@ -285,7 +285,7 @@ class SharingLoader(DataLoader[_T_co]):
             if not context.evaluating:
                 context.note(
                     "an iterable data set gives every rank all samples: shard it in its __iter__ "
-                    "by the environment's rank to gain from more ranks"
+                    "by dlio.comm.world().rank to gain from more ranks"
                 )
             return self._whole()
         if self.batch_size is None and self.batch_sampler is None:
