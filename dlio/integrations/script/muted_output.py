@@ -9,7 +9,7 @@ from dlio.comm import Communicator
 
 
 class _MutedBytes(io.RawIOBase):
-    """What is below a text stream, and looks like `output` to those who ask."""
+    """The bytes below a text stream, which looks like `output` to those who ask."""
 
     def __init__(self, output: TextIO, comm: Communicator) -> None:
         self._output, self._comm = output, comm

@@ -25,12 +25,12 @@ def losses_of(tensors: Any, frames: Sequence[FrameType], most: int) -> list[torc
     if not _is_scalar(tensors):
         return []
     nodes = set(_nodes(tensors.grad_fn))
-    found = {id(tensors): tensors}
+    scalars = {id(tensors): tensors}
     for frame in frames:
         for each in frame.f_locals.values():
             if _is_scalar(each) and each.grad_fn in nodes:
-                found.setdefault(id(each), each)
-    return list(found.values())[:most]
+                scalars.setdefault(id(each), each)
+    return list(scalars.values())[:most]
 
 
 def _is_scalar(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What frameworks in a script see and do: one process, whatever started it."""
+"""Frameworks in a script see one process, whatever started it."""
 
 import os
 import subprocess
