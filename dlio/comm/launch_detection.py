@@ -5,7 +5,8 @@ by itself, and its copies would overwrite each other's files. `check_launch` ref
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +27,12 @@ _MPI_RANKS: Final = (
     "JSM_NAMESPACE_RANK",
 )
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MAKES_DISTRIBUTED: Final = (
+    *_MPI_SIZES,
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"),
+)
+"""Variables by which scripts and frameworks find that they are one of several ranks."""
 _LARGEST_STEP: Final = 0xFFFFFFF0
 """Numbers of Slurm from here on stand for batch scripts and interactive shells, not for steps."""
 _FIRST_PORT: Final = 20000
@@ -44,6 +51,34 @@ class _LaunchedProcesses:
     remedy: str
 
 
+_hidden: dict[str, str] = {}
+
+
+@contextmanager
+def hidden_launch() -> Iterator[None]:
+    """Hide from scripts, and from programs that they start, within a `with` statement that this
+    process is one of several ranks. The functions here go on to see it."""
+    _hidden.update({name: os.environ[name] for name in _MAKES_DISTRIBUTED if name in os.environ})
+    try:
+        for name in _hidden:
+            del os.environ[name]
+        yield
+    finally:
+        show_launch()
+
+
+def show_launch() -> None:
+    """End what `hidden_launch` has begun."""
+    for name, value in _hidden.items():
+        os.environ.setdefault(name, value)
+    _hidden.clear()
+
+
+def launch_variable(name: str) -> str | None:
+    """Return a variable of the environment, also if it is hidden; None if it is not set."""
+    return os.environ.get(name, _hidden.get(name))
+
+
 def under_torchrun() -> bool:
     """True if torchrun itself started this process, whatever started torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ and torchrun_place() is not None
@@ -54,12 +89,12 @@ def torchrun_place() -> tuple[int, int] | None:
 
     Raises UsageError if some of them are missing or invalid.
     """
-    if whole_number("WORLD_SIZE") < 2 or "RANK" not in os.environ:
+    if whole_number("WORLD_SIZE") < 2 or launch_variable("RANK") is None:
         return None
     rank, size = whole_number("RANK"), whole_number("WORLD_SIZE")
-    missing = [name for name in _TORCHRUN if not os.environ.get(name)]
+    missing = [name for name in _TORCHRUN if not launch_variable(name)]
     if missing or not 0 <= rank < size:
-        wrong = f"{' and '.join(missing)} not set" if missing else f"RANK={os.environ['RANK']}"
+        wrong = f"{' and '.join(missing)} not set" if missing else f"RANK={rank}"
         raise UsageError(
             f"WORLD_SIZE={size}, but {wrong}: start the ranks with torchrun, or unset RANK and "
             "WORLD_SIZE for a single process"
@@ -112,7 +147,7 @@ def _of_mpi() -> _LaunchedProcesses | None:
     if name is None:
         return None
     remedy = f"start them with the mpirun (-n {count}) of the MPI library that mpi4py loads"
-    return _LaunchedProcesses("an MPI launcher", count, f"{name}={os.environ[name]}", remedy)
+    return _LaunchedProcesses("an MPI launcher", count, f"{name}={whole_number(name)}", remedy)
 
 
 def _of_srun() -> _LaunchedProcesses | None:
@@ -132,7 +167,7 @@ def _of_srun() -> _LaunchedProcesses | None:
         f"start them with srun --mpi=pmix, srun dlio launch, mpirun -n {count}, or "
         f"dlio train -n {count}"
     )
-    return _LaunchedProcesses("srun", count, f"{name}={os.environ[name]}", remedy)
+    return _LaunchedProcesses("srun", count, f"{name}={whole_number(name)}", remedy)
 
 
 def meeting_port(number: int) -> int:
@@ -144,13 +179,14 @@ def meeting_port(number: int) -> int:
     return _FIRST_PORT + number % _PORTS
 
 
-def slurm_step(environment: Mapping[str, str] = os.environ) -> int | None:
+def slurm_step(environment: Mapping[str, str] | None = None) -> int | None:
     """Return the number of the Slurm step that this process belongs to, None outside steps."""
     numbers = [whole_number(name, environment) for name in ("SLURM_STEP_ID", "SLURM_STEPID")]
     return next((number for number in numbers if 0 <= number < _LARGEST_STEP), None)
 
 
-def whole_number(name: str, environment: Mapping[str, str] = os.environ) -> int:
-    """Return a variable's whole number, -1 if it is not set or is not one."""
-    text = environment.get(name, "")
+def whole_number(name: str, environment: Mapping[str, str] | None = None) -> int:
+    """Return a variable's whole number, -1 if it is not set or is not one; of this process's
+    environment, with what is hidden, by default."""
+    text = (launch_variable(name) if environment is None else environment.get(name)) or ""
     return int(text) if text.isascii() and text.isdigit() else -1

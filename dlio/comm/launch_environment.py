@@ -6,7 +6,7 @@ import signal
 import sys
 from functools import partial
 
-from dlio.comm.launch_detection import under_torchrun, whole_number
+from dlio.comm.launch_detection import launch_variable, under_torchrun, whole_number
 from dlio.util.settings import LAUNCHER, STORE, TERMINAL
 from dlio.util.threads import Workers
 
@@ -36,7 +36,7 @@ def under_mpi() -> bool:
     """True if mpirun, or srun with an MPI plug-in, started this process as a rank."""
     if under_torch() or under_torchrun():
         return False
-    return any(name in os.environ for name in _RANK_VARIABLES)
+    return any(launch_variable(name) is not None for name in _RANK_VARIABLES)
 
 
 def under_torch() -> bool:

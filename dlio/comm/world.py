@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 
 from dlio.comm.comm_protocol import Communicator
-from dlio.comm.launch_detection import check_launch, torchrun_place
+from dlio.comm.launch_detection import check_launch, torchrun_place, whole_number
 from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.comm.survival.membership import Membership
 from dlio.util.settings import DONE, SPARES, settings
@@ -78,7 +78,7 @@ def _launched_world() -> Communicator:
     from dlio.comm.survival.job_store import open_store
 
     store, least = open_store(), settings().min_ranks
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = whole_number("RANK"), whole_number("WORLD_SIZE")
     if least is not None:
         from dlio.comm.survival.store_membership import StoreMembership
 

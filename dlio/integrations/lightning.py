@@ -12,7 +12,6 @@ strategy; Lightning has no plug-in mechanism to find it. Works with both of Ligh
 
 import atexit
 import contextlib
-import os
 import socket
 import sys
 import warnings
@@ -28,7 +27,8 @@ import torch.distributed as dist
 
 from dlio.comm import Communicator, mpi_ranks, world
 from dlio.comm.board import end_step
-from dlio.comm.launch_environment import under_mpi
+from dlio.comm.launch_detection import whole_number
+from dlio.comm.launch_environment import local_rank, under_mpi
 from dlio.comm.survival.recovery import once_on_rank_0, recovery_of, uniform
 from dlio.errors import CommError, UsageError
 from dlio.exchange import parse_exchange
@@ -98,11 +98,10 @@ def launch_info() -> LaunchInfo:
         return LaunchInfo(
             "mpi", comm.rank, comm.size, hosts[: comm.rank].count(here), machines.index(here)
         )
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank = int(os.environ["RANK"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        machine = int(os.environ.get("GROUP_RANK", 0))
-        return LaunchInfo("torchrun", rank, int(os.environ["WORLD_SIZE"]), local_rank, machine)
+    rank, ranks = whole_number("RANK"), whole_number("WORLD_SIZE")
+    if rank >= 0 and ranks > 0:
+        machine = max(0, whole_number("GROUP_RANK"))
+        return LaunchInfo("torchrun", rank, ranks, local_rank(rank), machine)
     return LaunchInfo("nobody", 0, 1, 0, 0)
 
 

@@ -163,11 +163,17 @@ def _say(
         print_line(line)
     for cause in comparison.causes:
         print_line(f"likely cause: {cause}")
-    if not done:
+    if not done and not alone.losses:
         print_line("nothing was compared: the script made no step of a torch optimizer")
         return False
     if reason is not None or comparison.lines:
         return False
+    if not done:
+        print_line(
+            f"the same for {len(alone.losses)} losses; gradients and weights were not compared, as "
+            "the script made no step of a torch optimizer"
+        )
+        return True
     print_line(
         f"the same for {done} steps (largest difference {comparison.largest:.1e} of a gradient's "
         f"norm, bound {comparison.bound:.0e})"

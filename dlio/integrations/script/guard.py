@@ -30,7 +30,7 @@ from dlio.comm.deadlines import leave, looking_on
 from dlio.comm.survival.recovery import uniform
 from dlio.errors import UsageError
 from dlio.exchange.buckets import broadcast_tensors
-from dlio.integrations.script.script_lines import line_of, script_frames
+from dlio.integrations.script.script_lines import foreign_frames, line_of, script_frames
 from dlio.integrations.script.script_losses import losses_of
 
 _LOSSES: Final = 4
@@ -200,7 +200,7 @@ class ScriptGuard:
         self.note("backward")
         losses: list[torch.Tensor] = []
         if self.active and not keeps_graph:
-            losses = losses_of(tensors, _frame(), _LOSSES)
+            losses = losses_of(tensors, foreign_frames(), _LOSSES)
         self._losses, self._means, self._departing = losses, [], None
         self.of_loss, self.doubts = 1.0, (0, 0)
         try:

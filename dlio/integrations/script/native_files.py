@@ -50,6 +50,10 @@ _NATIVE: Final = {
     "pyarrow.dataset": (_Opener("write_dataset", 1, "base_dir", _WRITE | os.O_DIRECTORY),),
     "pyarrow.feather": (_Opener("write_feather", 1, "dest", _WRITE),),
     "pyarrow.csv": (_Opener("write_csv", 1, "output_file", _WRITE),),
+    "tokenizers": (
+        _Opener("Tokenizer.save", 1, "path", _WRITE),
+        _Opener("Tokenizer.from_file", 0, "path", os.O_RDONLY),
+    ),
     "torch.jit._script": (_Opener("RecursiveScriptModule.save", 1, "f", _WRITE),),
     "torchvision.io.image": (_Opener("write_file", 0, "filename", _WRITE),),
 }

@@ -7,14 +7,14 @@ the same place in the script, over the same data, has trained.
 """
 
 import ast
-import linecache
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import FrameType
 from typing import Final
 
+from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.loss_plan import LossPlans
-from dlio.integrations.script.script_lines import line_of, script_frames
+from dlio.integrations.script.script_lines import line_of, loops_at, script_frames
 
 _FRAMES: Final = 3
 """Callers that tell two passes apart, such as one function's for training and for evaluation."""
@@ -30,6 +30,10 @@ class PassUse:
         """True if its batches are divided among the ranks."""
         self.was_trained = False
         """True if an optimizer has stepped on its batches."""
+        self.sizes: tuple[str, ...] = ()
+        """Lines of its loop that take the size of a batch as a number."""
+        self.is_complete = False
+        """True if the script has taken all batches: it did not leave the pass, or fail in it."""
         self._is_computed = self._is_backward = False
         self.plans = LossPlans()
         """Of the losses of its batches; all passes of a loader have the same ones."""
@@ -53,6 +57,8 @@ class PassUse:
         if not self.trains or self._is_backward:
             return None
         self._memory.trained.discard(self._key)
+        if not self.is_complete:
+            return None
         return (
             f"{self._where}: this pass was divided among the ranks, as an earlier one from there "
             "trained, but it trained nothing: its numbers are those of rank 0's part of the data"
@@ -71,7 +77,9 @@ class PassMemory:
         place = tuple((each.f_code.co_filename, each.f_lineno) for each in frames)
         where = line_of(frames[0]) if frames else "the script"
         use = PassUse(self, (place, id(dataset), length, evaluating), where)
-        use.trains |= bool(frames) and loop_trains(*_place_of(frames[0]))
+        if frames:
+            use.trains |= loop_trains(*_place_of(frames[0]))
+            use.sizes = size_lines(*_place_of(frames[0]))
         return use
 
 
@@ -82,16 +90,7 @@ def _place_of(frame: FrameType) -> tuple[str, int]:
 @cache
 def loop_trains(file: str, line: int) -> bool:
     """True if the `for` loop whose header is on a line of a file trains in each of its turns."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return False
-    loops = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line)
-    ]
-    return any(_trains(loop.body) for loop in loops)
+    return any(_trains(loop.body) for loop in loops_at(file, line))
 
 
 def _trains(body: Sequence[ast.stmt]) -> bool:

@@ -1,17 +1,20 @@
 """Numbers that a script reads from tensors while it trains, such as counts of right answers.
 
-They are made of a rank's part of each batch, and nothing can tell how the script goes on with them:
-the lines that read them are told.
+Those that are made of a rank's part of each batch differ between ranks, and nothing can tell how
+the script goes on with them: the lines that read them are told.
 """
 
 import sys
-from collections.abc import Callable
+import threading
+import zlib
+from collections.abc import Callable, Sequence
 from functools import wraps
 from types import FrameType
 from typing import Any, Final
 
 import torch
 
+from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.script_lines import is_foreign, line_of, script_frames
 from dlio.integrations.script.share import ScriptContext
 
@@ -20,6 +23,7 @@ METHODS: Final = ("item", "tolist", "numpy", "__float__", "__int__", "__format__
 _COUNTS: Final = (torch.int64, torch.int32, torch.float64)
 """Types of counts, which scripts may read after the pass."""
 _LINES: Final = 6
+_LONGEST: Final = 200
 _TENSORS: Final = (torch._tensor.__file__, __file__)
 """Modules of methods that call others of these methods."""
 
@@ -29,21 +33,24 @@ class Readings:
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
-        self._lines: dict[str, None] = {}
-        self._told = 0
+        self._main = threading.main_thread().ident
+        self._lines: dict[str, int] = {}
+        """The lines since `tell`, with a digest of what they have read."""
+        self._told: set[str] = set()
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of `torch.Tensor`."""
 
         @wraps(original)
         def read(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            if self._context.divides_now:
-                self._note(tensor)
-            return original(tensor, *args, **options)
+            result = original(tensor, *args, **options)
+            if self._context.divides_now and threading.get_ident() == self._main:
+                self._note(tensor, result)
+            return result
 
         return read
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _note(self, tensor: torch.Tensor, result: object) -> None:
         context = self._context
         is_count = tensor.ndim == 0 and tensor.dtype in _COUNTS
         if not (context.is_in_pass or is_count) or isinstance(tensor, torch.nn.Parameter):
@@ -56,20 +63,37 @@ class Readings:
         if caller is None or not is_foreign(caller.f_code.co_filename):
             return  # An optimizer of torch reads its own numbers.
         if frames := script_frames():
-            self._lines.setdefault(line_of(frames[0]), None)
+            line, few = line_of(frames[0]), repr(result)[:_LONGEST].encode()
+            self._lines[line] = zlib.crc32(few, self._lines.get(line, 0))
 
     def tell(self) -> None:
-        """Tell the user of the lines that have been seen since the last call."""
-        lines = list(self._lines)[self._told :]
-        self._told = len(self._lines)
-        if not lines:
-            return
+        """Tell the user of the lines that have read other numbers on each rank since the last call.
+        Collective."""
+        comm, mine = self._context.comm, self._lines
+        self._lines = {}
+        theirs: list[dict[str, int]] = uniform(comm, lambda: comm.allgather(mine))
+        differ = [line for line in mine if any(each.get(line) != mine[line] for each in theirs)]
+        lines = [line for line in differ if line not in self._told]
+        self._told.update(lines)
         batch = self._context.last_divided
         part = "part" if batch is None else f"{int(batch.weight)} of {len(batch.samples)} samples"
-        more = "" if len(lines) <= _LINES else f" and {len(lines) - _LINES} more"
+        if sizes := self._context.take_sizes():
+            self._context.say(
+                f"{_several(sizes)}: the size of a training batch, such as len(data), is there "
+                f"that of rank 0's part ({part} of the last one), and a loss is that of the whole "
+                "batch: means over the samples counted so are right; counts, sums over "
+                "len(dataset) and summed losses over such a size are not"
+            )
+        if not lines:
+            return
         self._context.say(
-            f"{', '.join(lines[:_LINES])}{more}: numbers that the script reads there from training "
+            f"{_several(lines)}: numbers that the script reads there from training "
             f"batches are those of rank 0's part ({part} of the last one): counts and sums are a "
             "part of one process's, to be divided by the samples seen and not by len(dataset); "
             "means differ slightly"
         )
+
+
+def _several(lines: Sequence[str]) -> str:
+    more = "" if len(lines) <= _LINES else f" and {len(lines) - _LINES} more"
+    return f"{', '.join(lines[:_LINES])}{more}"

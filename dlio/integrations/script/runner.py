@@ -2,15 +2,15 @@
 
 import builtins
 import contextlib
-import io
 import logging
 import os
 import random
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 
 from dlio.comm import Communicator, world
 from dlio.comm.job_nodes import find_nodes
+from dlio.comm.launch_detection import hidden_launch, show_launch
 from dlio.comm.survival.recovery import check_survival, once_on_rank_0, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange import Exchange, parse_exchange
@@ -31,9 +32,11 @@ from dlio.integrations.script import share
 from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_weights import ScriptLossWeights
+from dlio.integrations.script.muted_output import muted
 from dlio.integrations.script.readings import METHODS, Readings
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.script_failure import telling_failures
+from dlio.integrations.script.script_randoms import ScriptRandoms
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
 
@@ -135,7 +138,7 @@ class _ScriptTakeover:
         context.guard.parameters = self._exchanged
         self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
         self._readings = Readings(context)
-        context.after_pass = self._readings.tell
+        context.between_passes = self._readings.tell
         context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
@@ -146,7 +149,7 @@ class _ScriptTakeover:
             return
         share.use(self._context)
         self._files = keep_files_private(self._comm, self._context)
-        with contextlib.ExitStack() as stack, on_takeover(self._step_aside):
+        with hidden_launch(), contextlib.ExitStack() as stack, on_takeover(self._step_aside):
 
             def put(owner: Any, name: str, value: Any) -> None:
                 stack.callback(setattr, owner, name, getattr(owner, name))
@@ -159,6 +162,7 @@ class _ScriptTakeover:
             put(torch, "save", self._saved(torch.save))
             for name in METHODS:
                 put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
+            stack.enter_context(ScriptRandoms(self._comm.rank, self._context).installed())
             weighed = self._losses.around_backward(torch.autograd.backward)
             put(torch.autograd, "backward", self._backward(weighed))
             put(
@@ -180,20 +184,44 @@ class _ScriptTakeover:
                 stack.callback(hook.remove)
             if self._comm.rank:
                 os.environ["TQDM_DISABLE"] = "1"
-                put(sys, "stdout", _MutedOutput(sys.stdout, self._comm))
+                put(sys, "stdout", muted(sys.stdout, self._comm))
+                put(warnings, "showwarning", self._by_rank_0(warnings.showwarning))
+                emit = logging.StreamHandler.emit
+                put(logging.StreamHandler, "emit", self._emit_by_rank_0(emit))
                 put(builtins, "__import__", _without_writers(builtins.__import__))
             yield
+
+    def _by_rank_0(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap a function that prints what every rank prints."""
+
+        def show(*args: Any, **options: Any) -> None:
+            if self._comm.rank == 0:  # By now, if those before have been lost.
+                original(*args, **options)
+
+        return show
+
+    def _emit_by_rank_0(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the output of log records; errors are printed by every rank, as they may be its."""
+        printed = self._by_rank_0(original)
+
+        def emit(handler: Any, record: logging.LogRecord) -> None:
+            is_report = record.levelno < logging.ERROR and handler.stream is sys.stderr
+            (printed if is_report else original)(handler, record)
+
+        return emit
 
     def _step_aside(self) -> None:
         """Leave the rest of the script to itself, but for the output of ranks other than 0."""
         self._context.aside = True
+        show_launch()
 
     def finish(self) -> None:
         """Complete pending messages, so that weights are those of the next step. Collective."""
         if not self._context.aside:
             self._context.guard.meet("its end", weights=True)
         self._ranks.finish()
-        self._readings.tell()
+        if not self._context.aside:
+            self._readings.tell()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         if self._comm.size > 1:
             self._files.hand_over()
@@ -462,31 +490,19 @@ _REFUSED: Final = (
 )
 
 
-class _MutedOutput(io.TextIOBase):
-    """Standard output of a rank other than 0: discards everything, until all before it are lost."""
-
-    encoding = "utf-8"
-
-    def __init__(self, output: TextIO, comm: Communicator) -> None:
-        self._output, self._comm = output, comm
-
-    def write(self, text: str) -> int:
-        return self._output.write(text) if self._comm.rank == 0 else len(text)
-
-    def flush(self) -> None:
-        self._output.flush()
-
-
 class _MutedWriter:
     """A stand-in for TensorBoard's SummaryWriter that writes nothing, for all ranks but 0."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.log_dir = os.devnull
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> "_MutedWriter":
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_, **__: None
+        return self  # Frameworks go on to use a writer's parts, such as its file writer.
+
+    def __call__(self, *_: object, **__: object) -> "_MutedWriter":
+        return self
 
     def __enter__(self) -> "_MutedWriter":
         return self

@@ -44,6 +44,8 @@ class ScriptBatch:
     shares: RankShares
     members: tuple[int, ...]
     """Number of each rank that it was dealt to when the job began."""
+    place: range
+    """Place of the samples that this rank computes on, in `samples`."""
     divided: bool = True
     """False if every rank got all of it, as it is not known yet whether the script trains on it."""
     used: bool = False
@@ -150,26 +152,27 @@ class ScriptAssignment:
         self._shares, self._members = shares, members
         self.divided = whole.use.trains
         """False if every rank gets all of each batch."""
+        self._places: deque[range] = deque()
         self.mine: list[list[int]] = []
         """This rank's samples of each batch; some of others where it has none."""
         self.weights: list[float] = []
         """Number of this rank's samples in each batch: the weight of its gradients."""
         for batch in whole.left:
-            if not self.divided:
-                self.weights.append(1.0)
-                self.mine.append(batch)
-                continue
-            part = shares.part(len(batch), rank)
+            part = shares.part(len(batch), rank) if self.divided else range(len(batch))
+            self.weights.append(float(len(part)) if self.divided else 1.0)
             # A rank without a sample computes on some of weight 0.
-            self.weights.append(float(len(part)))
-            some = batch[: max(1, shares.fewest)]
-            self.mine.append(batch[part.start : part.stop] if len(part) else some)
+            place = part if len(part) else range(len(batch))[: max(1, shares.fewest)]
+            self._places.append(place)
+            self.mine.append(batch[place.start : place.stop])
 
     def take(self, weight: float) -> ScriptBatch:
         """Note that the script gets this rank's share of the next batch."""
         self._assigner.groups.taken += 1
         batch = self._whole.left.popleft()
-        return ScriptBatch(weight, self._whole, batch, self._shares, self._members, self.divided)
+        place = self._places.popleft()
+        return ScriptBatch(
+            weight, self._whole, batch, self._shares, self._members, place, self.divided
+        )
 
     def is_over(self) -> bool:
         """True if the next batch is to be dealt to other ranks."""

@@ -1,5 +1,7 @@
 """Lines of the script that is running, for messages and to tell its loops apart."""
 
+import ast
+import linecache
 import os
 import sys
 import sysconfig
@@ -44,6 +46,34 @@ def script_frames(most: int = 1) -> list[FrameType]:
             frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+def foreign_frames() -> list[FrameType]:
+    """Return the frames of frameworks and of the user that are running, from the innermost one to
+    the first of the user's files."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_foreign(frame.f_code.co_filename):
+            frames.append(frame)
+        if is_script(frame.f_code.co_filename):
+            break
+        frame = frame.f_back
+    return frames
+
+
+@cache
+def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
+    """Return the `for` loops whose headers are on a line of a file; none if it cannot be read."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line)
+    )
 
 
 def line_of(frame: FrameType) -> str:

@@ -1,7 +1,7 @@
 """The losses of a backward that the script can look at afterwards."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, Final
 
@@ -11,9 +11,9 @@ _MOST_NODES: Final = 64
 """Steps of a computation, back from the loss, in which other losses are looked for."""
 
 
-def losses_of(tensors: Any, frame: FrameType | None, most: int) -> list[torch.Tensor]:
+def losses_of(tensors: Any, frames: Sequence[FrameType], most: int) -> list[torch.Tensor]:
     """Return the number that a backward begins at, and its summands and the like among the
-    variables of the script's frame: at most `most` scalars, in an order that follows from the
+    variables of the script's frames: at most `most` scalars, in an order that follows from the
     script alone.
 
     Only those whose graph this backward uses up: autograd may need the value of others yet.
@@ -25,9 +25,12 @@ def losses_of(tensors: Any, frame: FrameType | None, most: int) -> list[torch.Te
     if not _is_scalar(tensors):
         return []
     nodes = set(_nodes(tensors.grad_fn))
-    variables: list[Any] = [] if frame is None else list(frame.f_locals.values())
-    scalars = [each for each in variables if each is not tensors and _is_scalar(each)]
-    return [tensors, *(each for each in scalars if each.grad_fn in nodes)][:most]
+    scalars = {id(tensors): tensors}
+    for frame in frames:
+        for each in frame.f_locals.values():
+            if _is_scalar(each) and each.grad_fn in nodes:
+                scalars.setdefault(id(each), each)
+    return list(scalars.values())[:most]
 
 
 def _is_scalar(value: Any) -> bool:

@@ -9,18 +9,23 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import TypeVar
 
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
+from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
+from dlio.loader.contract import Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
+
+_T_co = TypeVar("_T_co", covariant=True, default=Sample)
 
 
 class ScriptContext:
@@ -42,6 +47,9 @@ class ScriptContext:
         """Number of this rank's samples in the batch that the script computes on."""
         self.divides = True
         """False if every rank computes on whole batches, and rank 0's gradients count."""
+        self._sizes: dict[str, bool] = {}
+        """Lines that take the size of a divided batch as a number; True once `take_sizes` has
+        returned them."""
         self._samples = 0.0
         """Samples of this rank since `take_samples`."""
         self._latest: ScriptBatch | None = None
@@ -59,8 +67,8 @@ class ScriptContext:
         """True while the script has numbers of divided batches, in their pass and after it."""
         self.last_divided: ScriptBatch | None = None
         """The divided batch that the script got last."""
-        self.after_pass: Callable[[], None] = lambda: None
-        """Called at the end of a pass over divided batches."""
+        self.between_passes: Callable[[], None] = lambda: None
+        """Called as a pass begins. Collective."""
         self.balance = False
         """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0
@@ -83,6 +91,14 @@ class ScriptContext:
     def is_in_pass(self) -> bool:
         """True while the script has a batch of a pass under way."""
         return bool(self._current)
+
+    def places(self) -> Iterator[tuple[range, int]]:
+        """Yield the place of this rank's samples in each batch that it computes on a part of, and
+        the size of that batch."""
+        if self.divides_now:
+            for batch in self._current.values():
+                if batch.divided:
+                    yield batch.place, len(batch.samples)
 
     @property
     def lead(self) -> ScriptBatch | None:
@@ -108,6 +124,8 @@ class ScriptContext:
         self.divides_now = batch.divided
         if batch.divided:
             self.last_divided = batch
+            for line in use.sizes:
+                self._sizes.setdefault(line, False)
         self._samples += batch.weight
         items = data if isinstance(data, list | tuple) else [data]
         for item in data.values() if isinstance(data, dict) else items:
@@ -119,6 +137,12 @@ class ScriptContext:
         none."""
         samples, self._samples = self._samples or 1.0, 0.0
         return samples
+
+    def take_sizes(self) -> list[str]:
+        """Return the lines that take the size of a divided batch as a number, each once."""
+        new = [line for line, was_told in self._sizes.items() if not was_told]
+        self._sizes.update(dict.fromkeys(new, True))
+        return new
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
@@ -140,8 +164,6 @@ class ScriptContext:
         """Note that a pass has ended."""
         self.divides_now = use.trains
         self._current.pop(use, None)
-        if use.trains:
-            self.after_pass()
         if (said := use.end()) is not None:
             self.say(said)
 
@@ -244,7 +266,7 @@ class _ShareBalance:
         return self._shares
 
 
-class SharingLoader(DataLoader):
+class SharingLoader(DataLoader[_T_co]):
     """The DataLoader that a script gets in place of torch's.
 
     A training pass yields this rank's share of each batch. Another pass yields whole batches, so
@@ -257,6 +279,7 @@ class SharingLoader(DataLoader):
         self._context = _context
         self._balance = _ShareBalance(_context)
         self._plans = LossPlans()
+        self._passes = 0
         self._is_shared = True
         """False if the pass that began last is not divided among the ranks."""
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
@@ -277,7 +300,7 @@ class SharingLoader(DataLoader):
             if not context.evaluating:
                 context.note(
                     "an iterable data set gives every rank all samples: shard it in its __iter__ "
-                    "by the environment's rank to gain from more ranks"
+                    "by dlio.comm.world().rank to gain from more ranks"
                 )
             return self._whole()
         if self.batch_size is None and self.batch_sampler is None:
@@ -318,6 +341,7 @@ class SharingLoader(DataLoader):
         until it is known that the pass trains."""
         try:
             yield from self._dealt(use)
+            use.is_complete = True
         finally:
             self._context.ended(use)
 
@@ -325,8 +349,12 @@ class SharingLoader(DataLoader):
         context = self._context
         comm = context.comm
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
-        self._engines.threads.draw_base_seed(self._options())
+        drawn = self._engines.threads.draw_base_seed(self._options())
+        self._passes += 1
+        seed = rank_seed(comm.rank, drawn, self._passes)
+        randoms = FetchRandoms(seed)
         context.guard.meet("the start of a pass over a loader")
+        context.between_passes()
         batches = self._batches_of_root()
         shares, nothing = RankShares.even(1, comm.size), contextlib.nullcontext()
         if context.balance:
@@ -336,9 +364,14 @@ class SharingLoader(DataLoader):
         for deal in context.assigner.deals(batches, shares, use):
             context.shared += deal.divided
             inner = _with_batches(self, deal.mine)
-            drawn = _random_states(self.generator)
+            before = _random_states(self.generator)
+            if deal.divided:
+                # Workers draw for samples of this rank's, too.
+                (self.generator or torch.default_generator).manual_seed(seed)
             parts = _alone(inner)
-            _set_random_states(self.generator, drawn)
+            _set_random_states(self.generator, before)
+            if deal.divided:
+                parts = randoms.around(parts)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch()
                 context.took(deal.take(weight), data, use)

@@ -24,6 +24,8 @@ _SMALL: Final = 1e-5
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 _TIMES: Final = re.compile(
     r"(?i)\d+:\d\d(:\d\d)?|[\d.]+ ?(?:s|ms|us|sec|secs|seconds|it/s|img/s|samples/s|/s)\b"
+    r"|\b(?:time|elapsed|eta|duration|speed|throughput|ms|secs?|seconds)\b[/\w]*[ :=]*[\d.]+"
+    r"(?: *\( *[\d.]+\))?"
 )
 
 
@@ -79,6 +81,9 @@ class _Comparer:
             self._losses(step)
             self._rates(step)
             self._arrays(step)
+        if not min(counts):
+            # A script that changes its weights itself.
+            self._losses_between(0, min(len(each.losses) for each in (self._one, *self._ranks)), 0)
         ended = all(each.complete for each in (self._one, *self._ranks))
         if len(set(counts)) > 1 and ended:
             several = ", ".join(map(str, counts[1:]))
@@ -96,7 +101,10 @@ class _Comparer:
     def _losses(self, step: int) -> None:
         """Compare the means over all ranks of the values passed to backward before a step."""
         first = self._one.steps[step - 1].losses if step else 0
-        for place in range(first, self._one.steps[step].losses):
+        self._losses_between(first, self._one.steps[step].losses, step)
+
+    def _losses_between(self, first: int, end: int, step: int) -> None:
+        for place in range(first, end):
             if any(place >= len(each.losses) for each in self._ranks):
                 return
             alone, parts = self._one.losses[place], [each.losses[place] for each in self._ranks]
@@ -106,7 +114,7 @@ class _Comparer:
                 continue
             mean = float(np.average(values, weights=weights))
             if not _close(alone, mean, self._result.bound):
-                name = f"backward {place + 1}: " if self._one.steps[step].losses > 1 else ""
+                name = f"backward {place + 1}: " if end > 1 else ""
                 self._say(
                     "losses",
                     step,
@@ -165,9 +173,7 @@ class _Comparer:
             wrong = wrong or np.isfinite(own) != np.isfinite(apart)
             if wrong and (worst is None or not apart <= size):
                 worst, size = name, apart
-                ratio = float(alone[key] @ ranks[key]) / own**2 if own else None
-                if ratio and np.linalg.norm(ranks[key] - ratio * alone[key]) > _ALIKE * own:
-                    ratio = None  # It points elsewhere.
+                ratio = _factor(alone[key], ranks[key])
                 part = f"{apart / own:.2g} of its norm" if own else f"{apart:.2g} from 0"
         if worst is not None:
             if "gradients" not in self._kinds:
@@ -271,7 +277,8 @@ class _Comparer:
         if not {"dropout", "batch norm"} & self._traits:
             yield (
                 "the loss is not a mean over the samples of one batch, such as a mean over tokens "
-                "or pairs, or a loss that compares samples with each other"
+                "or pairs, or a loss that compares samples with each other; or the data set draws "
+                "random numbers, such as for crops, of which ranks have others"
             )
 
     def _rates_differ(self) -> bool:
@@ -282,6 +289,12 @@ class _Comparer:
     def _randoms_differ(self) -> bool:
         pairs = zip(self._one.steps, self._ranks[0].steps, strict=False)
         return any(a.randoms != b.randoms for a, b in pairs)
+
+
+def _factor(one: Array, other: Array) -> float | None:
+    """Return the factor from one array to another of the same direction; None of another one."""
+    sizes, product = _norm_of([one]) * _norm_of([other]), float(one @ other)
+    return product / float(one @ one) if sizes and product > 0.99 * sizes else None
 
 
 def _close(a: float, b: float, bound: float) -> bool:

@@ -175,8 +175,11 @@ class _Recorder:
             return
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             self._trait("batch norm")
-        rates = (getattr(module, name, None) for name in ("p", "dropout"))
-        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            rate: object = module.p
+        else:
+            rate = getattr(module, "dropout", None)  # As in attention and recurrent networks.
+        if isinstance(rate, float) and rate > 0:
             self._trait("dropout")
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

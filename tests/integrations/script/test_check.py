@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from dlio.errors import UsageError
 from dlio.integrations.script.scratch_folder import (
@@ -15,7 +17,7 @@ from dlio.integrations.script.scratch_folder import (
     remove_outside,
 )
 from dlio.integrations.script.step_comparison import Comparison, compare
-from dlio.integrations.script.step_records import ScriptRecord, StepRecord
+from dlio.integrations.script.step_records import ScriptRecord, StepRecord, recorded
 
 _SCRIPT = """
 import sys
@@ -173,6 +175,47 @@ def test_a_half_gradient_is_that_of_a_sum(tmp_path: Path) -> None:
     assert "the loss is a sum over samples" in result.causes[0]
 
 
+def test_a_gradient_of_another_direction_is_not_that_of_a_sum(tmp_path: Path) -> None:
+    turned = [[1.7, 0.4], [2.0, 1.0]]  # Half as long along that of one process.
+    ranks = [_record(tmp_path / "ranks", rank, turned, _WEIGHTS) for rank in (0, 1)]
+    causes = _compared(tmp_path, *ranks).causes
+    assert causes
+    assert not any("the loss is a sum over samples" in each for each in causes)
+
+
+def test_losses_of_a_script_without_an_optimizer_are_compared(tmp_path: Path) -> None:
+    records = []
+    for name, losses in (("one", [1.0, 0.5]), ("ranks", [1.0, 0.7])):
+        record = _record(tmp_path / name, 0, [], [], losses=losses)
+        record.weights = [1.0, 1.0]
+        records.append(record)
+    assert compare(records[0], records[1:], "allreduce").lines == [
+        "losses differ at step 1: backward 2: one process has 0.5, the mean of the ranks is 0.7"
+    ]
+
+
+class _Flip(nn.Module):
+    """A transform of pictures, with a probability."""
+
+    p = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("part", "traits"),
+    [(_Flip(), []), (nn.Dropout(0.5), ["dropout"]), (nn.GRU(2, 2, 2, dropout=0.5), ["dropout"])],
+)
+def test_dropout_is_a_trait_and_other_probabilities_are_not(
+    part: nn.Module, traits: list[str], tmp_path: Path
+) -> None:
+    record = ScriptRecord(str(tmp_path), 0)
+    with recorded(record, 1, lambda: 1.0):
+        part(torch.ones(3, 2))
+    assert record.traits == traits
+
+
 def test_a_parameter_that_is_not_exchanged_is_named(tmp_path: Path) -> None:
     other = [[-0.1, -0.2], [-0.3, -0.2]]
     first = _record(tmp_path / "ranks", 0, _GRADIENTS, _WEIGHTS)
@@ -217,6 +260,9 @@ def test_a_rank_that_makes_fewer_steps_is_a_difference(tmp_path: Path) -> None:
         ("loss 0.1234", "loss 0.1334", False),
         ("right 120 of 240", "right 60 of 240", False),
         ("epoch 1, 3.1s, 00:12", "epoch 1, 9.2s, 01:40", True),
+        ("| ms/batch 61.10 | loss  5.97", "| ms/batch 161.99 | loss  5.97", True),
+        ("Time  6.996 ( 6.996) Loss 1.5", "Time  4.749 ( 4.700) Loss 1.5", True),
+        ("Time  6.996 ( 6.996) Loss 1.5", "Time  4.749 ( 4.700) Loss 1.9", False),
         ("one\ntwo", "one", False),
     ],
 )

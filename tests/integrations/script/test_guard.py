@@ -152,13 +152,13 @@ def test_losses_are_the_scalars_that_lead_to_the_one_of_the_backward() -> None:
     first, second = weight.sum(), weight.square().mean()
     elsewhere, many, number = weight.prod(), weight * 2, 3.0
     whole = (first + 0.1 * second) / 4
-    losses = losses_of(whole, _frame(), 4)
+    losses = losses_of(whole, [_frame()], 4)
     assert losses[0] is whole
     assert {id(each) for each in losses[1:]} == {id(first), id(second)}
-    assert losses_of([whole], _frame(), 2)[0] is whole
-    assert len(losses_of(whole, _frame(), 2)) == 2
-    assert losses_of(many, _frame(), 4) == []
-    assert losses_of([whole, elsewhere], _frame(), 4) == []
+    assert losses_of([whole], [_frame()], 2)[0] is whole
+    assert len(losses_of(whole, [_frame()], 2)) == 2
+    assert losses_of(many, [_frame()], 4) == []
+    assert losses_of([whole, elsewhere], [_frame()], 4) == []
     assert number == 3.0
 
 

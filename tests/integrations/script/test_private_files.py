@@ -109,3 +109,15 @@ for name in (f"part-{rank:03}.txt", f"run/{rank}/log.txt", "epoch1.txt", "all.tx
         for rank in (0, 1):
             assert (tmp_path / f"part-{rank:03}.txt").read_text() == str(rank) * turn
             assert (tmp_path / "run" / str(rank) / "log.txt").read_text() == str(rank) * turn
+
+
+@pytest.mark.mpi
+@pytest.mark.cold("nightly")
+def test_the_folder_of_a_killed_rank_is_removed(tmp_path: Path) -> None:
+    killed = tmp_path / "tmp" / "dlio-run-killed"
+    killed.mkdir(0o700, parents=True)
+    (killed / "alive").touch(0o600)
+    (tmp_path / "script.py").write_text("open('log.txt', 'w').write('x')")
+    done = _run(tmp_path, "-m", "dlio.cli", "run", "-n", "2", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert not killed.exists()

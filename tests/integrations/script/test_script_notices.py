@@ -33,6 +33,14 @@ for loss_of in means.values():
     for loss, right in train(loss_of):
         print(f"{loss.item():.4f}")
 if __import__("sys").argv[1:]:
+    __import__("warnings").warn("printed once")
+    __import__("logging").warning("printed once")
+    for x, y, label in DataLoader(data, batch_size=16):
+        loss = functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item() * len(x))  # size
     for loss, right in train(functional.mse_loss):
         print(len(loss.shape), right.item())  # right
     for loss_of in (
@@ -65,18 +73,23 @@ def test_losses_are_one_process_s_without_a_word_or_a_line_says_which_are_not(
     silent = _run(*run)
     assert silent.stdout == _run(str(script)).stdout
     assert silent.stderr == ""
-    said = _run(*run, "more").stderr.splitlines()
+    errors = _run(*run, "more").stderr.splitlines()
+    assert sum("UserWarning: printed once" in each for each in errors) == 1
+    assert sum("root:printed once" in each for each in errors) == 1
+    said = [each for each in errors if each.startswith("dlio")]
     line = {
         word: next(k for k, text in enumerate(_SCRIPT.splitlines(), 1) if f"# {word}" in text)
-        for word in ("backward", "right")
+        for word in ("backward", "right", "size")
     }
+    sizes = [each for each in said if f"script.py:{line['size']}: the size of a training" in each]
+    assert len(sizes) == 1
     backward, right = f"script.py:{line['backward']}: ", f"script.py:{line['right']}: "
     assert len([each for each in said if right + "numbers that the script reads" in each]) == 1
     compares = [each for each in said if backward + "the loss compares samples" in each]
     assert len(compares) == 1
     assert "part of a batch (8 of 16 samples)" in compares[0]
     assert len([each for each in said if backward + "the loss is not a mean" in each]) == 1
-    assert len(said) == 3
+    assert len(said) == 4
 
 
 _PARTS = """
@@ -181,6 +194,7 @@ def test_a_pass_trains_once_an_optimizer_has_stepped_on_its_batches() -> None:
         use, other = (memory.begin(data, length, evaluating=False) for length in (4, 5))
         assert use.trains == (turn in (1, 2))
         if turn == 2:
+            use.is_complete = True
             assert "trained nothing" in (use.end() or "")
             continue
         use.backward()  # Of another loader's batch.

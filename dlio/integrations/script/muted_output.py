@@ -1,0 +1,38 @@
+"""Standard output of ranks other than 0, which write what rank 0 writes, too."""
+
+import io
+from typing import TextIO
+
+from typing_extensions import Buffer
+
+from dlio.comm import Communicator
+
+
+class _MutedBytes(io.RawIOBase):
+    """The bytes below a text stream, which looks like `output` to those who ask."""
+
+    def __init__(self, output: TextIO, comm: Communicator) -> None:
+        self._output, self._comm = output, comm
+
+    def write(self, data: Buffer) -> int:
+        text = bytes(data)
+        if self._comm.rank == 0:
+            self._output.write(text.decode(self._output.encoding, "replace"))
+            self._output.flush()
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._output.fileno()
+
+    def isatty(self) -> bool:
+        return self._output.isatty()
+
+
+def muted(output: TextIO, comm: Communicator) -> TextIO:
+    """Return a stream that discards all that this rank writes, until it is the lowest rank that is
+    left."""
+    buffer = io.BufferedWriter(_MutedBytes(output, comm))
+    return io.TextIOWrapper(buffer, output.encoding, output.errors, line_buffering=True)

@@ -1,0 +1,115 @@
+"""Scripts of frameworks and other projects."""
+
+import os
+import pickle
+import random
+import shutil
+from typing import Final
+
+import numpy as np
+
+from tests.field.field_script import FieldScript
+from tests.field.inputs import write_class_folders
+
+_NANO: Final = "n_layer=2 n_head=2 n_embd=32 block_size=32 batch_size=8 max_iters=20 eval_iters=4"
+
+
+def _characters(folder: str) -> None:
+    """Write a small text as nanoGPT's character sets are."""
+    draws = random.Random(0)
+    words = ["".join(draws.choices("abcdefghij", k=draws.randint(2, 7))) for _ in range(60)]
+    text = " ".join(draws.choices(words, k=6000))
+    letters = sorted(set(text))
+    tokens = np.array([letters.index(each) for each in text], np.uint16)
+    os.makedirs(f"{folder}/data/tiny")
+    for name, part in (("train", tokens[:-3000]), ("val", tokens[-3000:])):
+        part.tofile(f"{folder}/data/tiny/{name}.bin")
+    with open(f"{folder}/data/tiny/meta.pkl", "wb") as file:
+        pickle.dump({"vocab_size": len(letters)}, file)
+
+
+def _nothing(_: str) -> None:
+    """The script makes its own data."""
+
+
+def _images(folder: str) -> None:
+    write_class_folders(f"{folder}/images/train", 19, 5, 48, 1)
+    write_class_folders(f"{folder}/images/val", 7, 5, 48, 2)
+
+
+def _cats_and_dogs(folder: str) -> None:
+    """Write the archive that Lightning's example would download."""
+    root = f"{folder}/made/cats_and_dogs_filtered"
+    write_class_folders(f"{root}/train", 42, 2, 64, 1)
+    write_class_folders(f"{root}/validation", 18, 2, 64, 2)
+    os.makedirs(f"{folder}/data")
+    shutil.make_archive(f"{folder}/data/cats_and_dogs_filtered", "zip", f"{folder}/made")
+
+
+SCRIPTS: Final = (
+    FieldScript(
+        "nanogpt",
+        "karpathy/nanoGPT",
+        "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
+        "train.py",
+        (
+            "--dataset=tiny",
+            "--device=cpu",
+            "--dtype=float32",
+            "--compile=False",
+            *(f"--{each}" for each in _NANO.split()),
+            "--gradient_accumulation_steps=2",
+            "--eval_interval=10",
+            "--warmup_iters=5",
+            "--lr_decay_iters=20",
+        ),
+        _characters,
+        times=r"time [\d.]+ms, mfu [-\d.]+%",
+    ),
+    FieldScript(
+        "diffusion",
+        "tanelp/tiny-diffusion",
+        "726b6bbbf2c9e3d23dff9eaea2fda10d0af6a78c",
+        "ddpm.py",
+        tuple("--num_epochs 1 --num_timesteps 8 --eval_batch_size 100 --hidden_size 32".split()),
+        _nothing,
+    ),
+    FieldScript(
+        "timm",
+        "huggingface/pytorch-image-models",
+        "aa4b5850c1543fa488abf260f18390eda46cf85d",
+        "train.py",
+        tuple(
+            "images --model test_vit --num-classes 5 --img-size 160 -b 16 --epochs 2 -j 0 "
+            "--lr 0.05 --opt sgd --warmup-epochs 0 --log-interval 1 --device cpu --output out "
+            "--experiment e --model-ema --seed 3 --no-aug".split()
+        ),
+        _images,
+        times=r"(Time|Data): .*",
+    ),
+    FieldScript(
+        "torchvision",
+        "pytorch/vision",
+        "775dd2d8f8e1bdba6178be88092edd420c5caea2",
+        "references/classification/train.py",
+        tuple(
+            "--data-path images --model resnet18 --device cpu -b 16 --epochs 2 -j 0 --lr 0.01 "
+            "--print-freq 1 --output-dir out --val-resize-size 36 --val-crop-size 32 "
+            "--train-crop-size 32".split()
+        ),
+        _images,
+        times=r"(img/s|time|data|eta): [\d.:]+|Took.*",
+    ),
+    FieldScript(
+        "lightning_finetuning",
+        "Lightning-AI/pytorch-lightning",
+        "7f0c3436cd3f6ad3753125672024fc415cbcb414",
+        "examples/pytorch/domain_templates/computer_vision_fine_tuning.py",
+        tuple(
+            "fit --trainer.max_epochs 3 --finetuning.milestones [1,2] --data.batch_size 8 "
+            "--trainer.accelerator cpu --trainer.limit_train_batches 2 "
+            "--trainer.limit_val_batches 1 --trainer.log_every_n_steps 1".split()
+        ),
+        _cats_and_dogs,
+    ),
+)

@@ -1,0 +1,49 @@
+"""Lines that take the size of a training batch as a number are found in the loop's source."""
+
+from pathlib import Path
+
+import pytest
+
+from dlio.integrations.script.batch_sizes import size_lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "total += loss.item() * x.size(0)",
+        "print(f'{k * len(x)} samples')",
+        "print('%d' % (k * x.shape[0]))",
+        "meter.update(loss.item(), x.size(0))",
+        "if len(y) < 8: continue",
+        "seen = seen + x.size()[0]",
+        "n = len(x); total += n",
+        "images = x.to('cpu'); total += images.size(0)",
+        "mean = loss.item() / len(batch['x'])",
+        "for part in batch: seen += len(part)",
+    ],
+)
+def test_a_number_is_found(line: str, tmp_path: Path) -> None:
+    assert _lines(line, tmp_path) == ("loop.py:3",)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "z = torch.randn(x.size(0), 10)",
+        "x = x.view(len(x), -1)",
+        "n = x.size(0); labels = torch.full((n,), 1.0)",
+        "half = x[: len(x) // 2]",
+        "print(k * len(loader))",
+        "loss = criterion(model(x), y)",
+        "total += x.size(1)",
+    ],
+)
+def test_shapes_and_other_sizes_are_left(line: str, tmp_path: Path) -> None:
+    assert _lines(line, tmp_path) == ()
+
+
+def _lines(line: str, folder: Path) -> tuple[str, ...]:
+    script = folder / "loop.py"
+    loop = "for k, ((x, y), batch) in enumerate(loader):"
+    script.write_text(f"{loop}\n    pass\n    {line}\n")
+    return size_lines(str(script), 1)

@@ -1,0 +1,108 @@
+"""Frameworks in a script see one process, whatever started it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+from dlio.comm.launch_detection import hidden_launch, show_launch, torchrun_place
+from dlio.integrations.script.script_losses import losses_of
+
+
+def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "script.py"
+    path.write_text(script)
+    return subprocess.run(
+        [sys.executable, "-m", "dlio.cli", "run", "-n", "2", str(path)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+    )
+
+
+def test_a_script_does_not_see_that_it_is_one_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with hidden_launch():
+        assert "RANK" not in os.environ
+        assert "WORLD_SIZE" not in os.environ
+        assert torchrun_place() == (1, 2)
+        show_launch()
+        assert os.environ["RANK"] == "1"
+    with hidden_launch():
+        pass
+    assert {name: os.environ[name] for name in place} == place
+
+
+def test_losses_of_frameworks_between_the_script_and_its_backward_count() -> None:
+    def divided(loss: torch.Tensor) -> tuple[torch.Tensor, Sequence[FrameType]]:
+        part = loss / 2
+        return part, [sys._getframe(0), sys._getframe(1)]
+
+    given = torch.ones(3, requires_grad=True).sum()
+    root, frames = divided(given)
+    losses = losses_of(root, frames, 4)
+    assert losses[0] is root
+    assert any(each is given for each in losses[1:])
+    assert len(losses) == 2  # Each once, in however many frames it is.
+
+
+@pytest.mark.mpi
+def test_frameworks_run_as_in_one_process(tmp_path: Path) -> None:
+    done = _run(
+        tmp_path,
+        """
+import os, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
+
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID"):
+    assert name not in os.environ, name
+sys.stdout.reconfigure(line_buffering=True)
+os.fstat(sys.stdout.fileno())
+
+class Loader(DataLoader[tuple[torch.Tensor, ...]]):
+    pass
+
+writer = SummaryWriter("log")
+writer._get_file_writer().add_summary(writer.file_writer and __import__(
+    "torch.utils.tensorboard.summary", fromlist=["scalar"]).scalar("x", 1.0))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(32, 4))
+total = torch.zeros(())
+for epoch in range(2):
+    for (x,) in Loader(data, batch_size=8):
+        out = model(x)
+        loss = out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = total + loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        print("norm", norm.item(), "total", total.item())  # WHOLE
+        print("positive", (out > 0).sum().item())  # PART
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "script.py").read_text().splitlines()
+    number = {
+        word: next(k for k, line in enumerate(lines, 1) if line.endswith(f"# {word}"))
+        for word in ("WHOLE", "PART")
+    }
+    assert f"script.py:{number['PART']}: numbers" in done.stderr
+    assert f"script.py:{number['WHOLE']}" not in done.stderr
+    assert done.stdout.count("norm") == 8

@@ -1,0 +1,129 @@
+"""Ranks draw numbers of their own for their samples, and go on with equal random states."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import dlio
+from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
+from dlio.integrations.script.script_randoms import ScriptRandoms
+
+_numpy: Any = np.random
+"""Its global generator, from which data sets draw."""
+
+
+class _HalfBatch:
+    """Stands for the context of a script that computes on its part of 8 samples."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def places(self) -> Iterator[tuple[range, int]]:
+        yield range(4 * self._rank, 4 * self._rank + 4), 8
+
+
+def _installed(rank: int) -> ScriptRandoms:
+    return ScriptRandoms(rank, _HalfBatch(rank))  # type: ignore[arg-type]
+
+
+def test_tensors_of_samples_are_parts_of_one_process_s() -> None:
+    def drawn(count: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.zeros(count, 3)
+        return [
+            torch.randn(count, 3),
+            torch.rand(size=(count,)),
+            torch.randint(10, (count,)),
+            torch.randint(0, 10, size=(count, 2), dtype=torch.int32),
+            torch.randn_like(x),
+            torch.empty(2, count, 3).exponential_().transpose(0, 1),
+            torch.rand(1).expand(count),
+            torch.randn(5).expand(count, 5),
+        ]
+
+    whole, parts = drawn(8), []
+    for rank in range(2):
+        with _installed(rank).installed():
+            parts.append(drawn(4))
+    for one, first, second in zip(whole, *parts, strict=True):
+        assert torch.equal(one, torch.cat([first, second]))
+        assert one.dtype == first.dtype
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_dropout_differs_by_rank_and_leaves_equal_states() -> None:
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5)
+    recurrent = nn.LSTM(3, 3, 2, dropout=0.5)
+    for drop in (
+        lambda: functional.dropout(torch.ones(12, 3)),
+        lambda: attention(*[torch.ones(4, 4)] * 3, need_weights=False)[0],
+        lambda: recurrent(torch.ones(5, 4, 3))[0],
+        lambda: torch.bernoulli(torch.full((4, 9), 0.5)),
+        lambda: torch.normal(torch.zeros(4, 2), 1.0),
+    ):
+        masks, after = [], []
+        for rank in range(2):
+            torch.manual_seed(0)
+            with _installed(rank).installed():
+                masks.append(drop().detach())
+            after.append(torch.get_rng_state())
+        assert not torch.equal(*masks)
+        assert torch.equal(*after)
+    network, before = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), torch.get_rng_state()
+    with _installed(1).installed():
+        functional.dropout(torch.ones(4, 3), 0.0)
+        functional.dropout(torch.ones(4, 3), training=False)
+        assert torch.jit.script(network)(torch.ones(4, 3)).shape == (4, 3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_data_set_draws_other_numbers_on_each_rank() -> None:
+    def samples() -> Iterator[tuple[float, float, float]]:
+        for _ in range(6):
+            yield random.random(), _numpy.rand(), float(torch.rand(()))
+
+    states = random.getstate(), torch.get_rng_state()
+    drawn = [list(FetchRandoms(rank_seed(rank, 5)).around(samples())) for rank in range(2)]
+    numbers = [number for rank in drawn for sample in rank for number in sample]
+    assert len(set(numbers)) == 36
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+class _Drawing(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws from all generators of the process."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        numbers = [random.random(), _numpy.rand(), _numpy.normal(), random.choice([1, 2])]
+        return torch.tensor([*numbers, float(torch.rand(1)), float(torch.empty(1).normal_())])
+
+
+def test_threads_of_a_loader_do_not_draw_from_the_script_s_states() -> None:
+    with _installed(0).installed():
+        loader = dlio.DataLoader(_Drawing(), batch_size=4, num_workers=2, workers="thread")
+        torch.manual_seed(0)
+        torch.empty((), dtype=torch.int64).random_()  # The loader's base seed.
+        expected = torch.rand(3)
+        torch.manual_seed(0)
+        states = random.getstate(), _numpy.get_state()[2]
+        batches = list(loader)
+        assert torch.equal(torch.rand(3), expected)
+        assert (random.getstate(), _numpy.get_state()[2]) == states
+    assert len(set(torch.cat(batches)[:, 0].tolist())) == 24
+
+
+@pytest.mark.parametrize("name", ["random", "shuffle"])
+def test_functions_are_put_back(name: str) -> None:
+    before = getattr(random, name), torch.randn, functional.dropout
+    with _installed(0).installed():
+        assert torch.randn is not before[1]
+    assert (getattr(random, name), torch.randn, functional.dropout) == before
