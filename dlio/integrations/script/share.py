@@ -38,6 +38,8 @@ class ScriptContext:
         """True once the script distributes its training itself: its loaders are dlio's own."""
         self.evaluating = False
         """True if the script last called `eval()` on a module, False if `train()`."""
+        self.has_optimizer = False
+        """True once the script has made an optimizer."""
         self.weight = 1.0
         """Number of this rank's samples in the batch that the script computes on."""
         self._sizes: dict[str, bool] = {}
@@ -291,9 +293,10 @@ class SharingLoader(DataLoader):
                 context.note("a loader without batches gives every rank all samples")
             return self._whole()
         dataset: Any = self.dataset
-        use = context.passes.begin(dataset, len(dataset), context.evaluating)
+        has_optimizer = context.has_optimizer
+        use = context.passes.begin(dataset, len(dataset), context.evaluating, has_optimizer)
         # Batches per rank are other batches: a pass cannot begin with one that fits both.
-        use.trains |= per_rank
+        use.trains |= per_rank and has_optimizer
         self._is_shared = True
         return self._shares(use)
 
