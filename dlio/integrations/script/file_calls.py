@@ -255,18 +255,6 @@ class FileCalls:
 
     # Changing
 
-    def _removes_tree(self, original: Any) -> Any:
-        """Remove a tree by paths: descriptors would show the private folder alone."""
-
-        def removed(*args: Any, **options: Any) -> None:
-            shutil._use_fd_functions = False  # type: ignore[attr-defined]
-            try:
-                original(*args, **options)
-            finally:
-                shutil._use_fd_functions = True  # type: ignore[attr-defined]
-
-        return removed
-
     def _marks(self, original: Any) -> Any:
         """Change modes, times and attributes of the rank's own files, and of nothing else."""
 

@@ -71,14 +71,17 @@ class PassMemory:
     def __init__(self) -> None:
         self.trained: set[tuple[object, ...]] = set()
 
-    def begin(self, dataset: object, length: int, evaluating: bool) -> PassUse:
+    def begin(
+        self, dataset: object, length: int, evaluating: bool, has_optimizer: bool = True
+    ) -> PassUse:
         """Return the use of a pass that the script begins."""
         frames = script_frames(_FRAMES)
         place = tuple((each.f_code.co_filename, each.f_lineno) for each in frames)
         where = line_of(frames[0]) if frames else "the script"
         use = PassUse(self, (place, id(dataset), length, evaluating), where)
         if frames:
-            use.trains |= loop_trains(*_place_of(frames[0]))
+            # Without an optimizer, no exchange: the script changes its weights itself.
+            use.trains |= has_optimizer and loop_trains(*_place_of(frames[0]))
             use.sizes = size_lines(*_place_of(frames[0]))
         return use
 

@@ -130,7 +130,6 @@ class _ScriptTakeover:
         self._steps = 0
         """Number of optimizer steps so far."""
         self._losses_told = 0
-        self._had_optimizers = False
         if (recovery := recovery_of(comm)) is not None:
             nodes = find_nodes(comm, options.pretend_nodes)
             names = [nodes.names[node] for node in nodes.node_of]
@@ -249,8 +248,11 @@ class _ScriptTakeover:
         if context.last_shares is not None:
             counts = ", ".join(map(str, context.last_shares.counts))
             notes.append(f"samples per batch on each rank in the last training pass: {counts}")
-        if self._comm.size > 1 and not self._had_optimizers:
-            notes.append("the script created no torch optimizer: every rank did all of the work")
+        if self._comm.size > 1 and not context.has_optimizer:
+            notes.append(
+                "the script created no torch optimizer: every rank did all of the work; the result "
+                "is correct, but no faster than one process"
+            )
         elif self._comm.size > 1 and self._steps and not context.shared and context.divides:
             notes.append(
                 "the script trained without a torch DataLoader, or had taken all batches before it "
@@ -290,7 +292,7 @@ class _ScriptTakeover:
                 "then on every rank computed whole batches, as one process does, and no faster"
             )
         optimizer.register_step_post_hook(self._has_stepped)
-        self._had_optimizers = True
+        self._context.has_optimizer = True
         self._modules.clear()
 
     def _named(self, parameters: Sequence[nn.Parameter]) -> Named:

@@ -126,6 +126,10 @@ class ScriptRandoms:
             threading.get_ident() != self._thread and torch.utils.data.get_worker_info() is not None
         )
 
+    def _is_left(self) -> bool:
+        """True where numbers are drawn as they would be without this."""
+        return torch.compiler.is_compiling() or self._is_inside or self._is_worker()
+
     def _by_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function of torch that takes a generator."""
 
@@ -173,8 +177,8 @@ class ScriptRandoms:
     def _whole(self, shape: Sequence[int]) -> tuple[int, range, list[int]] | None:
         """Return the dimension of this rank's samples in a shape, their place in it, and the shape
         of the whole batch; None if it has none."""
-        if torch.compiler.is_compiling() or self._is_inside or tuple(shape) in ((), (1,)):
-            return None  # A single number decides for all samples.
+        if self._is_left() or tuple(shape) in ((), (1,)):
+            return None  # A single number is one for all samples.
         for place, size in self._context.places():
             for dim, count in enumerate(shape[:_DIMS]):
                 if count == len(place):
@@ -255,8 +259,7 @@ class ScriptRandoms:
         @wraps(original)
         def run(*args: Any, **options: Any) -> Any:
             tensors = [x for x in (*args, *options.values()) if isinstance(x, torch.Tensor)]
-            is_shared = self._is_inside or torch.compiler.is_compiling() or not tensors
-            if is_shared or not any(self._context.places()):
+            if self._is_left() or not tensors or not any(self._context.places()):
                 return original(*args, **options)
             if by_shape and all(self._whole(each.shape) is None for each in tensors):
                 return original(*args, **options)

@@ -43,6 +43,8 @@ class ScriptContext:
         """True once the script distributes its training itself: its loaders are dlio's own."""
         self.evaluating = False
         """True if the script last called `eval()` on a module, False if `train()`."""
+        self.has_optimizer = False
+        """True once the script has made an optimizer."""
         self.weight = 1.0
         """Number of this rank's samples in the batch that the script computes on."""
         self.divides = True
@@ -308,10 +310,11 @@ class SharingLoader(DataLoader[_T_co]):
                 context.note("a loader without batches gives every rank all samples")
             return self._whole()
         dataset: Any = self.dataset
-        use = context.passes.begin(dataset, len(dataset), context.evaluating)
+        has_optimizer = context.has_optimizer
+        use = context.passes.begin(dataset, len(dataset), context.evaluating, has_optimizer)
         use.plans = self._plans
         # Batches per rank are other batches: a pass cannot begin with one that fits both.
-        use.trains |= per_rank
+        use.trains |= per_rank and has_optimizer
         self._is_shared = True
         return self._shares(use)
 

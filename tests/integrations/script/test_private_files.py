@@ -112,7 +112,8 @@ for name in (f"part-{rank:03}.txt", f"run/{rank}/log.txt", "epoch1.txt", "all.tx
 
 
 @pytest.mark.mpi
-@pytest.mark.cold("nightly")
+@pytest.mark.nightly
+@pytest.mark.cold
 def test_the_folder_of_a_killed_rank_is_removed(tmp_path: Path) -> None:
     killed = tmp_path / "tmp" / "dlio-run-killed"
     killed.mkdir(0o700, parents=True)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(2)
-data = torch.randn(60, 5)
+data = torch.randn(64, 5)
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.0), nn.Linear(16, 5))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 for epoch in range(2):
