@@ -32,6 +32,7 @@ from dlio.integrations.script.loss_terms import (
     LossTerm,
     LossTerms,
     find_terms,
+    selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
 from dlio.integrations.script.script_assigner import ScriptBatch
@@ -342,12 +343,15 @@ class ScriptLossWeights:
         if not size or self._looks.get(look, 0) >= _LOOKS:
             return
         self._looks[look] = self._looks.get(look, 0) + 1
-        if (mixed := mixed_samples(roots, size, parts)) is not None:
+        mixed = mixed_samples(roots, size, parts)
+        # In a part of few samples it may not be seen.
+        if mixed is not None and self._comm.rank == batch.widest:
             context.say(
                 f"{where}: the loss compares samples of a batch ({mixed}), and each rank sees part "
                 f"of a batch ({size} of {len(batch.samples)} samples): it is another loss than "
                 "that of one process, not a mean over samples. --batch per-rank gives each rank a "
-                "whole batch"
+                "whole batch",
+                any_rank=True,
             )
 
     def _tell_padding(
@@ -406,6 +410,8 @@ def _row(term: LossTerm, batch: ScriptBatch, is_dummy: bool) -> list[float]:
     row[:5] = [term.count, term.count**2, term.count * batch.weight, 1.0, float(term.pads)]
     for number, divisor in enumerate(term.divisors[:_DIVISORS]):
         value, counts = divisor.value, term.counts(divisor.value, int(batch.weight))
+        if divisor.is_tensor and value == 1 and selects_nothing(term.reduces):
+            value = 0.0  # A count that the script keeps from being 0, as by `clamp(min=1)`.
         row[5 + 4 * number : 9 + 4 * number] = [
             value,
             value**2,

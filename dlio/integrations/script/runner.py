@@ -193,6 +193,7 @@ class _ScriptTakeover:
         if not self._context.aside:
             self._context.guard.meet("its end", weights=True)
         self._ranks.finish()
+        self._context.end_passes()
         self._readings.tell()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         if self._comm.size > 1:
@@ -223,11 +224,11 @@ class _ScriptTakeover:
             notes.append(f"samples per batch on each rank in the last training pass: {counts}")
         if self._comm.size > 1 and not self._had_optimizers:
             notes.append("the script created no torch optimizer: every rank did all of the work")
-        elif self._comm.size > 1 and self._steps and not context.shared:
+        elif self._comm.size > 1 and self._steps and not context.shared and not context.undivided:
             notes.append(
-                "the script trained without a torch DataLoader, or had taken all batches before it "
-                "trained on the first: every rank computed all samples; the result is correct, but "
-                "no faster than one process"
+                "the script trained without a torch DataLoader or without backward(), or had taken "
+                "all batches before it trained on the first: every rank computed all samples; the "
+                "result is correct, but no faster than one process"
             )
         return notes
 
@@ -314,7 +315,10 @@ class _ScriptTakeover:
         def clip(*args: Any, **options: Any) -> Any:
             if not self._context.aside:
                 self._ranks.take_assigned()  # The mean is clipped, not each rank's own gradients.
-            return original(*args, **options)
+            norm = original(*args, **options)
+            if isinstance(norm, torch.Tensor):
+                self._context.whole_losses[norm] = True
+            return norm
 
         return clip
 

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,9 @@ class ScriptContext:
         """The batch that the script got last of each pass under way."""
         self.passes = PassMemory()
         self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
-        """Losses that hold the value of the whole batch."""
+        """Losses that hold the value of the whole batch, and norms of whole gradients."""
+        self.undivided = False
+        """True if a note says why a loader's batches are not divided."""
         self.divides_now = False
         """True while the script has numbers of divided batches, in their pass and after it."""
         self.last_divided: ScriptBatch | None = None
@@ -129,7 +132,17 @@ class ScriptContext:
         self._current.pop(use, None)
         if use.trains:
             self.after_pass()
-        if (said := use.end()) is not None:
+
+    def begin(self, dataset: Any) -> PassUse:
+        """Return the use of a pass over a data set that begins."""
+        use, said = self.passes.begin(dataset, len(dataset), self.evaluating)
+        if said is not None:
+            self.say(said)
+        return use
+
+    def end_passes(self) -> None:
+        """Note that no batch of any pass is used from now on."""
+        for said in self.passes.end():
             self.say(said)
 
     def use(self, inputs: tuple[Any, ...]) -> None:
@@ -261,6 +274,7 @@ class SharingLoader(DataLoader):
             return self._whole()
         if isinstance(self.dataset, IterableDataset):
             if not context.evaluating:
+                context.undivided = True
                 context.note(
                     "an iterable data set gives every rank all samples: shard it in its __iter__ "
                     "by the environment's rank to gain from more ranks"
@@ -268,10 +282,11 @@ class SharingLoader(DataLoader):
             return self._whole()
         if self.batch_size is None and self.batch_sampler is None:
             if not context.evaluating:
+                context.undivided = True
                 context.note("a loader without batches gives every rank all samples")
             return self._whole()
         dataset: Any = self.dataset
-        use = context.passes.begin(dataset, len(dataset), context.evaluating)
+        use = context.begin(dataset)
         # Batches per rank are other batches: a pass cannot begin with one that fits both.
         use.trains |= per_rank
         self._is_shared = True
@@ -301,10 +316,29 @@ class SharingLoader(DataLoader):
     def _shares(self, use: PassUse) -> Iterator[Any]:
         """Yield this rank's shares of the batches that rank 0's sampler draws, or whole batches
         until it is known that the pass trains."""
+        generator = self.generator
+        before = None if generator is None else generator.get_state()
+        taken, is_over = 0, False
         try:
-            yield from self._dealt(use)
+            for data in self._dealt(use):
+                taken += 1
+                yield data
+            is_over = True
         finally:
             self._context.ended(use)
+            if not is_over and generator is not None:
+                generator.set_state(before)
+                self._draw_some(taken)
+
+    def _draw_some(self, batches: int) -> None:
+        """Leave the loader's generator as a pass does in one process that the script ends early:
+        the sampler has drawn no more than the batches taken, and those that workers prepare."""
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        states = torch.get_rng_state()
+        ahead = self.num_workers * (self.prefetch_factor or 0)
+        for _ in islice(self.batch_sampler or (), batches + ahead):
+            pass
+        torch.set_rng_state(states)
 
     def _dealt(self, use: PassUse) -> Iterator[Any]:
         context = self._context
