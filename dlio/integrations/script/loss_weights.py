@@ -102,6 +102,8 @@ class ScriptLossWeights:
         self._uneven: dict[str, int] = {}
         """By line and operation, steps in which means without a mask had uneven counts; -1 if a
         mask was seen."""
+        self._constants: set[str] = set()
+        """Divisors that are constants, by line and operation."""
         self._unscaled: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         """By a loss that a gradient scaler has scaled, the loss itself."""
 
@@ -282,6 +284,8 @@ class ScriptLossWeights:
                     return _Count(divisor.value, values, squares, products)
             elif divisor.value == whole and not differs:
                 continue  # The script's batch size: a constant.
+            elif self._is_constant(f"{term.name} {number}", counts < ranks and not differs):
+                continue
             elif (counts == ranks or differs) and divisor.is_factor and _is_round(divisor.value):
                 self._context.say(
                     f"{script_line()}: a sum over the batch is multiplied by "
@@ -291,6 +295,14 @@ class ScriptLossWeights:
             elif counts == ranks or differs:
                 return _Count(divisor.value, values, squares, products)
         return None
+
+    def _is_constant(self, divisor: str, shows: bool) -> bool:
+        """True if a divisor is known to be a constant, as parts of other sizes had it, too: it may
+        be the size of a part by chance."""
+        key = f"{script_line()} {divisor}"
+        if shows:
+            self._constants.add(key)
+        return key in self._constants
 
     def _value(
         self,

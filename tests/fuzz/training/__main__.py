@@ -1,7 +1,7 @@
 """Judge drawn scripts: `python -m tests.fuzz.training --seeds 0 500 --keep failures`.
 
 A failing script is written to the folder of --keep, with the command that repeats it. The last
-lines count the verdicts, and say why scripts were stopped or what they were told. Exit code 1 if
+lines count the verdicts, with the reasons and notices. Exit code 1 if
 any script is silent, hangs or ends without a true reason.
 """
 

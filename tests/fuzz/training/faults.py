@@ -135,4 +135,4 @@ FAULTS: Final[dict[str, Callable[[], None]]] = {
     "evaluation-divided": _evaluation_divided,
     "weigh-ignored": _weigh_ignored,
 }
-"""What breaks dlio in this process, by name."""
+"""Functions that break dlio in this process, by name."""

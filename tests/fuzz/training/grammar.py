@@ -274,6 +274,8 @@ torch.manual_seed(1)
 class Alone:
     def weigh(self, samples):
         pass
+    def take_assigned(self):
+        pass
     def close(self):
         pass
 if size > 1:
@@ -472,7 +474,7 @@ def loss_of(out, b{", is_own=1" if self._way == "slices" else ""}):
     every = list(model.parameters())
     return {loss}
 """)
-        # What the loop's own `weigh` is told, where a loss is no mean over samples.
+        # What the loop's own `weigh` is told, where a loss is not a mean over samples.
         self._weight = {
             "sum": "1.0",
             "by class": "torch.tensor([1.0, 3.0])[b].sum().item()",
@@ -723,6 +725,8 @@ optimizer.step(closure)
             self._put(f"if (number + 1) % {many} == 0{last}:", indent)
             indent += 1
         scaled = is_["precision"] == "scaler" and is_["gradient"] not in ("twice", "autograd.grad")
+        if is_["clip"] != "none" and self._way != "run":
+            self._put("ranks.take_assigned()", indent)
         if is_["clip"] == "norm":
             if scaled:
                 self._put("scaler.unscale_(optimizer)", indent)

@@ -31,7 +31,7 @@ _DOUBLE: Final = 1e-9
 _EXCUSED: Final = 1.5
 """Largest difference where a notice says that weights differ."""
 _CHAOS: Final = 3e-2
-"""The same where rounding alone leads far: what goes farther tells nothing."""
+"""The same where rounding alone leads far: a larger one tells nothing."""
 _RANKS: Final = 1e-6
 """Largest difference between ranks."""
 _JOB_S: Final = 600.0
@@ -75,7 +75,7 @@ class Verdict:
 class _Difference:
     """Something that is not one process's."""
 
-    what: str
+    value: str
     """`weights`, a printed number's name; empty if nothing can excuse it."""
     text: str
 
@@ -250,11 +250,14 @@ def _verdict(case: Case, alone: Path, place: Path, shaken: Path | None) -> Verdi
     bound = _bound(case, alone, shaken)
     is_chaotic = bound > _CHAOS and not draws_by_part(case.choices) and _precise(case.choices)
     bound = min(bound, _CHAOS) if is_chaotic else bound
-    apart, wrong = _weights(case, alone, place, bound, WEIGHTS in said.excused)
+    # A difference by design is not one process's in what follows from the weights either.
+    # Loops of their own are told in the documentation that batch norm is each rank's.
+    by_design = case.way != "run" and case.choices.get("norm") == "batch"
+    is_excused = draws_by_part(case.choices) or by_design
+    excused = said.excused | ({WEIGHTS} if is_excused else set())
+    apart, wrong = _weights(case, alone, place, bound, WEIGHTS in excused)
     if case.way == "run":
         wrong += [*_printed(case, alone, place, bound), *_files(alone, place, bound)]
-    # What differs by design is not one process's in what follows from the weights either.
-    excused = said.excused | ({WEIGHTS} if draws_by_part(case.choices) else set())
     silent = [each.text for each in wrong if not _is_excused(each, excused)]
     if silent:
         return Verdict("chaotic" if is_chaotic else "silent", "; ".join(silent[:4]), apart)
@@ -266,7 +269,7 @@ def _verdict(case: Case, alone: Path, place: Path, shaken: Path | None) -> Verdi
 
 
 def _is_excused(difference: _Difference, excused: Collection[str]) -> bool:
-    return bool(difference.what) and (WEIGHTS in excused or difference.what in excused)
+    return bool(difference.value) and (WEIGHTS in excused or difference.value in excused)
 
 
 def _bound(case: Case, alone: Path, shaken: Path | None) -> float:
@@ -322,8 +325,8 @@ def _weights(
             most, worst = apart, name
     if not most <= bound:
         # A notice explains a difference, but not any.
-        what = WEIGHTS if most <= _EXCUSED and is_said else ""
-        wrong.append(_Difference(what, f"not one process's: {worst} by {most:.1e}"))
+        value = WEIGHTS if most <= _EXCUSED and is_said else ""
+        wrong.append(_Difference(value, f"not one process's: {worst} by {most:.1e}"))
     return most, wrong
 
 
@@ -346,8 +349,8 @@ def _text_differences(name: str, one: str, ranks: str, bound: float) -> list[_Di
         same = _NUMBER.sub("#", a) == _NUMBER.sub("#", b)
         if not same or not np.allclose(x, y, atol=1.5e-3, rtol=10 * bound, equal_nan=True):
             label = _LABEL.match(a)
-            what = label[1] if label is not None and same else WEIGHTS
-            wrong.setdefault(what, _Difference(what, f"{name}: {a!r}, on ranks {b!r}"))
+            value = label[1] if label is not None and same else WEIGHTS
+            wrong.setdefault(value, _Difference(value, f"{name}: {a!r}, on ranks {b!r}"))
     return list(wrong.values())
 
 

@@ -1,4 +1,4 @@
-"""What dlio says of drawn scripts: which values a notice excuses, and whether it is true.
+"""Notices about drawn scripts: which values each one excuses, and whether it is true.
 
 A script is known by its choices, so that each notice, and each reason to stop, can be checked: one
 that names another fault than the script's, or another line, is untrue.
@@ -30,7 +30,7 @@ _AT_CALL: Final = {
     "the making of an optimizer": ("make(", "torch.optim"),
     "its end": ("the end of the script",),
 }
-"""What stands in a line of the script that makes a call."""
+"""Texts of which a line of the script that makes a call has one."""
 
 
 @dataclass(slots=True)
@@ -74,13 +74,13 @@ def _read_lines(text: str, choices: Choices, script: str, said: Said) -> None:
 def is_true_stop(text: str, choices: Choices, script: str) -> bool:
     """True if a script is rightly stopped: its ranks decide by numbers of their own parts, and the
     lines that the error names make the calls that it names."""
-    found = _UNLIKE.search(text)
-    if found is None or not decides_by(choices):
+    unlike = _UNLIKE.search(text)
+    if unlike is None or not decides_by(choices):
         return False
     if "is nan" in text and choices.get("skip") != "nan":
         return False
     lines = script.splitlines()
-    first, at_first, second, at_second = found.groups()
+    first, at_first, second, at_second = unlike.groups()
     for call, place in ((first, at_first), (second, at_second)):
         name = call.partition(" with learning rate")[0].partition(" (")[0]
         line = _PLACE.fullmatch(place)

@@ -15,6 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 
 def main(way: str, folders: list[str]) -> None:
@@ -50,22 +51,19 @@ def _run(way: str) -> None:
     if way != "run":
         runpy.run_path("train.py", run_name="__main__")
         return
-    from dlio.integrations.script import runner
     from dlio.integrations.script.private_files import PrivateFiles
     from dlio.integrations.script.run_options import RunOptions
+    from dlio.integrations.script.runner import run_script
 
     kept: list[PrivateFiles] = []
-    original = runner.keep_files_private
+    original = PrivateFiles.__init__
 
-    def keep(*args: Any) -> PrivateFiles:
-        kept.append(original(*args))
-        return kept[0]
+    def made(files: PrivateFiles, *args: Any) -> None:
+        kept.append(files)
+        original(files, *args)
 
-    runner.keep_files_private = keep
-    try:
-        runner.run_script("train.py", (), RunOptions())
-    finally:
-        runner.keep_files_private = original
+    with patch.object(PrivateFiles, "__init__", made):
+        run_script("train.py", (), RunOptions())
     # A rank's private files end with its process; here another script follows.
     for files in kept:
         atexit.unregister(files._close)
