@@ -268,8 +268,9 @@ class ExchangeHandle(Closable):
             self.batches = None
 
     def take_assigned(self) -> None:
-        """Average gradients that were assigned to `.grad`, before the step does."""
-        for exchange in self.exchanges:
+        """Average gradients that were assigned to `.grad`, and the first ones of parameters that
+        came later, before the step does. Collective."""
+        for exchange in self._around_step(None):
             exchange.take_assigned()
 
     def before_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -369,10 +370,11 @@ def distribute(
     Parameters and buffers become rank 0's, and so do parameters that an optimizer gets later, or
     that begin to require gradients: they are exchanged from its next step on. `backward` leaves the
     mean of all ranks' gradients in `.grad`, so that clipping, accumulation, schedulers and scalers
-    work as before; gradients that are assigned to `.grad` are averaged before the step. An exchange
-    of weights runs after each `step` instead. All ranks must call `backward` and `step` alike, each
-    on its own share of the data, with losses that are means. Ranks count by the samples that a
-    `dlio.DataLoader` hands out, until `weigh` is called. Exported as `dlio.distribute`.
+    work as before. Gradients that are assigned to `.grad`, and the first ones of parameters that
+    come later, are averaged before the step: call `take_assigned` before they are clipped. An
+    exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
+    alike, each on its own share of the data, with losses that are means. Ranks count by the samples
+    that a `dlio.DataLoader` hands out, until `weigh` is called. Exported as `dlio.distribute`.
 
     Args:
         optimizer: one or several optimizers of the model's parameters.

@@ -45,7 +45,7 @@ from dlio.loader.loader_options import (
     check_arguments,
 )
 from dlio.loader.mixture_dataset import restore_weights
-from dlio.loader.nested_batches import emptied
+from dlio.loader.nested_batches import emptied, has_length
 from dlio.loader.passes import (
     FormulaOrder,
     InterruptedEpoch,
@@ -506,8 +506,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if isinstance(batches, PlannedPass) and batches.formula.left is None:
             if batches.repeats and not fed.samples and not (is_registered or wants_repeats()):
                 fed.data = emptied(fed.data)
-            formula = batches.formula
-            share = BatchShare(batches.counts(batches.step), formula.rank, fed.samples)
+            counts, rank = batches.counts(batches.step), batches.formula.rank
+            samples = fed.samples
+            if fed.indices is None and has_length(fed.data, counts[rank]):
+                samples = counts[rank]  # Its first dimension may be another one, such as time.
+            share = BatchShare(counts, rank, samples)
         self.batch_share = share
         announce(share, fed.data)
 

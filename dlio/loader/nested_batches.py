@@ -55,6 +55,11 @@ def samples_in(data: BatchData) -> int:
     return len(first) if isinstance(first, tuple | list) else 1
 
 
+def has_length(data: BatchData, samples: int) -> bool:
+    """True if a dimension of one of the tensors has a number of samples."""
+    return any(samples in tensor.shape for tensor in tensors_in(data) if not tensor.is_nested)
+
+
 def _cut(leaf: BatchData) -> BatchData:
     if isinstance(leaf, torch.Tensor):
         if leaf.is_nested:

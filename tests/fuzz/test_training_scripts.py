@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MpiRun
+from tests.fuzz.training.faults import FAULTS
 from tests.fuzz.training.grammar import FEATURES, Choices, draw, render
 from tests.fuzz.training.judge import GOOD, Case, all_ways, judge, repeat_command, run_alone
 
@@ -42,6 +43,52 @@ def _unkept(cases: list[Case], folder: Path, mpi: MpiRun) -> str:
 def test_some_scripts_train_as_one_process_does(tmp_path: Path, mpirun: MpiRun) -> None:
     cases = [each for seed, choices in enumerate(_DAILY) for each in all_ways(seed, choices)]
     assert _unkept(cases, tmp_path, mpirun) == ""
+
+
+# Scripts in which faults of dlio's were found.
+_FOUND: tuple[tuple[Choices, str, int, str], ...] = (
+    # A rank's mask is empty: `clamp(min=1)` made it count as one element.
+    ({"loss": "masked", "optimizer": "adagrad"}, "run", 2, "same"),
+    # A broken-off pass had drawn more from the generator than one process's.
+    ({"batch": "16", "order": "generator", "stop": "steps", "epochs": "3"}, "run", 2, "same"),
+    # A constant divisor is the size of a part by chance.
+    ({"batch": "7", "layout": "time first", "loss": "sum", "samples": "48"}, "run", 3, "same"),
+    # Rank 0's part is too small to see that samples are compared.
+    ({"samples": "37", "batch": "8", "loss": "pairs", "task": "classes"}, "run", 3, "said"),
+    # The whole batch's loss, weighed by the length of a part.
+    ({"average": "dataset", "prints": "train loss", "read": "after"}, "run", 2, "said"),
+    # The first gradients after parameters were unfrozen were clipped before they were averaged.
+    ({"clip": "value", "optimizer": "rmsprop", "stage": "unfreeze"}, "run", 2, "same"),
+    ({"clip": "value", "optimizer": "rmsprop", "stage": "unfreeze"}, "slices", 2, "same"),
+    ({"loader": "fetch ahead", "epochs": "3"}, "run", 2, "same"),
+    ({"gradient": "autograd.grad"}, "run", 2, "same"),
+    ({"loader": "iterable"}, "run", 2, "same"),
+    # Batches whose first dimension is time were counted by it.
+    ({"samples": "50", "layout": "time first"}, "distribute", 3, "same"),
+)
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_scripts_in_which_faults_were_found(tmp_path: Path, mpirun: MpiRun) -> None:
+    cases = [
+        Case(f"found-{number}", choices, way, ranks)
+        for number, (choices, way, ranks, _) in enumerate(_FOUND)
+    ]
+    verdicts = judge(cases, tmp_path, mpirun)
+    assert [each.kind for each in verdicts] == [kind for *_, kind in _FOUND]
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_judge_finds_what_breaks_dlio(fault: str, tmp_path: Path, mpirun: MpiRun) -> None:
+    for first in range(0, 48, 6):
+        cases = [each for seed in range(first, first + 6) for each in all_ways(seed, draw(seed))]
+        verdicts = judge(cases, tmp_path / str(first), mpirun, fault)
+        if any(verdict.kind not in GOOD for verdict in verdicts):
+            return
+    pytest.fail("no script shows it")
 
 
 @pytest.mark.mpi
@@ -94,4 +141,4 @@ def test_each_alternative_of_the_grammar_runs_in_one_process(tmp_path: Path) -> 
         for name, alternatives in FEATURES.items()
         for number, alternative in enumerate(alternatives)
     ]
-    assert run_alone(cases, tmp_path) == {case.name for case in cases}
+    assert run_alone(cases, tmp_path).keys() == {case.script for case in cases}

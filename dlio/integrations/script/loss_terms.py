@@ -158,6 +158,12 @@ _LINEAR: Final = (
     "CatBackward0",
     "DiagonalBackward0",
 )
+_MASKS: Final = {
+    "MulBackward0": ("_saved_self", "_saved_other"),
+    "WhereBackward0": ("_saved_condition",),
+}
+_STEPS: Final = 6
+"""Operations, back from a reduction, among which a mask is looked for."""
 
 
 def name_of(node: Any) -> str:
@@ -397,5 +403,23 @@ def _selects(node: Any) -> bool:
     for _ in range(8):
         level = [f for each in level for f, _ in each.next_functions if f is not None][:16]
         if any(name_of(f) in ("IndexBackward0", "MaskedSelectBackward0") for f in level):
+            return True
+    return False
+
+
+def selects_nothing(node: Any) -> bool:
+    """True if a node reduces no element that counts: there are none, or a mask is zero throughout.
+
+    Takes time in proportion to the mask.
+    """
+    for _ in range(_STEPS):
+        below = _inputs(node)
+        if len(below) != 1:
+            return False
+        node = below[0]
+        if not math.prod(shape_of(node)):
+            return True
+        saved = [getattr(node, name, None) for name in _MASKS.get(name_of(node), ())]
+        if any(isinstance(each, torch.Tensor) and not each.any() for each in saved):
             return True
     return False

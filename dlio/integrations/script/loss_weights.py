@@ -34,6 +34,7 @@ from dlio.integrations.script.loss_terms import (
     LossTerm,
     LossTerms,
     find_terms,
+    selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
 from dlio.integrations.script.script_assigner import ScriptBatch
@@ -108,6 +109,8 @@ class ScriptLossWeights:
         self._plan = LossPlan()
         """That of the latest backward."""
         context.guard.doubted = self.doubted
+        self._constants: set[str] = set()
+        """Divisors that are constants, by line and operation."""
         self._unscaled: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         """By a loss that a gradient scaler has scaled, the loss itself."""
 
@@ -349,6 +352,8 @@ class ScriptLossWeights:
                     return _Count(divisor.value, values, squares, products, number)
             elif divisor.value == whole and not differs:
                 continue  # The script's batch size: a constant.
+            elif self._is_constant(f"{term.name} {number}", counts < ranks and not differs):
+                continue
             elif (counts == ranks or differs) and divisor.is_factor and _is_round(divisor.value):
                 self._context.say(
                     f"{script_line()}: a sum over the batch is multiplied by "
@@ -358,6 +363,14 @@ class ScriptLossWeights:
             elif counts == ranks or differs:
                 return _Count(divisor.value, values, squares, products, number)
         return None
+
+    def _is_constant(self, divisor: str, shows: bool) -> bool:
+        """True if a divisor is known to be a constant, as parts of other sizes had it, too: it may
+        be the size of a part by chance."""
+        key = f"{script_line()} {divisor}"
+        if shows:
+            self._constants.add(key)
+        return key in self._constants
 
     def _value(
         self,
@@ -412,12 +425,15 @@ class ScriptLossWeights:
         if not size or self._looks.get(look, 0) >= _LOOKS:
             return
         self._looks[look] = self._looks.get(look, 0) + 1
-        if (mixed := mixed_samples(roots, size, parts)) is not None:
+        mixed = mixed_samples(roots, size, parts)
+        # In a part of few samples it may not be seen.
+        if mixed is not None and self._comm.rank == batch.widest:
             context.say(
                 f"{where}: the loss compares samples of a batch ({mixed}), and each rank sees part "
                 f"of a batch ({size} of {len(batch.samples)} samples): it is another loss than "
                 "that of one process, not a mean over samples. --batch per-rank gives each rank a "
-                "whole batch"
+                "whole batch",
+                any_rank=True,
             )
 
     def _tell_padding(
@@ -498,6 +514,8 @@ def _row(term: LossTerm, batch: ScriptBatch, is_dummy: bool) -> list[float]:
     row[:5] = [term.count, term.count**2, term.count * batch.weight, 1.0, float(term.pads)]
     for number, divisor in enumerate(term.divisors[:_DIVISORS]):
         value, counts = divisor.value, term.counts(divisor.value, int(batch.weight))
+        if divisor.is_tensor and value == 1 and selects_nothing(term.reduces):
+            value = 0.0  # A count that the script keeps from being 0, as by `clamp(min=1)`.
         row[5 + 4 * number : 9 + 4 * number] = [
             value,
             value**2,

@@ -53,7 +53,9 @@ class PassUse:
             self._memory.trained.add(self._key)
 
     def end(self) -> str | None:
-        """End the pass. Returns a message if it was taken for one that trains, and did not."""
+        """Note that no batch of the pass is used any more: a script may take them all before it
+        computes on the first. Returns a message if it was taken for one that trains, and did not.
+        """
         if not self.trains or self._is_backward:
             return None
         self._memory.trained.discard(self._key)
@@ -70,20 +72,31 @@ class PassMemory:
 
     def __init__(self) -> None:
         self.trained: set[tuple[object, ...]] = set()
+        self._latest: dict[tuple[object, ...], PassUse] = {}
 
     def begin(
         self, dataset: object, length: int, evaluating: bool, has_optimizer: bool = True
-    ) -> PassUse:
-        """Return the use of a pass that the script begins."""
+    ) -> tuple[PassUse, str | None]:
+        """Return the use of a pass that the script begins, and a message about the one before it of
+        the same place."""
         frames = script_frames(_FRAMES)
         place = tuple((each.f_code.co_filename, each.f_lineno) for each in frames)
         where = line_of(frames[0]) if frames else "the script"
-        use = PassUse(self, (place, id(dataset), length, evaluating), where)
+        key = (place, id(dataset), length, evaluating)
+        before = self._latest.get(key)
+        said = None if before is None else before.end()
+        use = self._latest[key] = PassUse(self, key, where)
         if frames:
             # Without an optimizer, no exchange: the script changes its weights itself.
             use.trains |= has_optimizer and loop_trains(*_place_of(frames[0]))
             use.sizes = size_lines(*_place_of(frames[0]))
-        return use
+        return use, said
+
+    def end(self) -> Iterator[str]:
+        """End all passes. Yields messages about those that were taken for ones that train."""
+        for use in self._latest.values():
+            if (said := use.end()) is not None:
+                yield said
 
 
 def _place_of(frame: FrameType) -> tuple[str, int]:

@@ -77,6 +77,7 @@ class PrivateFiles:
         self._undo: list[Callable[[], None]] = []
         self._is_first = comm.rank == 0
         self._is_aside = False
+        self._remove_left()
         self._journal = JournalWriter(self._private_folder()) if self._is_first else None
         path = os.path.join(self._folder, NAME)
         self._journal_path = uniform(comm, lambda: comm.tell(path))
@@ -251,14 +252,19 @@ class PrivateFiles:
         os.makedirs(path, 0o700, exist_ok=True)
         return path
 
-    def _private_folder(self) -> str:
-        """Make the folder, and remove those of processes that were killed."""
+    def _remove_left(self) -> None:
+        """Remove the folders of processes that were killed. Before functions are replaced, as it
+        takes those of `shutil` that know descriptors."""
         root = os.path.realpath(tempfile.gettempdir())
         with self.inside(), closing_descriptor(os.open(root, os.O_RDONLY)) as at:
             for name in os.listdir(at):
                 if name.startswith(_PREFIX):
                     with suppress(OSError):
                         remove_if_unheld(at, name, _ALIVE)
+
+    def _private_folder(self) -> str:
+        root = os.path.realpath(tempfile.gettempdir())
+        with self.inside():
             for left in reversed(range(_TRIES)):
                 self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
                 try:

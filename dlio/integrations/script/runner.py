@@ -220,6 +220,7 @@ class _ScriptTakeover:
             self._context.guard.meet("its end", weights=True)
         self._ranks.finish()
         if not self._context.aside:
+            self._context.end_passes()
             self._readings.tell()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         if self._comm.size > 1:
@@ -253,11 +254,11 @@ class _ScriptTakeover:
                 "the script created no torch optimizer: every rank did all of the work; the result "
                 "is correct, but no faster than one process"
             )
-        elif self._comm.size > 1 and self._steps and not context.shared and context.divides:
+        elif self._comm.size > 1 and self._steps and not context.shared and not context.undivided:
             notes.append(
-                "the script trained without a torch DataLoader, or had taken all batches before it "
-                "trained on the first: every rank computed all samples; the result is correct, but "
-                "no faster than one process"
+                "the script trained without a torch DataLoader or without backward(), or had taken "
+                "all batches before it trained on the first: every rank computed all samples; the "
+                "result is correct, but no faster than one process"
             )
         return notes
 
@@ -351,7 +352,10 @@ class _ScriptTakeover:
         def clip(*args: Any, **options: Any) -> Any:
             if not self._context.aside:
                 self._ranks.take_assigned()  # The mean is clipped, not each rank's own gradients.
-            return original(*args, **options)
+            norm = original(*args, **options)
+            if isinstance(norm, torch.Tensor):
+                self._context.whole_losses[norm] = True
+            return norm
 
         return clip
 

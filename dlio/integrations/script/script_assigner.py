@@ -51,6 +51,12 @@ class ScriptBatch:
     used: bool = False
     """True once the script has computed on it."""
 
+    @property
+    def widest(self) -> int:
+        """The first rank of those with most samples."""
+        counts = [len(self.part(rank)) for rank in range(len(self.shares.counts))]
+        return counts.index(max(counts))
+
     def part(self, rank: int) -> list[int]:
         """Return the samples of one of its ranks."""
         part = self.shares.part(len(self.samples), rank)

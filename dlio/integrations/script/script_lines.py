@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final
 
 import torch
@@ -20,6 +20,7 @@ _ROOTS: Final = tuple(
         str(Path(__file__).parents[2]),
     )
 )
+_HERE: Final = os.path.dirname(__file__) + os.sep
 
 
 @cache
@@ -38,10 +39,11 @@ def is_script(file: str) -> bool:
 
 
 def script_frames(most: int = 1) -> list[FrameType]:
-    """Return at most `most` frames of the user's files that are running, the innermost first."""
+    """Return at most `most` frames of the user's files that are running, the innermost first: none
+    of what started dlio."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(frames) < most:
+    while frame is not None and len(frames) < most and not _runs_script(frame.f_code):
         if is_script(frame.f_code.co_filename):
             frames.append(frame)
         frame = frame.f_back
@@ -74,6 +76,11 @@ def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
         for node in ast.walk(tree)
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line)
     )
+
+
+@cache
+def _runs_script(code: CodeType) -> bool:
+    return code.co_name == "run_script" and code.co_filename.startswith(_HERE)
 
 
 def line_of(frame: FrameType) -> str:

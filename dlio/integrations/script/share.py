@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,9 @@ class ScriptContext:
         """The batch that the script got last of each pass under way."""
         self.passes = PassMemory()
         self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
-        """Losses that hold the value of the whole batch."""
+        """Losses that hold the value of the whole batch, and norms of whole gradients."""
+        self.undivided = False
+        """True if a note says why a loader's batches are not divided."""
         self.divides_now = False
         """True while the script has numbers of divided batches, in their pass and after it."""
         self.last_divided: ScriptBatch | None = None
@@ -158,7 +161,7 @@ class ScriptContext:
 
     def divide_no_more(self) -> None:
         """Have every rank compute on whole batches from the next pass on."""
-        self.divides = False
+        self.divides, self.undivided = False, True
         if self._used is None:
             self.weight = self._whole_weight()
 
@@ -166,7 +169,17 @@ class ScriptContext:
         """Note that a pass has ended."""
         self.divides_now = use.trains
         self._current.pop(use, None)
-        if (said := use.end()) is not None:
+
+    def begin(self, dataset: Any) -> PassUse:
+        """Return the use of a pass over a data set that begins."""
+        use, said = self.passes.begin(dataset, len(dataset), self.evaluating, self.has_optimizer)
+        if said is not None:
+            self.say(said)
+        return use
+
+    def end_passes(self) -> None:
+        """Note that no batch of any pass is used from now on."""
+        for said in self.passes.end():
             self.say(said)
 
     def use(self, inputs: tuple[Any, ...]) -> None:
@@ -281,7 +294,7 @@ class SharingLoader(DataLoader[_T_co]):
         self._context = _context
         self._balance = _ShareBalance(_context)
         self._plans = LossPlans()
-        self._passes = 0
+        self._passes, self._draws_seed = 0, True
         self._is_shared = True
         """False if the pass that began last is not divided among the ranks."""
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
@@ -300,6 +313,7 @@ class SharingLoader(DataLoader[_T_co]):
             return self._whole()
         if isinstance(self.dataset, IterableDataset):
             if not context.evaluating:
+                context.undivided = True
                 context.note(
                     "an iterable data set gives every rank all samples: shard it in its __iter__ "
                     "by dlio.comm.world().rank to gain from more ranks"
@@ -307,14 +321,14 @@ class SharingLoader(DataLoader[_T_co]):
             return self._whole()
         if self.batch_size is None and self.batch_sampler is None:
             if not context.evaluating:
+                context.undivided = True
                 context.note("a loader without batches gives every rank all samples")
             return self._whole()
         dataset: Any = self.dataset
-        has_optimizer = context.has_optimizer
-        use = context.passes.begin(dataset, len(dataset), context.evaluating, has_optimizer)
+        use = context.begin(dataset)
         use.plans = self._plans
         # Batches per rank are other batches: a pass cannot begin with one that fits both.
-        use.trains |= per_rank and has_optimizer
+        use.trains |= per_rank and context.has_optimizer
         self._is_shared = True
         return self._shares(use)
 
@@ -342,17 +356,38 @@ class SharingLoader(DataLoader[_T_co]):
     def _shares(self, use: PassUse) -> Iterator[Any]:
         """Yield this rank's shares of the batches that rank 0's sampler draws, or whole batches
         until it is known that the pass trains."""
+        generator = self.generator
+        before = None if generator is None else generator.get_state()
+        taken, is_over = 0, False
         try:
-            yield from self._dealt(use)
-            use.is_complete = True
+            for data in self._dealt(use):
+                taken += 1
+                yield data
+            is_over = use.is_complete = True
         finally:
             self._context.ended(use)
+            if not is_over and generator is not None:
+                generator.set_state(before)
+                self._draw_some(taken)
+
+    def _draw_some(self, batches: int) -> None:
+        """Leave the loader's generator as a pass does in one process that the script ends early:
+        the sampler has drawn no more than the batches taken, and those that workers prepare."""
+        if self._draws_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        states = torch.get_rng_state()
+        ahead = self.num_workers * (self.prefetch_factor or 0)
+        for _ in islice(self.batch_sampler or (), batches + ahead):
+            pass
+        torch.set_rng_state(states)
 
     def _dealt(self, use: PassUse) -> Iterator[Any]:
         context = self._context
         comm = context.comm
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
-        drawn = self._engines.threads.draw_base_seed(self._options())
+        threads, options = self._engines.threads, self._options()
+        self._draws_seed = threads.base_seed is None or not options.persistent_workers
+        drawn = threads.draw_base_seed(options)
         self._passes += 1
         seed = rank_seed(comm.rank, drawn, self._passes)
         randoms = FetchRandoms(seed)

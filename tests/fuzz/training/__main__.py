@@ -1,11 +1,13 @@
 """Judge drawn scripts: `python -m tests.fuzz.training --seeds 0 500 --keep failures`.
 
-A failing script is written to the folder of --keep, with its smaller form's choices and the command
-that repeats it. Exit code 1 if any script is silent, hangs or ends without a reason.
+A failing script is written to the folder of --keep, with the command that repeats it. The last
+lines count the verdicts, with the reasons and notices. Exit code 1 if
+any script is silent, hangs or ends without a true reason.
 """
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -13,11 +15,20 @@ from collections import Counter
 from pathlib import Path
 
 from tests.conftest import MpiRun, mpirun
+from tests.fuzz.training.faults import FAULTS
 from tests.fuzz.training.grammar import draw
-from tests.fuzz.training.judge import GOOD, Case, all_ways, judge, repeat_command, smaller
+from tests.fuzz.training.judge import (
+    GOOD,
+    Case,
+    Verdict,
+    all_ways,
+    judge,
+    repeat_command,
+    smaller,
+)
 from tests.warm.pool import WarmPython
 
-_CHUNK = 20
+_CHUNK = 80
 
 
 def main() -> int:
@@ -30,10 +41,12 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=(), help="features, or feature=alternative")
     parser.add_argument("--keep", default="failures", help="folder for scripts that fail")
     parser.add_argument("--smaller", action="store_true", help="make failing scripts smaller")
+    parser.add_argument("--fault", choices=FAULTS, help="break dlio in this way")
     given = parser.parse_args()
     warm = WarmPython()
     sys.executable = warm.executable
     warm.start()
+    warm.wait()
     try:
         return _all(given, mpirun.__wrapped__())  # type: ignore[attr-defined]
     finally:
@@ -54,23 +67,53 @@ def _all(given: argparse.Namespace, mpi: MpiRun) -> int:
             }
             cases += all_ways(seed, choices)
     cases = [c for c in cases if given.way in (None, c.way) and given.ranks in (None, c.ranks)]
-    counts: Counter[str] = Counter()
+    tally = _Tally()
     for start in range(0, len(cases), _CHUNK):
         part = cases[start : start + _CHUNK]
         with tempfile.TemporaryDirectory(prefix="dlio-fuzz-") as folder:
-            verdicts = judge(part, Path(folder), mpi)
+            verdicts = judge(part, Path(folder), mpi, given.fault)
             for case, verdict in zip(part, verdicts, strict=True):
-                counts[verdict.kind] += 1
-                if verdict.kind not in ("same", "said"):
-                    print(f"{case.name}: {verdict.kind}: {verdict.detail}", flush=True)
+                tally.add(case, verdict)
                 if verdict.kind not in GOOD:
+                    print(f"{case.name}: {verdict.kind}: {verdict.detail}", flush=True)
                     least = case
                     if given.smaller:
                         least = smaller(case, Path(folder) / f"smaller-{case.name}", mpi)
                     _keep(least, verdict.detail, Path(given.keep))
         shutil.rmtree(folder, ignore_errors=True)
-        print(f"{start + len(part)} of {len(cases)}: {dict(counts)}", flush=True)
-    return int(any(kind not in GOOD for kind in counts))
+        print(f"{start + len(part)} of {len(cases)}: {dict(tally.kinds)}", flush=True)
+    tally.tell()
+    return int(any(kind not in GOOD for kind in tally.kinds))
+
+
+class _Tally:
+    """Counts of verdicts."""
+
+    def __init__(self) -> None:
+        self.kinds: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._apart: dict[str, list[float]] = {}
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        self.kinds[verdict.kind] += 1
+        if verdict.kind == "same":
+            precision = case.choices.get("precision", "float32")
+            self._apart.setdefault(precision, []).append(verdict.apart)
+        for text in verdict.detail.split("dlio run: "):
+            # The same reason at other lines, with other numbers.
+            reason = re.sub(r"(\w+\.py:#(, )?)+", "LINE", re.sub(r"-?[\d.]*\d", "#", text))
+            self._reasons[f"{verdict.kind}: {reason.strip()}"] += 1 if reason.strip() else 0
+
+    def tell(self) -> None:
+        for precision, each in sorted(self._apart.items()):
+            ordered = sorted(each)
+            within = [ordered[int(part * (len(ordered) - 1))] for part in (0.5, 0.9, 0.99, 1.0)]
+            print(
+                f"{precision}: {len(each)} the same, median and 90 %, 99 %, all of the largest "
+                f"differences within {', '.join(f'{value:.1e}' for value in within)}"
+            )
+        for reason, count in self._reasons.most_common():
+            print(f"{count} {reason}")
 
 
 def _keep(case: Case, detail: str, folder: Path) -> None:

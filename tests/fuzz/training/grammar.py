@@ -11,41 +11,73 @@ from typing import Final, TypeAlias
 Choices: TypeAlias = dict[str, str]
 
 FEATURES: Final[Mapping[str, Sequence[str]]] = {
-    "samples": ("48", "37", "61", "49", "64"),
-    "batch": ("12", "8", "16", "7"),
+    "samples": ("48", "37", "61", "49", "64", "50"),
+    "batch": ("12", "8", "16", "7", "2", "25"),
     "order": ("given", "shuffled", "generator", "weighted"),
     "drop_last": ("no", "yes"),
+    "layout": ("samples first", "time first"),
     "task": ("numbers", "classes"),
-    "loss": ("mean", "smooth", "penalty", "sum", "by class", "tokens", "pairs", "two terms"),
+    "loss": (
+        *("mean", "smooth", "penalty", "sum", "by class", "tokens", "pairs", "two terms"),
+        *("root", "by hand", "masked", "custom"),
+    ),
     "norm": ("none", "layer", "batch", "group"),
     "dropout": ("none", "zero", "half"),
     "tied": ("no", "yes"),
     "frozen": ("no", "yes"),
-    "optimizer": ("sgd", "momentum", "adam", "adamw", "rmsprop", "lbfgs"),
+    "optimizer": (
+        *("sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad"),
+        *("lbfgs", "lbfgs with a search", "by hand"),
+    ),
     "groups": ("one", "two", "decay"),
     "scheduler": ("none", "step", "cosine", "onecycle", "warmup", "plateau", "plateau on train"),
     "accumulate": ("1", "2", "3"),
     "leftover": ("step", "drop"),
     "clip": ("none", "norm", "value"),
     "ema": ("none", "averaged", "by hand"),
-    "precision": ("float32", "float64", "autocast", "scaler"),
+    "precision": ("float32", "float64", "autocast", "scaler", "bfloat16"),
     "several": ("one", "optimizers", "loaders", "gan", "teacher"),
-    "stage": ("one", "unfreeze", "optimizer", "group", "replaced head"),
-    "gradient": ("backward", "autograd.grad", "noise", "twice"),
-    "prints": ("none", "val", "train loss", "last loss", "accuracy", "norm", "rate"),
-    "inner": ("none", "eval", "no_grad"),
+    "stage": ("one", "unfreeze", "freeze", "optimizer", "group", "replaced head"),
+    "gradient": ("backward", "autograd.grad", "noise", "twice", "penalty", "two backwards"),
+    "read": ("before", "after"),
+    "average": ("samples", "batches", "dataset"),
+    "prints": (
+        *("none", "val", "train loss", "last loss", "accuracy", "norm", "rate", "each step"),
+        "metric",
+    ),
+    "inner": ("none", "eval", "no_grad", "with gradients", "train set"),
     "stop": ("none", "val", "train", "steps"),
-    "skip": ("none", "loss", "nan"),
+    "skip": ("none", "every third", "nan at the end", "loss", "nan"),
     "save": ("none", "end", "epochs", "best by val", "best by train", "replaced"),
-    "resume": ("no", "between epochs"),
-    "files": ("none", "csv", "json", "makedirs", "logging", "numpy", "removed"),
-    "loader": ("plain", "workers", "batch sampler", "collate dict", "fetch ahead"),
+    "resume": ("no", "between epochs", "new objects", "in the middle"),
+    "files": (
+        *("none", "csv", "json", "makedirs", "logging", "numpy", "removed", "kept open"),
+        *("moved", "each step"),
+    ),
+    "loader": (
+        *("plain", "workers", "batch sampler", "collate dict", "fetch ahead"),
+        *("iterable", "slices"),
+    ),
     "epochs": ("2", "3"),
 }
 """Alternatives of each feature; the plainest first."""
 _RARE: Final = 0.78
 """Probability of the plainest alternative."""
-BY_HAND: Final = ("prints", "files", "save", "resume", "stop", "skip", "loader", "inner", "order")
+_PROBABILITY: Final = {
+    **dict.fromkeys(("samples", "batch", "order", "optimizer", "task", "loss"), 0.4),
+    "prints": 0.2,
+    "read": 0.5,
+    "average": 0.5,
+    "layout": 0.88,
+    "dropout": 0.85,
+    "skip": 0.88,
+}
+"""The same of some features. Those whose results are not compared, or that end most scripts, are
+drawn less often."""
+BY_HAND: Final = (
+    *("prints", "files", "save", "resume", "stop", "skip", "loader", "inner", "order", "read"),
+    "average",
+)
 """Features that loops with `dlio.distribute` leave out: their results are the loop's affair."""
 
 
@@ -54,36 +86,119 @@ def draw(seed: int) -> Choices:
     rng = random.Random(seed)
     choices = {}
     for name, alternatives in FEATURES.items():
-        often = name in ("samples", "batch", "order", "optimizer", "prints", "task")
-        if rng.random() > (0.4 if often else _RARE):
+        if rng.random() > _PROBABILITY.get(name, _RARE):
             choices[name] = rng.choice(alternatives[1:])
-    return _sensible(choices)
+    return sensible(choices)
 
 
-def _sensible(choices: Choices) -> Choices:
-    """Take away choices that make a script fail in one process, too."""
-    count, batch = (int(choices.get(name, FEATURES[name][0])) for name in ("samples", "batch"))
-    if choices.get("norm") == "batch" and count % batch == 1 and "drop_last" not in choices:
-        del choices["samples"]
-    if choices.get("stage") == "group" and choices.get("scheduler") != "step":
-        choices.pop("scheduler", None)
-    if choices.get("optimizer") == "lbfgs":
+def sensible(choices: Choices) -> Choices:
+    """Return choices without those that make a script fail in one process, too."""
+    chosen = _Chosen(choices)
+    if chosen["optimizer"] == "by hand":
+        chosen.without("groups", "scheduler", "resume")
+        chosen.without_some("precision", "scaler")
+        chosen.without_some("several", "optimizers", "gan")
+        chosen.without_some("stage", "group", "optimizer", "replaced head")
+        chosen.without_some("prints", "rate")
+    if chosen["optimizer"].startswith("lbfgs"):
         # It takes one group, and only a plain step.
-        for name in ("groups", "accumulate", "leftover", "clip", "precision", "gradient"):
-            choices.pop(name, None)
-        if choices.get("stage") == "group":
-            del choices["stage"]
-    return choices
+        chosen.without_some("skip", "nan at the end")
+        chosen.without("groups", "accumulate", "leftover", "clip", "precision", "gradient")
+        chosen.without_some("stage", "group")
+        chosen.without_some("several", "loaders", "teacher")
+    if chosen["layout"] == "time first":
+        chosen.without("task")
+        chosen.without_some("norm", "batch", "group")
+        chosen.without_some("loss", "by class", "tokens", "pairs")
+        chosen.without_some("loader", "collate dict")
+        chosen.without_some("several", "gan", "loaders")
+        chosen.without_some("gradient", "penalty")
+        chosen.without_some("prints", "accuracy")
+    if chosen["precision"] == "bfloat16":
+        chosen.without_some("order", "weighted")
+        chosen.without_some("gradient", "penalty")
+        chosen.without_some("skip", "nan", "loss")
+        chosen.without_some("several", "loaders")
+    if chosen["loader"] == "iterable":
+        chosen.without("order", "drop_last")
+        chosen.without_some("resume", "in the middle")
+    if chosen["loader"] == "slices":
+        chosen.without_some("several", "loaders")
+        chosen.without_some("inner", "train set")
+        chosen.without("order", "drop_last")
+        chosen.without_some("resume", "in the middle")
+    if chosen["loss"] == "custom":
+        chosen.without_some("precision", "autocast", "scaler", "bfloat16")
+        chosen.without_some("gradient", "penalty")
+    if chosen["loss"] in ("tokens", "by class"):
+        chosen.without("task")
+    if chosen["resume"] == "new objects":
+        # The optimizer of one group is made again.
+        chosen.without("groups", "stage", "scheduler")
+        chosen.without_some("several", "optimizers")
+    if chosen["stage"] == "group" and chosen["scheduler"] != "step":
+        chosen.without("scheduler")
+    if chosen["gradient"] in ("penalty", "two backwards"):
+        chosen.without_some("precision", "autocast", "scaler")
+    if chosen["gradient"] == "autograd.grad":
+        chosen.without_some("skip", "nan at the end")
+        chosen.without_some("precision", "scaler")
+    if chosen["gradient"] == "twice":
+        chosen.without_some("precision", "scaler")
+    if chosen["loader"] == "fetch ahead":
+        chosen.without_some("resume", "in the middle")
+    if chosen["norm"] == "batch":
+        # Of one sample it has no statistics.
+        count, batch = int(chosen["samples"]), int(chosen["batch"])
+        if count % batch == 1 and chosen["drop_last"] == "no":
+            chosen.without("samples", "batch")
+        chosen.without_some("several", "loaders")
+    return chosen.choices
 
 
-def differs_by_design(choices: Choices) -> bool:
-    """True if ranks draw or average in other groups than one process: weights then differ, which
-    the documentation says."""
-    return (
-        choices.get("dropout") == "half"
-        or choices.get("norm") == "batch"
-        or choices.get("gradient") == "noise"
-    )
+class _Chosen:
+    """Choices, with the plainest alternative of each feature that is left out."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = dict(choices)
+
+    def __getitem__(self, name: str) -> str:
+        return self.choices.get(name, FEATURES[name][0])
+
+    def without(self, *names: str) -> None:
+        """Take some choices away."""
+        for name in names:
+            self.choices.pop(name, None)
+
+    def without_some(self, name: str, *alternatives: str) -> None:
+        """Take a choice away if it is one of some."""
+        if self.choices.get(name) in alternatives:
+            del self.choices[name]
+
+
+def draws_by_part(choices: Choices) -> bool:
+    """True if ranks draw other random numbers than one process, as each has a part of a batch."""
+    return choices.get("dropout") == "half" or choices.get("gradient") == "noise"
+
+
+def decides_by(choices: Choices) -> tuple[str, ...]:
+    """Return the numbers of training batches by which a script decides on; marked as `marked` tells
+    them."""
+    is_by_loss = (choices.get(name) for name in ("scheduler", "stop", "save"))
+    numbers = ["train loss"] if any("train" in (each or "") for each in is_by_loss) else []
+    return (*numbers, *(["skip"] if choices.get("skip") in ("loss", "nan") else []))
+
+
+def marked(script: str) -> dict[int, tuple[str, ...]]:
+    """Return the lines of a script that read numbers of training batches, with what they are for.
+
+    Such a line ends in a comment, as `total += loss.item()  # reads train loss`.
+    """
+    return {
+        number: tuple(line.rpartition("  # reads ")[2].split(", "))
+        for number, line in enumerate(script.splitlines(), 1)
+        if "  # reads " in line
+    }
 
 
 def render(choices: Choices, way: str = "run") -> str:
@@ -98,6 +213,14 @@ def render(choices: Choices, way: str = "run") -> str:
         chosen |= {name: FEATURES[name][0] for name in BY_HAND}
         if chosen["scheduler"] == "plateau on train":
             chosen["scheduler"] = "plateau"
+        if chosen["loss"] in ("pairs", "root"):
+            chosen["loss"] = "mean"  # The loop's losses have to be means.
+        if way == "distribute" and chosen["loss"] in ("sum", "by class", "tokens", "masked"):
+            chosen["loss"] = "mean"  # Over samples, as it does not weigh by itself.
+        if chosen["optimizer"] == "by hand":
+            chosen["optimizer"] = "sgd"
+        if way == "slices" and chosen["norm"] == "batch":
+            chosen["norm"] = "layer"  # Of one sample it has no statistics.
     return _Script(chosen, way).text()
 
 
@@ -107,6 +230,15 @@ class _Script:
     def __init__(self, chosen: Choices, way: str) -> None:
         self._is, self._way = chosen, way
         self._lines: list[str] = []
+        self._every: list[str] = []
+        """Names of the optimizers that step after each backward."""
+        self._counts_loss = chosen["prints"] == "train loss" or "train loss" in decides_by(chosen)
+        self._samples = "a.shape[1]" if chosen["layout"] == "time first" else "len(a)"
+        self._mean = {
+            "samples": "total / max(seen, 1)",
+            "batches": "total / (number + 1)",
+            "dataset": "total / len(data)",
+        }[chosen["average"]]
 
     def _put(self, text: str, indent: int = 0) -> None:
         self._lines += [" " * 4 * indent + line for line in text.strip("\n").splitlines()]
@@ -115,7 +247,9 @@ class _Script:
         """Return the whole script."""
         self._imports()
         self._data()
+        self._loaders()
         self._model()
+        self._loss()
         self._optimizer()
         self._loop()
         self._end()
@@ -123,30 +257,42 @@ class _Script:
 
     def _imports(self) -> None:
         self._put("""
-import copy, csv, json, logging, os
+import copy, csv, json, logging, os, shutil
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
 torch.manual_seed(1)
 """)
         if self._way != "run":
-            self._put("import dlio")
+            # One process is plain torch: dlio is not its own measure.
+            self._put("""
+class Alone:
+    def weigh(self, samples):
+        pass
+    def take_assigned(self):
+        pass
+    def close(self):
+        pass
+if size > 1:
+    import dlio
+""")
 
     def _data(self) -> None:
         is_ = self._is
-        kind = "float64" if is_["precision"] == "float64" else "float32"
+        kind = {"float64": "float64"}.get(is_["precision"], "float32")
+        steps = "5, " if is_["layout"] == "time first" else ""
         self._put(f"torch.set_default_dtype(torch.{kind})")
         self._put(f"""
 count, batch = {is_["samples"]}, {is_["batch"]}
-x = torch.randn(count, 6)
-held = torch.randn(30, 6)
+x = torch.randn(count, {steps}6)
+held = torch.randn(30, {steps}6)
 """)
-        if is_["skip"] == "nan":
+        if "nan" in is_["skip"]:
             self._put('x[21] = float("nan")')
         if is_["loss"] == "tokens":
             self._put("""
@@ -157,48 +303,78 @@ y, held_y = words, torch.randint(1, 9, (30, 5))
         elif is_["task"] == "classes" or is_["loss"] == "by class":
             self._put("y, held_y = (x.nan_to_num().sum(1) > 0).long(), (held.sum(1) > 0).long()")
         else:
-            self._put("y, held_y = x.nan_to_num()[:, :2].tanh(), held[:, :2].tanh()")
+            self._put("y, held_y = x.nan_to_num()[..., :2].tanh(), held[..., :2].tanh()")
+        if is_["precision"] == "bfloat16":
+            self._put("x, held = x.bfloat16(), held.bfloat16()")
+            if is_["loss"] not in ("tokens", "by class") and is_["task"] != "classes":
+                self._put("y, held_y = y.bfloat16(), held_y.bfloat16()")
         self._put("data, held_data = TensorDataset(x, y), TensorDataset(held, held_y)")
+
+    def _loaders(self) -> None:
+        is_ = self._is
         order = {
             "given": "",
             "shuffled": ", shuffle=True",
             "generator": ", shuffle=True, generator=torch.Generator().manual_seed(3)",
             "weighted": ", sampler=WeightedRandomSampler(torch.rand(count) + 0.1, count)",
         }[is_["order"]]
-        last = ", drop_last=True" if is_["drop_last"] == "yes" else ""
-        more = {"workers": ", num_workers=1", "collate dict": ", collate_fn=pack"}
-        options = order + last + more.get(is_["loader"], "")
-        if is_["loader"] == "collate dict":
+        drop = is_["drop_last"] == "yes"
+        last = ", drop_last=True" if drop else ""
+        packs = is_["layout"] == "time first" or is_["loader"] == "collate dict"
+        pack = ", collate_fn=pack" if packs else ""
+        options = order + last + pack
+        if is_["layout"] == "time first":
+            self._put("""
+def pack(items):
+    return torch.stack([a for a, _ in items], 1), torch.stack([b for _, b in items], 1)
+""")
+        elif is_["loader"] == "collate dict":
             self._put("""
 def pack(items):
     return {"x": torch.stack([a for a, _ in items]), "y": torch.stack([b for _, b in items])}
 """)
-        if is_["loader"] == "batch sampler":
-            drop = is_["drop_last"] == "yes"
-            self._put(
-                f"batches = BatchSampler(RandomSampler(data), batch, {drop})\n"
-                "loader = DataLoader(data, batch_sampler=batches)"
-            )
-        elif self._way == "distribute":
-            self._put(
-                "whole = 12 if batch < 12 else 18\n"
-                f"loader = dlio.DataLoader(data, batch_size=whole // size{options})"
-            )
+        turned = ".transpose(0, 1)" if is_["layout"] == "time first" else ""
+        if self._way == "distribute":
+            self._put(f"""
+whole = 12 if batch < 12 else 18
+kind = dlio.DataLoader if size > 1 else DataLoader
+loader = kind(data, batch_size=whole // size{options})
+""")
         elif self._way == "slices":
-            self._put("""
+            self._put(f"""
 order = torch.arange(count)
 whole = order.split(batch)
 parts = [each[rank::size] for each in whole]
 counts = [len(part) for part in parts]
 parts = [part if len(part) else each[:1] for part, each in zip(parts, whole)]
-loader = [(x[part], y[part]) for part in parts]
+loader = [(x[part]{turned}, y[part]{turned}) for part in parts]
 """)
+        elif is_["loader"] == "batch sampler":
+            self._put(
+                f"batches = BatchSampler(RandomSampler(data), batch, {drop})\n"
+                f"loader = DataLoader(data, batch_sampler=batches{pack})"
+            )
+        elif is_["loader"] == "iterable":
+            self._put(f"""
+class Stream(IterableDataset):
+    def __len__(self):
+        return count
+    def __iter__(self):
+        return iter(zip(x, y))
+loader = DataLoader(Stream(), batch_size=batch{pack})
+""")
+        elif is_["loader"] == "slices":
+            self._put(
+                f"loader = [(a{turned}, b{turned}) for a, b in zip(x.split(batch), y.split(batch))]"
+            )
         else:
-            self._put(f"loader = DataLoader(data, batch_size=batch{options})")
-        self._put("held_loader = DataLoader(held_data, batch_size=8)")
+            more = ", num_workers=1" if is_["loader"] == "workers" else ""
+            self._put(f"loader = DataLoader(data, batch_size=batch{options}{more})")
+        pack = pack if is_["layout"] == "time first" else ""
+        self._put(f"held_loader = DataLoader(held_data, batch_size=8{pack})")
         if is_["several"] == "loaders":
             if self._way == "run":
-                self._put("second = DataLoader(data, batch_size=batch // 2, shuffle=True)")
+                self._put("second = DataLoader(data, batch_size=max(1, batch // 2), shuffle=True)")
             else:
                 self._put("second = loader")
 
@@ -226,56 +402,90 @@ class Net(nn.Module):
         h = self.back(x)
         return self.head(torch.tanh(self.again(torch.tanh(self.middle(h)))))
 
-model = Net()
+def build():
+    net = Net(){".bfloat16()" if is_["precision"] == "bfloat16" else ""}
 """)
         if is_["tied"] == "yes":
-            self._put("model.again.weight = model.middle.weight")
+            self._put("net.again.weight = net.middle.weight", 1)
         if is_["frozen"] == "yes":
-            self._put("model.middle.requires_grad_(False)")
+            self._put("net.middle.requires_grad_(False)", 1)
         if is_["stage"] in ("unfreeze", "group"):
-            self._put("model.back.requires_grad_(False)")
+            self._put("net.back.requires_grad_(False)", 1)
+        self._put("    return net\n\nmodel = build()")
+        if is_["several"] == "teacher":
+            self._put("teacher = build()")
+        if is_["several"] == "gan":
+            self._put("judge = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))")
         self._put("""
 if "FUZZ_SHAKE" in os.environ:  # Weights differ by rounding: by how much do those at the end?
     shaken = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(1 + 8 * torch.finfo(p.dtype).eps * torch.randn(p.shape, generator=shaken))
+            eps = 8 * torch.finfo(p.dtype).eps
+            p.mul_((1 + eps * torch.randn(p.shape, generator=shaken).to(p.dtype)))
 """)
-        if is_["several"] == "teacher":
-            self._put("teacher = Net()")
-        if is_["several"] == "gan":
-            self._put("judge = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))")
-        losses = {
-            "smooth": "F.smooth_l1_loss(out, b)",
-            "penalty": "F.mse_loss(out, b) + 1e-3 * sum(p.square().sum() for p in every)",
-            "sum": 'F.mse_loss(out, b, reduction="sum") / 10',
-            "two terms": "F.mse_loss(out, b) + 0.1 * F.l1_loss(out, b)",
-            "mean": "F.mse_loss(out, b)",
-        }
-        classes = {
-            "smooth": "F.cross_entropy(out, b, label_smoothing=0.1)",
-            "penalty": "F.cross_entropy(out, b) + 1e-3 * sum(p.square().sum() for p in every)",
-            "sum": 'F.cross_entropy(out, b, reduction="sum") / 10',
-            "two terms": "F.cross_entropy(out, b) + 0.1 * out.square().mean()",
-            "mean": "F.cross_entropy(out, b)",
-        }
-        special = {
-            "by class": "F.cross_entropy(out, b, weight=torch.tensor([1.0, 3.0]))",
+        if draws_by_part(is_):
+            self._put('torch.manual_seed(7 if "FUZZ_SHAKE" in os.environ else 1)')
+
+    def _loss(self) -> None:
+        is_ = self._is
+        if is_["loss"] == "custom":
+            self._put("""
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, far):
+        ctx.save_for_backward(far)
+        return far.square().mean()
+    @staticmethod
+    def backward(ctx, gradient):
+        far, = ctx.saved_tensors
+        return gradient * 2 * far / far.numel()
+""")
+        if is_["task"] == "classes":
+            far = "(F.softmax(out, 1) - F.one_hot(b, 2).to(out))"
+            plain = "F.cross_entropy(out, b"
+            second = "out.square().mean()"
+            by_hand = "-F.log_softmax(out, 1)[torch.arange(len(b)), b].mean()"
+            smooth = "F.cross_entropy(out, b, label_smoothing=0.1)"
+        else:
+            far, plain, second = "(out - b)", "F.mse_loss(out, b", "F.l1_loss(out, b)"
+            by_hand = f"{far}.square().sum() / {self._samples.replace('a', 'b', 1)}"
+            smooth = "F.smooth_l1_loss(out, b)"
+        kept = f"({far} > -0.1)"
+        loss = {
+            "mean": f"{plain})",
+            "smooth": smooth,
+            "penalty": f"{plain}) + 1e-3 * sum(p.square().sum() for p in every)",
+            "sum": f'{plain}, reduction="sum") / 10',
+            "by class": "F.cross_entropy(out, b, weight=torch.tensor([1.0, 3.0]).to(out))",
             "tokens": "F.cross_entropy(out.reshape(-1, 9), b.reshape(-1), ignore_index=0)",
             "pairs": "F.cross_entropy(F.normalize(out) @ F.normalize(out + 0.1).T * 5, "
             "torch.arange(len(out)))",
-        }
-        of_task = classes if is_["task"] == "classes" else losses
-        loss = special.get(is_["loss"]) or of_task[is_["loss"]]
+            "two terms": f"{plain}) + 0.1 * {second}",
+            "root": f"({plain}) + 1e-3).sqrt()",
+            "by hand": by_hand,
+            "masked": f"({far}.square() * {kept}).sum() / {kept}.sum().clamp(min=1)",
+            "custom": f"Square.apply({far})",
+        }[is_["loss"]]
+        if self._way == "slices" and is_["loss"] == "sum":
+            loss = f"({loss}) * size * is_own"
         self._put(f"""
-def loss_of(out, b):
+def loss_of(out, b{", is_own=1" if self._way == "slices" else ""}):
     every = list(model.parameters())
     return {loss}
 """)
+        # What the loop's own `weigh` is told, where a loss is not a mean over samples.
+        self._weight = {
+            "sum": "1.0",
+            "by class": "torch.tensor([1.0, 3.0])[b].sum().item()",
+            "tokens": "(b != 0).sum().item()",
+            "masked": f"{kept}.sum().item()",
+        }.get(is_["loss"], "")
 
     def _optimizer(self) -> None:
         is_ = self._is
-        self._put(f"def make(parameters):\n    return {_OPTIMIZERS[is_['optimizer']]}")
+        if is_["optimizer"] != "by hand":
+            self._put(f"def make(parameters):\n    return {_OPTIMIZERS[is_['optimizer']]}")
         parameters = {
             "one": "model.parameters()",
             "two": '[{"params": model.head.parameters(), "lr": 0.02}, {"params": '
@@ -283,29 +493,30 @@ def loss_of(out, b):
             "decay": '[{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": '
             '0.01}, {"params": [p for p in model.parameters() if p.ndim < 2]}]',
         }[is_["groups"]]
-        if is_["optimizer"] == "lbfgs":
-            parameters = "model.parameters()"
         if is_["stage"] == "group":
             parameters = "[p for p in model.parameters() if p.requires_grad]"
         if is_["stage"] == "optimizer":
             parameters = "model.head.parameters()"
+        every = ["optimizer"]
         if is_["several"] == "optimizers" and is_["stage"] == "one":
             parameters = "model.head.parameters()"
+            every.append("body")
             self._put(
                 "rest = [p for n, p in model.named_parameters() if 'head' not in n]\n"
                 "body = torch.optim.SGD(rest, lr=0.05)"
             )
-        self._put(f"optimizer = make({parameters})")
-        every = ["optimizer"]
-        if is_["several"] == "optimizers" and is_["stage"] == "one":
-            every.append("body")
+        if is_["optimizer"] == "by hand":
+            every = []
+        else:
+            self._put(f"optimizer = make({parameters})")
         if is_["several"] == "gan":
             self._put("optimizer_j = torch.optim.Adam(judge.parameters(), lr=0.01)")
-            every.append("optimizer_j")
+        self._every = every
         if self._way != "run":
             models = "nn.ModuleList([model, judge])" if is_["several"] == "gan" else "model"
-            self._put(f"ranks = dlio.distribute({models}, [{', '.join(every)}])")
-        self._every = every
+            more = ["optimizer_j"] if is_["several"] == "gan" else []
+            made = f"dlio.distribute({models}, [{', '.join([*every, *more])}])"
+            self._put(f"ranks = {made} if size > 1 else Alone()")
         scheduler = _SCHEDULERS.get(is_["scheduler"])
         if scheduler:
             self._put(f"scheduler = torch.optim.lr_scheduler.{scheduler}")
@@ -318,6 +529,8 @@ def loss_of(out, b):
             self._put("averaged = copy.deepcopy(model).requires_grad_(False)")
         if is_["precision"] == "scaler":
             self._put('scaler = torch.amp.GradScaler("cpu", init_scale=64.0)')
+        if is_["files"] == "kept open":
+            self._put("log = open('log.txt', 'w')")
 
     def _loop(self) -> None:
         is_ = self._is
@@ -327,48 +540,69 @@ def validate():
     total = 0.0
     with torch.no_grad():
         for a, b in held_loader:
-            total += loss_of(model(a), b).item() * len(a)
+            total += loss_of(model(a), b).item() * {self._samples}
     model.train()
     return total / len(held_data)
 
 best, steps, stale = 1e9, 0, 0
 for epoch in range({is_["epochs"]}):
-    total, seen, right, pending = 0.0, 0, 0, 0
+    total, seen, right, far, number = 0.0, 0, 0, 0.0, 0
 """)
         self._stages()
         if is_["several"] == "teacher":
             self._put("teacher.eval()", 1)
         source = "loader"
-        if is_["several"] == "loaders":
-            source = "zip(loader, second)"
+        if is_["resume"] == "in the middle":
+            self._put(
+                """
+source = iter(loader)
+if epoch == 1:
+    next(source)  # A run before has trained on it.
+""",
+                1,
+            )
+            source = "source"
         if is_["loader"] == "fetch ahead":
             self._put("batches = list(loader)", 1)
-            source = "zip(batches, second)" if is_["several"] == "loaders" else "batches"
+            source = "batches"
+        if is_["several"] == "loaders":
+            source = f"zip({source}, second)"
         self._put(f"for number, item in enumerate({source}):", 1)
         if is_["several"] == "loaders":
             self._put("item, (c, d) = item", 2)
-        two = 'a, b = item["x"], item["y"]' if is_["loader"] == "collate dict" else "a, b = item"
-        self._put(two, 2)
-        if self._way == "slices":
-            self._put("ranks.weigh(counts[number])", 2)
+        self._put(self._unpacked(), 2)
         self._step()
         self._after_epoch()
+
+    def _unpacked(self) -> str:
+        return (
+            'a, b = item["x"], item["y"]'
+            if self._is["loader"] == "collate dict"
+            else ("a, b = item")
+        )
 
     def _stages(self) -> None:
         stage = {
             "unfreeze": "model.back.requires_grad_(True)",
+            "freeze": "model.back.requires_grad_(False)",
             "group": 'model.back.requires_grad_(True)\noptimizer.add_param_group({"params": '
             "list(model.back.parameters())})",
             "optimizer": "optimizer = make(model.parameters())",
-            "replaced head": "model.head = nn.Linear(8, model.head.out_features)\n"
-            "optimizer = make(model.parameters())",
+            "replaced head": "model.head = nn.Linear(8, model.head.out_features)"
+            ".to(model.head.weight)\noptimizer = make(model.parameters())",
         }.get(self._is["stage"])
         if not stage:
             return
         self._put("if epoch == 1:", 1)
         self._put(stage, 2)
         if self._way != "run" and "make" in stage:
-            self._put("ranks.close()\nranks = dlio.distribute(model, optimizer)", 2)
+            models = "nn.ModuleList([model, judge])" if self._is["several"] == "gan" else "model"
+            more = ", optimizer_j" if self._is["several"] == "gan" else ""
+            self._put(
+                f"ranks.close()\nranks = dlio.distribute({models}, [optimizer{more}]) if size > 1 "
+                "else Alone()",
+                2,
+            )
         if self._is["scheduler"] != "none" and "make" in stage:
             self._put(
                 f"scheduler = torch.optim.lr_scheduler.{_SCHEDULERS[self._is['scheduler']]}", 2
@@ -376,6 +610,12 @@ for epoch in range({is_["epochs"]}):
 
     def _step(self) -> None:
         is_ = self._is
+        if self._way == "slices":
+            self._put(f"ranks.weigh({self._weigh_by()})", 2)
+        if is_["skip"] == "every third":
+            self._put("if number % 3 == 2:\n    continue", 2)
+        if is_["gradient"] == "penalty":
+            self._put("a = a.clone().requires_grad_(True)", 2)
         autocast = is_["precision"] in ("autocast", "scaler")
         if autocast:
             self._put('with torch.autocast("cpu", dtype=torch.bfloat16):', 2)
@@ -383,45 +623,84 @@ for epoch in range({is_["epochs"]}):
         self._put("out = model(a)", extra)
         if is_["gradient"] == "noise":
             self._put("out = out + 0.1 * torch.randn_like(out)", extra)
-        self._put("loss = loss_of(out, b)", extra)
+        own = ", float(counts[number] > 0)" if self._way == "slices" else ""
+        self._put(f"loss = loss_of(out, b{own})", extra)
+        if is_["gradient"] == "penalty":
+            self._put(
+                "slope, = torch.autograd.grad(out.sum(), a, create_graph=True)\n"
+                "loss = loss + 0.1 * (slope.square().sum(1) + 1e-3).sqrt().mean()",
+                extra,
+            )
         if is_["several"] == "teacher":
             self._put("with torch.no_grad():\n    goal = teacher(a)", extra)
             self._put("loss = loss + 0.5 * F.mse_loss(out, goal)", extra)
         if is_["several"] == "loaders":
-            self._put("loss = loss + 0.5 * loss_of(model(c), d)", extra)
+            self._put(f"loss = loss + 0.5 * loss_of(model(c), d{own})", extra)
         if is_["skip"] == "nan":
-            self._put("if not torch.isfinite(loss):\n    continue", 2)
+            self._put("if not torch.isfinite(loss):  # reads skip\n    continue", 2)
         if is_["skip"] == "loss":
-            self._put("if loss.item() < 0.2:\n    continue", 2)
-        self._put(
-            "total += loss.item() * len(a)\nseen += len(a)\n"
-            "right += (out.argmax(-1) == b.argmax(-1)).sum().item() if b.ndim > 1 and b.shape == "
-            "out.shape else (out.argmax(-1) == b).sum().item() if b.ndim == 1 else 0",
-            2,
-        )
+            self._put("if loss.item() < 0.2:  # reads skip\n    continue", 2)
+        if is_["read"] == "before":
+            self._read()
+        if is_["prints"] == "metric":
+            self._put(
+                "with torch.no_grad():\n    far += out.abs().mean().item()  # reads metric", 2
+            )
+        if is_["prints"] == "accuracy":
+            hits = "(out.argmax(-1) == b.argmax(-1))"
+            if is_["loss"] == "tokens":
+                hits = "(out.reshape(-1, 5, 9).argmax(-1) == b)"
+            elif is_["loss"] == "by class" or is_["task"] == "classes":
+                hits = "(out.argmax(-1) == b)"
+            self._put(f"right += {hits}.sum().item()  # reads accuracy", 2)
         self._update(2)
+        if is_["read"] == "after":
+            self._read()
         self._put("steps += 1", 2)
-        if is_["inner"] != "none":
-            check = "validate()" if is_["inner"] == "eval" else "no_grad()"
-            if check == "no_grad()":
-                self._put(
-                    """
+        if is_["prints"] == "each step":
+            self._put('print(f"step {steps}: step loss {loss.item():.3f}")  # reads step loss', 2)
+        if is_["files"] == "each step":
+            self._put(
+                """
+with open("steps.txt", "a") as file:
+    file.write(f"step {steps}: step loss {loss.item():.3f}\\n")  # reads step loss
+""",
+                2,
+            )
+        if is_["inner"] == "eval":
+            self._put(
+                'if number == 1:\n    print(f"epoch {epoch}: inner {validate():.3f}")',
+                2,
+            )
+        if is_["inner"] == "no_grad":
+            self._put(
+                """
 if number == 1:
     with torch.no_grad():
-        print("inner", round(sum(loss_of(model(a), b).item() for a, b in held_loader), 3))
+        far_ = sum(loss_of(model(a), b).item() for a, b in held_loader)
+    print(f"epoch {epoch}: inner {far_:.3f}")
 """,
-                    2,
-                )
-            else:
-                self._put('if number == 1:\n    print("inner", round(validate(), 3))', 2)
+                2,
+            )
         if is_["stop"] == "steps":
             self._put("if steps == 5:\n    break", 2)
+
+    def _weigh_by(self) -> str:
+        if not self._weight or self._weight == "1.0":
+            return self._weight or "counts[number]"
+        return f"{self._weight.replace('out', 'model(a)')} * (counts[number] > 0)"
+
+    def _read(self) -> None:
+        if self._counts_loss:
+            by = "" if self._is["average"] == "batches" else f" * {self._samples}"
+            self._put(f"total += loss.item(){by}  # reads train loss", 2)
+            self._put(f"seen += {self._samples}", 2)
 
     def _update(self, indent: int) -> None:
         is_ = self._is
         every = self._every
         many = int(is_["accumulate"])
-        if is_["optimizer"] == "lbfgs":
+        if is_["optimizer"].startswith("lbfgs"):
             self._put(
                 """
 def closure():
@@ -433,33 +712,21 @@ optimizer.step(closure)
 """,
                 indent,
             )
+            self._rest_of_update(indent)
             return
-        zero = "; ".join(f"{each}.zero_grad()" for each in every if each != "optimizer_j")
+        zero = "; ".join(f"{each}.zero_grad()" for each in every) or "model.zero_grad()"
         if many == 1:
             self._put(zero, indent)
-        backward = f"(loss / {many}).backward()" if many > 1 else "loss.backward()"
-        if is_["precision"] == "scaler":
-            backward = backward.replace(".backward", ").backward").replace(
-                "loss", "scaler.scale(loss", 1
-            )
-            if many > 1:
-                backward = f"scaler.scale(loss / {many}).backward()"
-        if is_["gradient"] == "twice":
-            half = f"(loss * 0.5 / {many}).backward"
-            backward = f"{half}(retain_graph=True)\n{half}()"
-        if is_["gradient"] == "autograd.grad":
-            backward = f"""
-used = [p for p in model.parameters() if p.requires_grad]
-for p, g in zip(used, torch.autograd.grad(loss / {many}, used)):
-    p.grad = g if p.grad is None else p.grad + g
-"""
-        self._put(backward, indent)
+        self._put(self._backward(many), indent)
+        if is_["skip"] == "nan at the end":
+            self._put(f"if not torch.isfinite(loss):\n    {zero}\n    continue", indent)
         if many > 1:
-            self._put("pending += 1", indent)
             last = "" if is_["leftover"] == "drop" else " or number + 1 == len(loader)"
             self._put(f"if (number + 1) % {many} == 0{last}:", indent)
             indent += 1
         scaled = is_["precision"] == "scaler" and is_["gradient"] not in ("twice", "autograd.grad")
+        if is_["clip"] != "none" and self._way != "run":
+            self._put("ranks.take_assigned()", indent)
         if is_["clip"] == "norm":
             if scaled:
                 self._put("scaler.unscale_(optimizer)", indent)
@@ -467,18 +734,41 @@ for p, g in zip(used, torch.autograd.grad(loss / {many}, used)):
         if is_["clip"] == "value":
             self._put("nn.utils.clip_grad_value_(model.parameters(), 0.05)", indent)
         if scaled:
-            steps = [f"scaler.step({each})" for each in every if each != "optimizer_j"]
+            steps = [f"scaler.step({each})" for each in every]
             self._put("\n".join([*steps, "scaler.update()"]), indent)
         else:
-            self._put("\n".join(f"{e}.step()" for e in every if e != "optimizer_j"), indent)
+            self._put("\n".join(f"{e}.step()" for e in every) or _BY_HAND_STEP, indent)
         if many > 1:
-            self._put(f"{zero}\npending = 0", indent)
+            self._put(zero, indent)
+        self._rest_of_update(indent)
+
+    def _backward(self, many: int) -> str:
+        part = f"loss / {many}" if many > 1 else "loss"
+        gradient = self._is["gradient"]
+        if gradient == "twice":
+            half = f"({part} * 0.5).backward"
+            return f"{half}(retain_graph=True)\n{half}()"
+        if gradient == "autograd.grad":
+            return f"""
+used = [p for p in model.parameters() if p.requires_grad]
+for p, g in zip(used, torch.autograd.grad({part}, used)):
+    p.grad = g if p.grad is None else p.grad + g
+"""
+        if gradient == "two backwards":
+            more = "(0.1 * model(a).square().mean()"
+            return f"({part}).backward()\n{more} / {many}).backward()"
+        if self._is["precision"] == "scaler":
+            return f"scaler.scale({part}).backward()"
+        return f"({part}).backward()" if many > 1 else "loss.backward()"
+
+    def _rest_of_update(self, indent: int) -> None:
+        is_ = self._is
         if is_["several"] == "gan":
             self._put(
                 """
 optimizer_j.zero_grad()
-fake = judge(model(a)[:, :2].float().detach())
-real = judge(a[:, :2].float())
+fake = judge(model(a)[:, :2].detach().to(judge[0].weight))
+real = judge(a[:, :2].to(judge[0].weight))
 F.softplus(fake - real).mean().backward()
 optimizer_j.step()
 """,
@@ -501,22 +791,36 @@ with torch.no_grad():
     def _after_epoch(self) -> None:
         is_ = self._is
         self._put("val = validate()", 1)
-        printed = {
-            "val": 'print(f"epoch {epoch}: val {val:.3f}")',
-            "train loss": 'print(f"epoch {epoch}: train loss {total / max(seen, 1):.3f}")',
-            "last loss": 'print(f"epoch {epoch}: last loss {loss.item():.3f}")',
-            "accuracy": 'print(f"epoch {epoch}: {right} of {len(data)} right")',
-            "norm": 'print(f"epoch {epoch}: weights {sum(p.norm().item() for p in '
-            'model.parameters()):.3f}")',
-            "rate": "print(f\"epoch {epoch}: rate {optimizer.param_groups[0]['lr']:.4f}\")",
-        }.get(is_["prints"])
-        if printed:
-            self._put(printed, 1)
+        if is_["inner"] == "with gradients":
+            self._put(
+                """
+model.eval()
+far_ = sum(loss_of(model(a), b).item() for a, b in held_loader)
+print(f"epoch {epoch}: held {far_:.3f}")
+model.train()
+""",
+                1,
+            )
+        if is_["inner"] == "train set":
+            self._put(
+                f"""
+model.eval()
+far_ = 0.0
+with torch.no_grad():
+    for item in loader:
+        {self._unpacked()}
+        far_ += loss_of(model(a), b).item() * {self._samples} / len(data)
+print(f"epoch {{epoch}}: train set {{far_:.3f}}")
+model.train()
+""",
+                1,
+            )
+        self._prints()
         steps = {
             "step": "scheduler.step()",
             "cosine": "scheduler.step()",
             "plateau": "scheduler.step(val)",
-            "plateau on train": "scheduler.step(total / max(seen, 1))",
+            "plateau on train": f"scheduler.step({self._mean})",
         }.get(is_["scheduler"])
         if steps:
             self._put(steps, 1)
@@ -524,12 +828,35 @@ with torch.no_grad():
         saves = {
             "epochs": f"torch.save({state}, f'epoch{{epoch}}.pt')",
             "best by val": f"if val < best:\n    best = val\n    torch.save({state}, 'best.pt')",
-            "best by train": f"if total / max(seen, 1) < best:\n    best = total / max(seen, 1)\n"
+            "best by train": f"if {self._mean} < best:\n    best = {self._mean}\n"
             f"    torch.save({state}, 'best.pt')",
             "replaced": f"torch.save({state}, 'new.pt')\nos.replace('new.pt', 'last.pt')",
         }.get(is_["save"])
         if saves:
             self._put(saves, 1)
+        self._files()
+        if is_["resume"] in ("between epochs", "new objects"):
+            self._resume()
+        if is_["stop"] == "val":
+            self._put("if val < 0.3:\n    break", 1)
+        if is_["stop"] == "train":
+            self._put(f"if {self._mean} < 0.35:\n    break", 1)
+
+    def _prints(self) -> None:
+        printed = {
+            "val": 'print(f"epoch {epoch}: val {val:.3f}")',
+            "train loss": f'print(f"epoch {{epoch}}: train loss {{{self._mean}:.3f}}")',
+            "last loss": 'print(f"epoch {epoch}: last loss {loss.item():.3f}")  # reads last loss',
+            "accuracy": 'print(f"epoch {epoch}: accuracy {right} of {len(data)}")',
+            "metric": 'print(f"epoch {epoch}: metric {far:.3f}")',
+            "norm": 'print(f"epoch {epoch}: weights {sum(p.norm().item() for p in '
+            'model.parameters()):.3f}")',
+            "rate": "print(f\"epoch {epoch}: rate {optimizer.param_groups[0]['lr']:.4f}\")",
+        }.get(self._is["prints"])
+        if printed:
+            self._put(printed, 1)
+
+    def _files(self) -> None:
         files = {
             "csv": "with open('log.csv', 'a', newline='') as file:\n    csv.writer(file).writerow("
             "[epoch, round(val, 3)])",
@@ -537,27 +864,33 @@ with torch.no_grad():
             "makedirs": "os.makedirs(f'run/epoch{epoch}')\n"
             "open(f'run/epoch{epoch}/done', 'w').write('x')",
             "logging": "logging.basicConfig(filename='train.log', format='%(message)s', level=20)\n"
-            "logging.info('epoch %d val %.3f', epoch, val)",
+            "logging.info('epoch %d: val %.3f', epoch, val)",
             "numpy": "np.save(f'val{epoch}.npy', np.array([val]))",
             "removed": "open('old', 'w').close()\nos.remove('old')",
-        }.get(is_["files"])
+            "kept open": 'print(f"epoch {epoch}: val {val:.3f}", file=log, flush=True)',
+            "moved": "os.mkdir('part')\nopen('part/val', 'w').write(f'{val:.3f}')\n"
+            "shutil.move('part', f'epoch{epoch}')",
+        }.get(self._is["files"])
         if files:
             self._put(files, 1)
-        if is_["resume"] == "between epochs":
+
+    def _resume(self) -> None:
+        is_ = self._is
+        has_state = is_["optimizer"] != "by hand"
+        states = ', "optimizer": optimizer.state_dict()' if has_state else ""
+        again = "model = build()\noptimizer = make(model.parameters())\n"
+        self._put("if epoch == 0:", 1)
+        self._put(f'torch.save({{"model": model.state_dict(){states}}}, "resume.pt")', 2)
+        self._put('stored = torch.load("resume.pt")', 2)
+        self._put(again if is_["resume"] == "new objects" else "", 2)
+        if self._way != "run" and is_["resume"] == "new objects":
             self._put(
-                """
-if epoch == 0:
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "resume.pt")
-    stored = torch.load("resume.pt")
-    model.load_state_dict(stored["model"])
-    optimizer.load_state_dict(stored["optimizer"])
-""",
-                1,
+                "ranks.close()\nranks = dlio.distribute(model, optimizer) if size > 1 else Alone()",
+                2,
             )
-        if is_["stop"] == "val":
-            self._put("if val < 0.3:\n    break", 1)
-        if is_["stop"] == "train":
-            self._put("if total / max(seen, 1) < 0.35:\n    break", 1)
+        self._put('model.load_state_dict(stored["model"])', 2)
+        if has_state:
+            self._put('optimizer.load_state_dict(stored["optimizer"])', 2)
 
     def _end(self) -> None:
         if self._is["save"] == "end":
@@ -578,13 +911,22 @@ weights |= {"buffer " + n: b.double().numpy() for n, b in model.named_buffers()}
         self._put("np.savez(f\"{os.environ['FUZZ_OUT']}/rank{rank}.npz\", **weights)")
 
 
+_BY_HAND_STEP: Final = """
+with torch.no_grad():
+    for p in model.parameters():
+        if p.grad is not None:
+            p -= 0.1 * p.grad
+"""
 _OPTIMIZERS: Final = {
     "sgd": "torch.optim.SGD(parameters, lr=0.1)",
     "momentum": "torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)",
     "adam": "torch.optim.Adam(parameters, lr=0.01)",
     "adamw": "torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)",
     "rmsprop": "torch.optim.RMSprop(parameters, lr=0.005)",
+    "adagrad": "torch.optim.Adagrad(parameters, lr=0.05)",
     "lbfgs": "torch.optim.LBFGS(parameters, lr=0.2, max_iter=3)",
+    "lbfgs with a search": "torch.optim.LBFGS(parameters, max_iter=4, "
+    'line_search_fn="strong_wolfe")',
 }
 _SCHEDULERS: Final = {
     "step": "StepLR(optimizer, 1, gamma=0.5)",

@@ -1,18 +1,21 @@
 """Run many scripts in turn in one process, or on the ranks of one job.
 
-    python worker.py WAY LIST       # with mpirun for several ranks
+    python worker.py WAY LIST [FAULT]       # with mpirun for several ranks
 
 Each line of LIST is a folder with `train.py`. Output goes to `FOLDER.out/RANK.out` and `.err`; an
 empty file `FOLDER.out/RANK.done` says that the script has ended. A script that fails ends the
-process, or the job, unless it is alone.
+process, or the job, unless it is alone. FAULT breaks dlio first (see `faults`).
 """
 
+import atexit
 import logging
 import os
 import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 
 def main(way: str, folders: list[str]) -> None:
@@ -45,16 +48,33 @@ def main(way: str, folders: list[str]) -> None:
 
 
 def _run(way: str) -> None:
-    if way == "run":
-        from dlio.integrations.script.run_options import RunOptions
-        from dlio.integrations.script.runner import run_script
-
-        run_script("train.py", (), RunOptions())
-    else:
+    if way != "run":
         runpy.run_path("train.py", run_name="__main__")
+        return
+    from dlio.integrations.script.private_files import PrivateFiles
+    from dlio.integrations.script.run_options import RunOptions
+    from dlio.integrations.script.runner import run_script
+
+    kept: list[PrivateFiles] = []
+    original = PrivateFiles.__init__
+
+    def made(files: PrivateFiles, *args: Any) -> None:
+        kept.append(files)
+        original(files, *args)
+
+    with patch.object(PrivateFiles, "__init__", made):
+        run_script("train.py", (), RunOptions())
+    # A rank's private files end with its process; here another script follows.
+    for files in kept:
+        atexit.unregister(files._close)
+        files._close()
 
 
 if __name__ == "__main__":
+    if sys.argv[3:]:
+        from tests.fuzz.training.faults import FAULTS
+
+        FAULTS[sys.argv[3]]()
     listed = Path(sys.argv[2]).read_text(encoding="utf-8").split()
     if sys.argv[1] == "alone":
         main("alone", listed)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dlio.integrations.script.loss_terms import GraphStates, find_terms
+from dlio.integrations.script.loss_terms import GraphStates, find_terms, selects_nothing
 from dlio.integrations.script.mixed_samples import mixed_samples
 
 _N = 8
@@ -127,3 +127,16 @@ def test_losses_of_single_samples_compare_none() -> None:
     assert _mixed(lambda: square(_x).square().mean()) is None
     assert _mixed(lambda: attention(sequences).square().mean()) is None
     assert _mixed(lambda: functional.cross_entropy(_out() @ torch.randn(4, 50), _y)) is None
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_sums_of_no_element_are_seen(kept: int) -> None:
+    far, mask = _out() - _t, (torch.arange(_N) < kept)[:, None]
+    for total in (
+        (far.square() * mask).sum(),
+        far[mask[:, 0]].abs().sum(),
+        far.where(mask, torch.zeros_like(far)).sum(),
+    ):
+        loss = total / mask.sum().clamp(min=1)
+        (term,) = find_terms([loss], GraphStates(_N)).terms
+        assert selects_nothing(term.reduces) == (kept == 0)

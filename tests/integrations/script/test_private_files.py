@@ -86,6 +86,20 @@ subprocess.run(["true"])
 
 
 @pytest.mark.mpi
+def test_the_first_write_meets_the_folder_of_a_killed_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        """
+import os, subprocess
+subprocess.run(["mkdir", "-p", os.environ["TMPDIR"] + "/dlio-run-killed"])
+open("log", "w").close()
+"""
+    )
+    (tmp_path / "tmp").mkdir()
+    done = _run(tmp_path, "-m", "dlio.cli", "run", "-n", "2", "script.py")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.mpi
 def test_files_that_have_the_ranks_number_in_their_names_are_written_by_each(
     tmp_path: Path,
 ) -> None:

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dlio.integrations.script import script_lines
 from dlio.integrations.script.pass_use import PassMemory, loop_trains
 
 _SCRIPT = """
@@ -191,7 +193,7 @@ def test_a_loop_trains_if_each_turn_calls_backward_and_an_optimizer_steps(tmp_pa
 def test_a_pass_trains_once_an_optimizer_has_stepped_on_its_batches() -> None:
     memory, data = PassMemory(), object()
     for turn in range(4):
-        use, other = (memory.begin(data, length, evaluating=False) for length in (4, 5))
+        use, other = (memory.begin(data, length, evaluating=False)[0] for length in (4, 5))
         assert use.trains == (turn in (1, 2))
         if turn == 2:
             use.is_complete = True
@@ -207,3 +209,24 @@ def test_a_pass_trains_once_an_optimizer_has_stepped_on_its_batches() -> None:
         assert use.trains
         assert not other.trains
         assert use.end() is None
+
+
+def test_batches_that_are_taken_before_the_first_is_used_train() -> None:
+    memory, data = PassMemory(), object()
+    for turn in range(4):
+        use, said = memory.begin(data, 4, evaluating=False)
+        assert use.trains == (turn in (1, 2))
+        assert ("trained nothing" in (said or "")) == (turn == 3)
+        if turn < 2:
+            use.computes()
+            use.backward()
+            use.steps()
+    assert not list(memory.end())
+
+
+def test_what_starts_dlio_is_no_line_of_the_script() -> None:
+    names: dict[str, Callable[[Callable[[], object]], object]] = {}
+    file = os.path.join(os.path.dirname(script_lines.__file__), "runner.py")
+    exec(compile("def run_script(act): return act()", file, "exec"), names)
+    assert script_lines.script_frames()
+    assert not names["run_script"](script_lines.script_frames)

@@ -1,0 +1,159 @@
+"""Notices about drawn scripts: which values each one excuses, and whether it is true.
+
+A script is known by its choices, so that each notice, and each reason to stop, can be checked: one
+that names another fault than the script's, or another line, is untrue.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from tests.fuzz.training.grammar import Choices, decides_by, marked
+
+WEIGHTS: Final = "weights"
+"""Excuses the weights, and all that follows from them."""
+_PLACE: Final = re.compile(r"train\.py:(\d+)")
+_UNLIKE: Final = re.compile(
+    r"the ranks of the script do different things: rank \d goes on with (.+?) at (\S+?|the end of "
+    r"the script), rank \d with (.+?) at (\S+?|the end of the script)\. Each rank"
+)
+_AT_CALL: Final = {
+    "backward": ("backward", "autograd.grad"),
+    "optimizer.step": (".step(",),
+    "the next batch": ("for ", "next("),
+    "the start of a pass over a loader": ("for ", "list(", "iter(", "next("),
+    "the end of a pass over a loader": ("for ",),
+    "torch.save": ("torch.save",),
+    "eval()": ("eval()",),
+    "ReduceLROnPlateau.step": ("scheduler.step",),
+    "the making of an optimizer": ("make(", "torch.optim"),
+    "its end": ("the end of the script",),
+}
+"""Texts of which a line of the script that makes a call has one."""
+
+
+@dataclass(slots=True)
+class Said:
+    """Notices of one run."""
+
+    excused: set[str] = field(default_factory=set)
+    """`WEIGHTS`, and numbers that are told to be those of a rank's part."""
+    untrue: list[str] = field(default_factory=list)
+
+
+def read(notices: Iterable[str], choices: Choices, script: str) -> Said:
+    """Judge the notices of a run of `dlio run`, one text each."""
+    said = Said()
+    for text in notices:
+        known = [each for each in _KNOWN if each.pattern.search(text)]
+        if len(known) != 1 or not known[0].is_true(choices):
+            said.untrue.append(text)
+        elif known[0].reads:
+            _read_lines(text, choices, script, said)
+        else:
+            said.excused.update(known[0].excuses)
+    return said
+
+
+def _read_lines(text: str, choices: Choices, script: str, said: Said) -> None:
+    marks = marked(script)
+    lines = {
+        int(number)
+        for number in _PLACE.findall(re.split(": numbers that|: the loss that", text)[0])
+    }
+    if not lines or not lines <= marks.keys():
+        said.untrue.append(text)
+        return
+    numbers = {number for line in lines for number in marks[line]}
+    said.excused |= numbers
+    if numbers.intersection(decides_by(choices)):
+        said.excused.add(WEIGHTS)
+
+
+def is_true_stop(text: str, choices: Choices, script: str) -> bool:
+    """True if a script is rightly stopped: its ranks decide by numbers of their own parts, and the
+    lines that the error names make the calls that it names."""
+    unlike = _UNLIKE.search(text)
+    if unlike is None or not decides_by(choices):
+        return False
+    if "is nan" in text and choices.get("skip") != "nan":
+        return False
+    lines = script.splitlines()
+    first, at_first, second, at_second = unlike.groups()
+    for call, place in ((first, at_first), (second, at_second)):
+        name = call.partition(" with learning rate")[0].partition(" (")[0]
+        line = _PLACE.fullmatch(place)
+        text = lines[int(line[1]) - 1] if line is not None else place
+        if not any(each in text for each in _AT_CALL.get(name, ())):
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Notice:
+    """A kind of notice."""
+
+    pattern: re.Pattern[str]
+    is_true: Callable[[Choices], bool]
+    excuses: tuple[str, ...] = ()
+    reads: bool = False
+    """True if it names lines that read numbers of training batches."""
+
+
+def _is(name: str, *alternatives: str) -> Callable[[Choices], bool]:
+    return lambda choices: choices.get(name) in alternatives
+
+
+_KNOWN: Final = (
+    _Notice(
+        re.compile("the loss compares samples of a batch .*another loss than that of one process"),
+        _is("loss", "pairs"),
+        (WEIGHTS,),
+    ),
+    _Notice(
+        re.compile(r"the loss is not a mean over samples \(.*not the gradient of one process"),
+        _is("loss", "root"),
+        (WEIGHTS,),
+    ),
+    _Notice(
+        re.compile("the loss comes from square, which nothing sees into"),
+        _is("loss", "custom"),
+    ),
+    _Notice(
+        re.compile("batch norm uses the statistics of each rank's share"),
+        _is("norm", "batch"),
+        (WEIGHTS,),
+    ),
+    _Notice(
+        re.compile("numbers that the script reads there from training batches"),
+        lambda choices: True,
+        reads=True,
+    ),
+    _Notice(
+        re.compile("the loss that the script reads there is that of the whole batch, and seems"),
+        lambda choices: choices.get("read") == "after" and choices.get("average") != "batches",
+        reads=True,
+    ),
+    _Notice(
+        re.compile(r"trained without a torch DataLoader or without backward\(\), or had taken all"),
+        lambda choices: (
+            choices.get("loader") in ("fetch ahead", "slices")
+            or choices.get("gradient") == "autograd.grad"
+        ),
+    ),
+    _Notice(
+        # Each script writes its weights at the end.
+        re.compile(r"rank 0 alone wrote the script's files, such as [\w.]+; those of the other"),
+        lambda choices: True,
+    ),
+    _Notice(re.compile("created no torch optimizer"), _is("optimizer", "by hand")),
+    _Notice(
+        re.compile("iterable data set gives every rank all samples"), _is("loader", "iterable")
+    ),
+    _Notice(
+        re.compile("a batch has fewer samples than there are ranks, next to one of another loader"),
+        _is("several", "loaders"),
+        (WEIGHTS,),
+    ),
+)
