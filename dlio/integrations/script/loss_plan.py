@@ -151,10 +151,18 @@ class LossPlans:
     """Lines of which a plan has been settled."""
     divergent: set[str] = field(default_factory=set)
     """Lines where ranks have had different terms in one step."""
+    _constants: set[str] = field(default_factory=set)
 
     def plan(self, line: str, terms: str) -> LossPlan:
         """Return the plan of a line's loss with some terms."""
         return self._plans.setdefault((line, terms), LossPlan())
+
+    def is_constant(self, divisor: str, shows: bool) -> bool:
+        """True if a divisor is known to be a constant, as parts of other sizes had it, too, which
+        this step may show: it may be the size of a part by chance."""
+        if shows:
+            self._constants.add(divisor)
+        return divisor in self._constants
 
 
 def _is_count(term: LossTerm, place: int, size: int) -> bool:

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.exchange import Exchange
-from dlio.integrations.script.loss_plan import OWN, LossPlan, PlannedStep, TermUse
+from dlio.integrations.script.loss_plan import OWN, LossPlan, LossPlans, PlannedStep, TermUse
 from dlio.integrations.script.loss_terms import (
     Divisor,
     GraphStates,
@@ -109,8 +109,6 @@ class ScriptLossWeights:
         self._plan = LossPlan()
         """That of the latest backward."""
         context.guard.doubted = self.doubted
-        self._constants: set[str] = set()
-        """Divisors that are constants, by line and operation."""
         self._unscaled: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         """By a loss that a gradient scaler has scaled, the loss itself."""
 
@@ -263,7 +261,7 @@ class ScriptLossWeights:
             )
             return [], None
         counts = [
-            self._count(term, row, len(batch.samples))
+            self._count(term, row, len(batch.samples), batch.of.use.plans)
             for term, row in zip(parts.terms, totals.terms, strict=False)
         ]
         if self._context.is_alone:
@@ -336,7 +334,9 @@ class ScriptLossWeights:
         table = total[len(head) :].reshape(_TERMS, _ROW)
         return _Totals(sums[0], sums[1], sums[2], sums[3], sums[4], alike, table)
 
-    def _count(self, term: LossTerm, row: npt.NDArray[np.float64], whole: int) -> _Count | None:
+    def _count(
+        self, term: LossTerm, row: npt.NDArray[np.float64], whole: int, plans: LossPlans
+    ) -> _Count | None:
         """Return the divisor of a mean; None for a sum.
 
         All ranks decide alike, as they do by totals. `whole` is the size of the batch.
@@ -352,7 +352,9 @@ class ScriptLossWeights:
                     return _Count(divisor.value, values, squares, products, number)
             elif divisor.value == whole and not differs:
                 continue  # The script's batch size: a constant.
-            elif self._is_constant(f"{term.name} {number}", counts < ranks and not differs):
+            elif plans.is_constant(
+                f"{script_line()} {term.name} {number}", counts < ranks and not differs
+            ):
                 continue
             elif (counts == ranks or differs) and divisor.is_factor and _is_round(divisor.value):
                 self._context.say(
@@ -363,14 +365,6 @@ class ScriptLossWeights:
             elif counts == ranks or differs:
                 return _Count(divisor.value, values, squares, products, number)
         return None
-
-    def _is_constant(self, divisor: str, shows: bool) -> bool:
-        """True if a divisor is known to be a constant, as parts of other sizes had it, too: it may
-        be the size of a part by chance."""
-        key = f"{script_line()} {divisor}"
-        if shows:
-            self._constants.add(key)
-        return key in self._constants
 
     def _value(
         self,

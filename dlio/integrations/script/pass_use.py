@@ -32,8 +32,6 @@ class PassUse:
         """True if an optimizer has stepped on its batches."""
         self.sizes: tuple[str, ...] = ()
         """Lines of its loop that take the size of a batch as a number."""
-        self.is_complete = False
-        """True if the script has taken all batches: it did not leave the pass, or fail in it."""
         self._is_computed = self._is_backward = False
         self.plans = LossPlans()
         """Of the losses of its batches; all passes of a loader have the same ones."""
@@ -59,8 +57,6 @@ class PassUse:
         if not self.trains or self._is_backward:
             return None
         self._memory.trained.discard(self._key)
-        if not self.is_complete:
-            return None
         return (
             f"{self._where}: this pass was divided among the ranks, as an earlier one from there "
             "trained, but it trained nothing: its numbers are those of rank 0's part of the data"

@@ -363,7 +363,7 @@ class SharingLoader(DataLoader[_T_co]):
             for data in self._dealt(use):
                 taken += 1
                 yield data
-            is_over = use.is_complete = True
+            is_over = True
         finally:
             self._context.ended(use)
             if not is_over and generator is not None:

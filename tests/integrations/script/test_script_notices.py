@@ -196,7 +196,6 @@ def test_a_pass_trains_once_an_optimizer_has_stepped_on_its_batches() -> None:
         use, other = (memory.begin(data, length, evaluating=False)[0] for length in (4, 5))
         assert use.trains == (turn in (1, 2))
         if turn == 2:
-            use.is_complete = True
             assert "trained nothing" in (use.end() or "")
             continue
         use.backward()  # Of another loader's batch.
