@@ -3,7 +3,8 @@ process does.
 
 One job runs a plain script, and turns what it watches off and on again every few steps: digests of
 the ranks' calls, weights and losses, the search for the terms of a loss and their messages, and the
-lines that read numbers. Both halves of a pair of blocks are neighbours in time.
+lines that read numbers. Both halves of a pair of blocks are neighbours in time; which one comes
+first changes from pair to pair. A block's time is the median of its steps.
 """
 
 import os
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any, Final
 
 from dlio.comm import Communicator
@@ -29,7 +31,7 @@ from dlio_bench.training.training_options import TrainingBenchOptions
 _RANKS: Final = 2
 _WARM_UP: Final = 2
 """Blocks that are left out."""
-_PAIRS: Final = 15
+_PAIRS: Final = 20
 _TIMEOUT_S: Final = 1800.0
 _SCRIPT: Final = """
 import sys
@@ -89,7 +91,7 @@ def blocks_of(_: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
     """Seconds of a step in blocks that are watched, and in those that are not."""
     block, pairs = task["block"], task["pairs"]
     batches = -(-block * (2 * pairs + _WARM_UP) // 4) * 4 + 4
-    clock = _BlockClock(block, 2 * pairs + _WARM_UP)
+    clock = _BlockClock(block)
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder, clock.installed():
         path = os.path.join(folder, "step.py")
         with open(path, "w", encoding="utf-8") as file:
@@ -97,20 +99,24 @@ def blocks_of(_: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
         arguments = ("network", "side", "batch_size")
         argv = [*(str(task[name]) for name in arguments), str(batches), str(task["seed"])]
         run_script(path, argv, RunOptions())
-    seconds = clock.seconds[_WARM_UP:]
-    return {"on": seconds[::2], "off": seconds[1::2]}
+    seconds = {False: list[float](), True: list[float]()}
+    for is_on, of_steps in clock.blocks[_WARM_UP : _WARM_UP + 2 * pairs]:
+        seconds[is_on].append(median(of_steps))
+    return {"on": seconds[True], "off": seconds[False]}
 
 
 class _BlockClock:
     """Measures blocks of steps of a script, every second of which is not watched."""
 
-    def __init__(self, block: int, blocks: int) -> None:
-        self._block, self._blocks = block, blocks
-        self.seconds: list[float] = []
-        """Of a step, by block."""
-        self._is_on = True
-        self._batches = 0
-        self._began = 0.0
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self.blocks: list[tuple[bool, list[float]]] = [(True, [])]
+        """By block, whether it was watched, and the seconds of its steps."""
+        self._began: float | None = None
+
+    @property
+    def _is_on(self) -> bool:
+        return self.blocks[-1][0]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -149,13 +155,13 @@ class _BlockClock:
                 setattr(owner, name, original)
 
     def _next(self) -> None:
-        if self._batches % self._block == 0:
-            now = time.perf_counter()
-            if self._batches and len(self.seconds) < self._blocks:
-                self.seconds.append((now - self._began) / self._block)
-            self._is_on = len(self.seconds) % 2 == 0
-            self._began = time.perf_counter()
-        self._batches += 1
+        now = time.perf_counter()
+        if self._began is not None:
+            self.blocks[-1][1].append(now - self._began)
+        if len(self.blocks[-1][1]) == self._block:
+            # On, off, off, on, and so on.
+            self.blocks.append((len(self.blocks) % 4 in (0, 3), []))
+        self._began = time.perf_counter()
 
 
 @contextmanager

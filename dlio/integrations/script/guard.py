@@ -11,6 +11,7 @@ script which decides by them, or prints them, does as one process would.
 
 import json
 import math
+import os
 import sys
 import threading
 import zlib
@@ -30,7 +31,7 @@ from dlio.comm.deadlines import leave, looking_on
 from dlio.comm.survival.recovery import uniform
 from dlio.errors import UsageError
 from dlio.exchange.buckets import broadcast_tensors
-from dlio.integrations.script.script_lines import foreign_frames, line_of, script_frames
+from dlio.integrations.script.script_lines import foreign_frames, script_frames
 from dlio.integrations.script.script_losses import losses_of
 
 _LOSSES: Final = 4
@@ -54,8 +55,12 @@ _REMEDY: Final = (
     "Each rank sees its share of a batch: let the script decide by values that are the same on all "
     "ranks, such as the loss after backward()"
 )
-_Call = tuple[int, str, str]
-"""(number, the call, the script's line)."""
+_Call = tuple[int, str, str, int]
+"""(number, the call, file and line of the script)."""
+_Report = tuple[int, str, str]
+"""(number, the call, the script's line), as ranks tell each other."""
+_numbers_of: Final = torch.Tensor.tolist
+"""Without what a run of a script puts around it, and without giving the interpreter's lock away."""
 
 
 class ScriptGuard:
@@ -71,6 +76,7 @@ class ScriptGuard:
         self._comm = comm
         self.active = active and comm.size > 1
         self._digest, self._made = 0, 0
+        self._main = threading.main_thread().ident
         self._calls: deque[_Call] = deque(maxlen=_KEPT)
         bits = (_EXACT_BITS - math.ceil(math.log2(max(1, comm.size)))) // 2
         self._mask = (1 << max(1, bits)) - 1
@@ -85,7 +91,7 @@ class ScriptGuard:
         """Lines for the end."""
         self._steps = self._weights = 0
         """Steps of optimizers, and the digest of the weights that is to travel next; 0 for none."""
-        self._sums: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor | list[float]] = []
         """Sums of digests that were not looked at yet, of each exchange."""
         self.of_loss = 1.0
         """Factor of this rank's losses in those of the whole batch, in the present backward."""
@@ -130,11 +136,30 @@ class ScriptGuard:
         Calls of other threads than the main one, such as those that take batches ahead, come at
         other moments on each rank: they are not compared.
         """
-        if threading.current_thread() is not threading.main_thread():
+        # In a step between large operations all of this is out of the caches: each line counts.
+        if threading.get_ident() != self._main:
             return
         self._digest = zlib.crc32(call.encode(), self._digest)
-        self._calls.append((self._made, call + more, _line()))
+        frame = _frame()
+        file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        self._calls.append((self._made, call + more, file, line))
         self._made += 1
+
+    def add(self, more: str) -> None:
+        """Add something to the latest call, in which ranks may differ."""
+        if threading.get_ident() != self._main:
+            return
+        self._digest = zlib.crc32(more.encode(), self._digest)
+        number, call, file, line = self._calls[-1]
+        self._calls[-1] = number, call + more, file, line
+
+    @property
+    def line(self) -> str:
+        """The script's line of the latest call."""
+        return _line_of(self._calls[-1])
+
+    def _reported(self) -> list[_Report]:
+        return [(each[0], each[1], _line_of(each)) for each in self._calls]
 
     def took_batch(self) -> None:
         """Note that the script takes its share of a batch."""
@@ -223,7 +248,7 @@ class ScriptGuard:
         if self._departing is None:
             # Once a backward: the sum of another exchange may have changed them by now.
             self._departing = [
-                each.detach().reshape(()) * self.of_loss if each.is_cuda else each.item()
+                each.detach().reshape(()) * self.of_loss if each.is_cuda else _number(each)
                 for each in self._losses
             ]
         counted = self._departing if factor else []
@@ -240,6 +265,7 @@ class ScriptGuard:
                 into[place] = loss * factor  # Without waiting for the device.
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
+        numbers = [] if sums.is_cuda else _numbers_of(sums)
         for place, loss in enumerate(self._losses):
             # Autograd does not have to know: it has computed all gradients of these losses.
             if loss.is_cuda or sums.is_cuda:
@@ -247,10 +273,10 @@ class ScriptGuard:
             elif float(factor) > _WEIGHTLESS:
                 loss.data.fill_(math.nan)  # A mean over no element.
             else:
-                loss.data.fill_(sums[place].item() * float(factor))
+                loss.data.fill_(numbers[place] * float(factor))
         if len(self._losses) > 1:
             self._means = [loss.detach().clone() for loss in self._losses]
-        self._sums.append(sums[_LOSSES:].clone())
+        self._sums.append(sums[_LOSSES:].clone() if sums.is_cuda else numbers[_LOSSES:])
 
     def _numbers(self) -> list[int]:
         """Return numbers whose sums over ranks tell whether all have the same digests."""
@@ -267,7 +293,8 @@ class ScriptGuard:
         weights. Collective then."""
         arrived, self._sums = self._sums, []
         for sums in arrived:
-            self._check(*(round(number) for number in sums.tolist()))
+            numbers = sums if isinstance(sums, list) else _numbers_of(sums)
+            self._check(*map(round, numbers))
 
     def _check(self, ranks: int, doubts: int, wrongs: int, *numbers: int) -> None:
         if doubts:
@@ -277,7 +304,7 @@ class ScriptGuard:
         # By Cauchy and Schwarz equal only if all are.
         same = [ranks * square == total * total for total, square in pairs]
         if not all(same[:_CHUNKS]):
-            reports = self._comm.allgather(list(self._calls))
+            reports = self._comm.allgather(self._reported())
             raise UsageError(
                 _difference(reports)
                 or f"the ranks of the script have done different things for a while. {_REMEDY}"
@@ -322,7 +349,7 @@ class ScriptGuard:
                 self._receive(source)
         if rank and self._told != self._made:
             self._told = self._made
-            self._tell(0, json.dumps(list(self._calls)))
+            self._tell(0, json.dumps(self._reported()))
         for source in list(self._receives):
             request, buffer = self._receives[source]
             if not request.done():
@@ -330,7 +357,7 @@ class ScriptGuard:
             text = buffer.tobytes().rstrip(b"\0").decode()
             if rank:
                 raise UsageError(text)
-            reports = [list(self._calls), *([] for _ in range(1, source)), json.loads(text)]
+            reports = [self._reported(), *([] for _ in range(1, source)), json.loads(text)]
             difference = _difference(reports)
             if difference:
                 for other in others:
@@ -352,14 +379,21 @@ class ScriptGuard:
         self._sends.append((self._talk.isend(message, dest, _TAG), message))
 
 
+def _number(loss: torch.Tensor) -> float:
+    value = _numbers_of(loss)
+    while isinstance(value, list):  # Of shape (1,).
+        (value,) = value
+    return float(value)
+
+
 def _frame() -> FrameType | None:
     """Return the frame of the script that is being run."""
     return next(iter(script_frames()), None)
 
 
-def _line() -> str:
-    frame = _frame()
-    return "the end of the script" if frame is None else line_of(frame)
+def _line_of(call: _Call) -> str:
+    file, number = call[2:]
+    return f"{os.path.basename(file)}:{number}" if file else "the end of the script"
 
 
 def _difference(reports: Sequence[Sequence[Sequence[Any]]]) -> str:

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dlio.integrations.script.loss_terms import LossTerm, LossTerms
+import torch
+
+from dlio.integrations.script.loss_terms import LossTerm, LossTerms, chain_to, count_along
 
 _STEPS: Final = 3
 """Steps with the same conclusion after which no messages are sent."""
@@ -61,9 +63,13 @@ class PlannedStep:
 class LossPlan:
     """What ranks know of a loss with the same terms at the same line."""
 
+    terms: str = ""
+    """Their names."""
     uses: tuple[TermUse, ...] = ()
     constants: tuple[frozenset[float], ...] = ()
     """By term, the divisors of sums that are not counts."""
+    chain: tuple[str, ...] = ()
+    """Nodes from a loss that is a single mean to that mean, if one look tells its count."""
     _agreed: int = 0
     _failed: bool = False
     _is_mean: bool = field(default=False)
@@ -73,6 +79,11 @@ class LossPlan:
     def is_settled(self) -> bool:
         """True if no message is needed."""
         return self._agreed >= _STEPS and not self._failed
+
+    @property
+    def is_single_mean(self) -> bool:
+        """True for one mean over elements that a rank counts alone, and nothing else."""
+        return self._is_mean and self.uses[0].divisor == OWN
 
     def learn(self, parts: LossTerms, uses: Sequence[TermUse], knows_batch: bool) -> None:
         """Conclude from a step in which ranks have added up their counts.
@@ -129,6 +140,18 @@ class LossPlan:
             factors.append(relative)
         return PlannedStep(weight, factors, self._of_loss(parts, ratio), odd or wrong, wrong)
 
+    def quick_step(self, root: torch.Tensor, samples: float) -> PlannedStep | None:
+        """Return what `step` does, without a search for the terms of a loss; None if it takes
+        one."""
+        if not (self.chain and samples and self.is_settled):
+            return None
+        count, use = count_along(root, self.chain), self.uses[0]
+        if count is None or not use.per_sample:
+            return None
+        weight = count / use.per_sample
+        is_usual = abs(weight - samples) <= 1e-9 * samples
+        return PlannedStep(weight, (1.0,)) if is_usual or use.masks else None
+
     def _of_loss(self, parts: LossTerms, ratio: float) -> float | None:
         sums = [use.divisor is None for use in self.uses]
         if not sums or parts.unknown or parts.hidden or len(parts.terms) > len(sums):
@@ -152,10 +175,25 @@ class LossPlans:
     divergent: set[str] = field(default_factory=set)
     """Lines where ranks have had different terms in one step."""
     _constants: set[str] = field(default_factory=set)
+    _quick: dict[str, LossPlan] = field(default_factory=dict)
 
     def plan(self, line: str, terms: str) -> LossPlan:
         """Return the plan of a line's loss with some terms."""
-        return self._plans.setdefault((line, terms), LossPlan())
+        return self._plans.setdefault((line, terms), LossPlan(terms))
+
+    def quick(self, line: str) -> "LossPlan | None":
+        """Return the plan by which a line's loss may be weighed at a glance: its only one."""
+        return self._quick.get(line) if line not in self.divergent else None
+
+    def settle(self, line: str, plan: "LossPlan", root: torch.Tensor, parts: LossTerms) -> None:
+        """Note that a line's plan is settled, for losses like this one."""
+        is_first = line not in self.settled
+        self.settled.add(line)
+        if is_first and plan.is_single_mean and not parts.has_constants:
+            plan.chain = chain_to(root, parts.terms[0])
+            self._quick[line] = plan
+        elif self._quick.get(line) is not plan:
+            self._quick.pop(line, None)
 
     def is_constant(self, divisor: str, shows: bool) -> bool:
         """True if a divisor is known to be a constant, as parts of other sizes had it, too, which

@@ -46,7 +46,8 @@ class LossTerm:
     @property
     def key(self) -> str:
         """The same on all ranks for the same term."""
-        return f"{self.name} {self.is_sum} {len(self.divisors)}"
+        text = f"{self.name} as a {'sum' if self.is_sum else 'mean'}"
+        return f"{text}, divided {len(self.divisors)} times" if self.divisors else text
 
     def counts(self, value: float, samples: int) -> bool:
         """True if a number is that of the samples, or of the elements of the leading dimensions."""
@@ -93,6 +94,8 @@ _FUSED: Final = {
     "MultiMarginLossBackward0": "multi_margin_loss",
     "MultilabelMarginLossBackward0": "multilabel_margin_loss",
 }
+_SCALES: Final = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0")
+_LONGEST_CHAIN: Final = 4
 _MEANS: Final = ("MeanBackward0", "MeanBackward1")
 _SUMS: Final = ("SumBackward0", "SumBackward1", "NansumBackward0")
 _WHOLE: Final = (*_MEANS[:1], "SumBackward0", "DotBackward0", "VdotBackward0", "MaxBackward1")
@@ -290,6 +293,38 @@ def dims_of(node: Any, rank: int) -> tuple[int, ...]:
     several = (dims,) if isinstance(dims, int) else tuple(dims)
     # Autograd keeps a negative dimension as an unsigned number.
     return tuple((d - (1 << 64) if d >= 1 << 63 else d) % rank if rank else 0 for d in several)
+
+
+def chain_to(root: torch.Tensor, term: LossTerm) -> tuple[str, ...]:
+    """Return the names of nodes from a loss to its only term; none if another one may join on the
+    way, or the term's count cannot be told there alone."""
+    names: list[str] = []
+    node: Any = root.grad_fn
+    while node is not None and (name := node.name()) and len(names) < _LONGEST_CHAIN:
+        names.append(name)
+        if node == term.reduces:
+            return tuple(names) if name_of(node) in _FUSED and not term.is_sum else ()
+        inputs = _inputs(node)
+        node = inputs[0] if len(inputs) == 1 and name_of(node) in _SCALES else None
+    return ()
+
+
+def count_along(root: torch.Tensor, chain: Sequence[str]) -> float | None:
+    """Return what `find_terms` returns as the count of the only term of a loss, given `chain_to` of
+    an earlier one; None if this one is another kind of loss."""
+    node = root.grad_fn
+    for name in chain[:-1]:
+        if node is None or node.name() != name:
+            return None
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    if node is None or node.name() != chain[-1]:
+        return None
+    last: Any = node
+    if last._saved_reduction != 1:
+        return None
+    if hasattr(last, "_saved_total_weight"):
+        return float(last._saved_total_weight)
+    return float(math.prod(shape_of(*last.next_functions[0])))
 
 
 def find_terms(roots: Sequence[torch.Tensor], states: GraphStates) -> LossTerms:

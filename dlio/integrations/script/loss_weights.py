@@ -160,8 +160,12 @@ class ScriptLossWeights:
     ) -> Iterator["_WholeLoss | None"]:
         """Weigh the terms of a loss inside the `with` block. Yields what makes it the loss of the
         whole batch after that, or None if that is unknown."""
+        line = self._context.guard.line
+        step = self._quick(roots, batch, line)
+        if step is not None:
+            yield self._whole_loss(roots[0], None)
+            return
         parts = find_terms(roots, GraphStates(max(int(batch.weight), 1)))
-        line = script_line()
         self._tell(roots, batch, parts, line)
         exchanges = self._exchanges()
         factors: Sequence[float] = []
@@ -192,6 +196,24 @@ class ScriptLossWeights:
             for handle in handles:
                 handle.remove()
 
+    def _quick(
+        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, line: str
+    ) -> PlannedStep | None:
+        """Weigh a loss that is a single mean, as nearly all are, at a glance."""
+        guard, plan = self._context.guard, batch.of.use.plans.quick(line)
+        if plan is None or len(roots) != 1 or not (self._context.is_alone and guard.active):
+            return None
+        exchanges = self._exchanges()
+        if not exchanges or not all(each.alike for each in exchanges):
+            return None
+        step = plan.quick_step(roots[0], batch.weight)
+        if step is not None:
+            self._plan = plan
+            guard.add(f" of {plan.terms}")
+            for exchange in exchanges:
+                exchange.weigh(step.weight)
+        return step
+
     def _planned(self, parts: LossTerms, batch: ScriptBatch, line: str) -> PlannedStep | None:
         """Return the weights of a backward if they are known without a message."""
         guard, plans = self._context.guard, batch.of.use.plans
@@ -201,7 +223,7 @@ class ScriptLossWeights:
             return None
         if line in plans.settled:
             # One that is not settled would wait for a message that others do not send.
-            guard.note(f"a loss of {structure}")
+            guard.add(f" of {plan.terms}")
         if not (plan.is_settled and guard.active):
             return None
         step = plan.step(parts, batch.weight, len(batch.samples), self._context.batch == "global")
@@ -266,7 +288,7 @@ class ScriptLossWeights:
         ]
         if self._context.is_alone:
             self._tell_padding(parts, totals, counts)
-            self._learn(parts, batch, totals, counts, line)
+            self._learn(roots, parts, batch, totals, counts, line)
         elif batch.weight and not any(row[3] for row in rows):
             self._context.say(
                 f"{line}: a batch has fewer samples than there are ranks, next to one of "
@@ -290,6 +312,7 @@ class ScriptLossWeights:
 
     def _learn(
         self,
+        roots: Sequence[torch.Tensor],
         parts: LossTerms,
         batch: ScriptBatch,
         totals: _Totals,
@@ -308,7 +331,7 @@ class ScriptLossWeights:
                 uses[place] = TermUse(count.place, per_sample, is_even, masks)
         self._plan.learn(parts, uses, knows)
         if self._plan.is_settled:
-            batch.of.use.plans.settled.add(line)
+            batch.of.use.plans.settle(line, self._plan, roots[0], parts)
 
     def _totals(
         self, weight: float, parts: LossTerms, rows: Sequence[Sequence[float]], loss: float

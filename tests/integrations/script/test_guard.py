@@ -127,7 +127,7 @@ def test_equal_digests_pass_and_a_different_one_ends_the_script() -> None:
     guard.depart(sums, 1.0)
     guard.arrive(2 * sums, 1.0)
     guard.check()
-    guard.arrive(torch.tensor([*[0.0] * 4, 2.0, 3.0, 5.0, 3.0, 5.0, *[0.0] * 4]), 1.0)
+    guard.arrive(torch.tensor([*[0.0] * 4, 2.0, *[0.0] * 2, 3.0, 5.0, 3.0, 5.0, *[0.0] * 4]), 1.0)
     with pytest.raises(UsageError, match="different things"):
         guard.check()
 
