@@ -49,16 +49,17 @@ def _cats_and_dogs(folder: str) -> None:
         os.utime(each, (1e9, 1e9))  # The archive has the times.
     os.makedirs(f"{folder}/data")
     shutil.make_archive(f"{folder}/data/cats_and_dogs_filtered", "zip", f"{folder}/made")
-    weights = f"{folder}/cache/hub/checkpoints/resnet18-f37072fd.pth"
+    weights = f"{folder}/cache/hub/checkpoints/resnet50-11ad3fa6.pth"
     os.makedirs(os.path.dirname(weights))
     torch: Any = importlib.import_module("torch")
     torch.manual_seed(0)
-    network = importlib.import_module("torchvision.models").resnet18()
+    network = importlib.import_module("torchvision.models").resnet50()
     torch.save(network.state_dict(), weights)
 
 
 _ACCURACY: Final = """
-import datasets, evaluate
+import datasets
+import evaluate
 
 class Accuracy(evaluate.Metric):
     def _info(self):
@@ -157,7 +158,7 @@ SCRIPTS: Final = (
             "--train-crop-size 32".split()
         ),
         _images,
-        times=r"(img/s|time|data|eta): [\d.:]+|Took.*",
+        times=r"(img/s|time|data|eta): [\d.:]+|(Took|Training time) .*",
     ),
     FieldScript(
         "lightning_finetuning",
@@ -167,8 +168,7 @@ SCRIPTS: Final = (
         tuple(
             "fit --trainer.max_epochs 3 --finetuning.milestones [1,2] --data.batch_size 8 "
             "--trainer.accelerator cpu --trainer.limit_train_batches 2 "
-            "--trainer.limit_val_batches 1 --trainer.log_every_n_steps 1 "
-            "--model.backbone resnet18".split()
+            "--trainer.limit_val_batches 1 --trainer.log_every_n_steps 1".split()
         ),
         _cats_and_dogs,
         environment={"TORCH_HOME": "cache"},
@@ -185,7 +185,7 @@ SCRIPTS: Final = (
             "--report_to none".split()
         ),
         _sentences,
-        times=r"_(runtime|(samples|steps)_per_second)'?\s*[:=]\s+'?[\d.:]+",
+        times=r"\d\d/\d\d/\d+ [\d:]+|default-\w+|keep/\w+|_(runtime|(samples|steps)_per_second)'?\s*[:=]\s+'?[\d.:]+",
         environment={"HF_HUB_OFFLINE": "1", "HF_HOME": "cache"},
     ),
 )

@@ -78,7 +78,7 @@ def _save(process: int) -> None:
     import torch
 
     rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
-    tensors = {name: each.detach().cpu() for name, each in _KEPT.items()}
+    tensors = {name: each.detach().cpu() for name, each in _KEPT.items() if not each.is_meta}
     if tensors and os.getpid() == process:
         torch.save(tensors, f"{os.environ['FIELD_KEEPS']}/{rank}.pt")
 
