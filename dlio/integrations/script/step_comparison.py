@@ -24,8 +24,10 @@ _SMALL: Final = 1e-5
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 _TIMES: Final = re.compile(
     r"(?i)\d+:\d\d(:\d\d)?|[\d.]+ ?(?:s|ms|us|sec|secs|seconds|it/s|img/s|samples/s|/s)\b"
-    r"|\b(?:time|elapsed|eta|duration|speed|throughput|ms|secs?|seconds)\b[/\w]*[ :=]*[\d.]+"
+    r"|\b(?:time|elapsed|took|eta|duration|speed|throughput|ms|secs?|seconds)\b[/\w]*[ :=]*[\d.]+"
     r"(?: *\( *[\d.]+\))?"
+    # Digests of paths, which differ between scratch folders.
+    r"|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{12,}\b"
 )
 
 
