@@ -105,7 +105,8 @@ class Trial:
 
     def lines(self, run: FieldRun) -> list[str]:
         """Return the printed lines of a run that are not those of one process."""
-        return differing_lines(self.one.printed, run.printed, self._script.times)
+        printed = [each.printed.replace(each.folder, ".") for each in (self.one, run)]
+        return differing_lines(printed[0], printed[1], self._script.times)
 
     def weights(self, run: FieldRun, rank: int = 0) -> tuple[float, str]:
         """Return the largest relative difference of a rank's parameters from one process's, and

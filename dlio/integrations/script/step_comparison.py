@@ -26,7 +26,8 @@ _TIMES: Final = re.compile(
     r"(?i)\d+:\d\d(:\d\d)?|[\d.]+ ?(?:s|ms|us|sec|secs|seconds|it/s|img/s|samples/s|/s)\b"
     r"|\b(?:time|elapsed|took|eta|duration|speed|throughput|ms|secs?|seconds)\b[/\w]*[ :=]*[\d.]+"
     r"(?: *\( *[\d.]+\))?"
-    # Digests of paths, which differ between scratch folders.
+    # Paths of the scratch folders, and digests of paths.
+    r"|[\w/.-]*/dlio-check-\w+/(?:one|ranks)\b"
     r"|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{12,}\b"
 )
 
