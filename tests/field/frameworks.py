@@ -185,7 +185,8 @@ SCRIPTS: Final = (
             "--report_to none".split()
         ),
         _sentences,
-        times=r"\d\d/\d\d/\d+ [\d:]+|default-\w+|_(runtime|(samples|steps)_per_second)'?\s*[:=]\s+'?[\d.:]+",
+        times=r"\d\d/\d\d/\d+ [\d:]+|default-\w+"
+        r"|_(runtime|(samples|steps)_per_second)'?\s*[:=]\s+'?[\d.:]+",
         environment={"HF_HUB_OFFLINE": "1", "HF_HOME": "cache"},
     ),
 )

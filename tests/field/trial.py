@@ -61,7 +61,7 @@ class Trial:
         words = ["run", "-n", str(ranks), *script.options]
         self.one = self._run("one", [sys.executable], {})
         self.again = self._run("again", [sys.executable], {})
-        """One process with the same seeds: what differs does so by nature."""
+        """One process with the same seeds: differences are by nature."""
         self.noise = self._run("noise", [sys.executable], {"FIELD_RESEED": "7"})
         """One process with other random numbers from the first forward pass on."""
         self.ranks = self._run("ranks", [_DLIO, *words], {})

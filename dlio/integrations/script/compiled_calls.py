@@ -1,6 +1,6 @@
-"""Calls of modules and functions that the script has given to `torch.compile`.
+"""Calls of modules and functions that a script has given to `torch.compile`.
 
-A graph holds what ran while it was traced, and no hook of a module runs inside it: such a call is
+A graph has the operations of its first run, and no hook of a module runs inside it: such a call is
 prepared as a whole, and draws its random numbers from a state of the rank.
 """
 

@@ -8,8 +8,8 @@ numbers of their own all the same, as in one process:
 - Threads of a loader, which stand for torch's worker processes, draw from generators of their own,
   also by Python's `random` and by NumPy.
 - Operations that draw inside (dropout, a distribution's parameters) draw from a state of the rank,
-  and leave all ranks with equal states. Their numbers are not one process's. So do calls of what
-  TorchScript or `torch.compile` has made.
+  and leave all ranks with equal states. Their numbers are not one process's. So do calls of
+  functions that TorchScript or `torch.compile` has made.
 """
 
 import contextlib
@@ -324,7 +324,7 @@ class ScriptRandoms:
 
 
 def _present(places: Sequence[_Place]) -> list[_Place]:
-    """Return what the owners have now at some places."""
+    """Return the present functions of some places."""
     return [(owner, name, getattr(owner, name)) for owner, name, _ in places]
 
 

@@ -1,4 +1,4 @@
-"""Save what a script has trained, without a change of the script.
+"""Save the tensors that a script has trained, without a change of the script.
 
 Python imports a module of this name, if it is on its path, before a program. Parameters and buffers
 are kept from the moment on that a module registers them, in their order, and saved when the process
