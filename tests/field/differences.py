@@ -12,6 +12,7 @@ import torch
 _NUMBER: Final = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 _STORED: Final = (".pt", ".pth", ".tar", ".bin", ".ckpt", ".safetensors")
 _WORDS: Final = 200
+_ROUNDING: Final = 1e-6
 
 
 def differing_lines(one: str, other: str, times: str) -> list[str]:
@@ -116,13 +117,18 @@ def _flat(stored: Any) -> dict[str, torch.Tensor]:
 def largest_difference(
     one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
 ) -> tuple[float, str]:
-    """Return the largest difference of tensors of a name, as a part of its norm, and its name."""
+    """Return the largest difference of tensors of a name, as a part of its norm, and its name.
+
+    Tensors that are nothing but rounding are left out, such as an attention's bias of keys, whose
+    gradient is zero.
+    """
     largest, worst = 0.0, ""
     for name in one.keys() & other.keys():
         if one[name].shape != other[name].shape:
             return float("inf"), name
         a, b = one[name].double(), other[name].double()
-        part = float((a - b).norm() / max(a.norm().item(), b.norm().item(), 1e-12))
+        size = max(a.norm().item(), b.norm().item())
+        part = float((a - b).norm()) / size if size > _ROUNDING else 0.0
         if part > largest:
             largest, worst = part, name
     return largest, worst

@@ -1,10 +1,13 @@
 """Scripts of frameworks and other projects."""
 
+import csv
+import importlib
 import os
 import pickle
 import random
 import shutil
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
@@ -38,12 +41,69 @@ def _images(folder: str) -> None:
 
 
 def _cats_and_dogs(folder: str) -> None:
-    """Write the archive that Lightning's example would download."""
+    """Write the archive and the weights that Lightning's example would download."""
     root = f"{folder}/made/cats_and_dogs_filtered"
     write_class_folders(f"{root}/train", 42, 2, 64, 1)
     write_class_folders(f"{root}/validation", 18, 2, 64, 2)
+    for each in Path(folder, "made").rglob("*"):
+        os.utime(each, (1e9, 1e9))  # The archive has the times.
     os.makedirs(f"{folder}/data")
     shutil.make_archive(f"{folder}/data/cats_and_dogs_filtered", "zip", f"{folder}/made")
+    weights = f"{folder}/cache/hub/checkpoints/resnet50-11ad3fa6.pth"
+    os.makedirs(os.path.dirname(weights))
+    torch: Any = importlib.import_module("torch")
+    torch.manual_seed(0)
+    network = importlib.import_module("torchvision.models").resnet50()
+    torch.save(network.state_dict(), weights)
+
+
+_ACCURACY: Final = """
+import datasets
+import evaluate
+
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        whole = datasets.Value("int32")
+        features = datasets.Features({"predictions": whole, "references": whole})
+        return evaluate.MetricInfo("", "", features=features)
+
+    def _compute(self, predictions, references):
+        right = sum(p == r for p, r in zip(predictions, references))
+        return {"accuracy": right / len(references)}
+"""
+
+
+def _sentences(folder: str) -> None:
+    """Write sentences of two classes, a small BERT, and the metric that is otherwise downloaded."""
+    words = [a + b for a in "bcdfgl" for b in ("a", "e", "i", "o", "un", "ort")]
+    draws = random.Random(1)
+    for name, count in (("train", 70), ("valid", 23)):
+        with open(f"{folder}/{name}.csv", "w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(["sentence", "label"])
+            for _ in range(count):
+                label = draws.randrange(2)
+                own = words[18:] if label else words[:18]
+                each = draws.choices(own + words, k=draws.randint(4, 12))
+                table.writerow([" ".join(each), label])
+    os.makedirs(f"{folder}/accuracy")
+    Path(folder, "accuracy/accuracy.py").write_text(_ACCURACY, encoding="utf-8")
+    os.makedirs(f"{folder}/model")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    Path(folder, "model/vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
+    transformers: Any = importlib.import_module("transformers")
+    importlib.import_module("torch").manual_seed(0)
+    transformers.BertTokenizer(f"{folder}/model/vocab.txt").save_pretrained(f"{folder}/model")
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(f"{folder}/model")
 
 
 SCRIPTS: Final = (
@@ -98,7 +158,7 @@ SCRIPTS: Final = (
             "--train-crop-size 32".split()
         ),
         _images,
-        times=r"(img/s|time|data|eta): [\d.:]+|Took.*",
+        times=r"(img/s|time|data|eta): [\d.:]+|(Took|Training time) .*",
     ),
     FieldScript(
         "lightning_finetuning",
@@ -111,5 +171,22 @@ SCRIPTS: Final = (
             "--trainer.limit_val_batches 1 --trainer.log_every_n_steps 1".split()
         ),
         _cats_and_dogs,
+        environment={"TORCH_HOME": "cache"},
+    ),
+    FieldScript(
+        "run_glue",
+        "huggingface/transformers",
+        "ae05b2ae619aa28fdfdcb8244009d585b7e1fed7",
+        "examples/pytorch/text-classification/run_glue.py",
+        tuple(
+            "--model_name_or_path model --train_file train.csv --validation_file valid.csv "
+            "--do_train --do_eval --num_train_epochs 2 --learning_rate 1e-3 --logging_steps 1 "
+            "--eval_strategy epoch --save_strategy epoch --output_dir out --seed 5 --use_cpu "
+            "--report_to none".split()
+        ),
+        _sentences,
+        times=r"\d\d/\d\d/\d+ [\d:]+|default-\w+"
+        r"|_(runtime|(samples|steps)_per_second)'?\s*[:=]\s+'?[\d.:]+",
+        environment={"HF_HUB_OFFLINE": "1", "HF_HOME": "cache"},
     ),
 )

@@ -59,11 +59,10 @@ class Trial:
         self._script, self._checkout, self._folder = script, checkout, folder
         self._ranks = ranks
         words = ["run", "-n", str(ranks), *script.options]
-        alone = {"FIELD_SEED": "0"}
-        self.one = self._run("one", [sys.executable], alone)
-        self.again = self._run("again", [sys.executable], alone)
-        """One process with the same seeds: what differs does so by nature."""
-        self.noise = self._run("noise", [sys.executable], {**alone, "FIELD_RESEED": "7"})
+        self.one = self._run("one", [sys.executable], {})
+        self.again = self._run("again", [sys.executable], {})
+        """One process with the same seeds: differences are by nature."""
+        self.noise = self._run("noise", [sys.executable], {"FIELD_RESEED": "7"})
         """One process with other random numbers from the first forward pass on."""
         self.ranks = self._run("ranks", [_DLIO, *words], {})
         self.check: FieldRun | None = None
@@ -74,7 +73,7 @@ class Trial:
     def _run(self, way: str, start: list[str], environment: dict[str, str]) -> FieldRun:
         script = self._script
         inside = script.folder or os.path.dirname(script.path)
-        folder = os.path.join(self._folder, way, inside)
+        folder = os.path.join(self._folder, way, inside or "script")
         kept = os.path.join(self._folder, way + ".kept")
         os.mkdir(os.path.join(self._folder, way))
         os.mkdir(kept)
@@ -82,13 +81,14 @@ class Trial:
         script.make_inputs(folder)
         began = time.monotonic()
         done = subprocess.run(
-            [*start, os.path.relpath(script.path, inside), *script.arguments],
+            [*start, os.path.relpath(script.path, inside or os.curdir), *script.arguments],
             cwd=folder,
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": _KEEPER,
                 "FIELD_KEEPS": kept,
+                "FIELD_SEED": "0",
                 **script.environment,
                 **environment,
             },
@@ -105,7 +105,8 @@ class Trial:
 
     def lines(self, run: FieldRun) -> list[str]:
         """Return the printed lines of a run that are not those of one process."""
-        return differing_lines(self.one.printed, run.printed, self._script.times)
+        printed = [each.printed.replace(each.folder, ".") for each in (self.one, run)]
+        return differing_lines(printed[0], printed[1], self._script.times)
 
     def weights(self, run: FieldRun, rank: int = 0) -> tuple[float, str]:
         """Return the largest relative difference of a rank's parameters from one process's, and

@@ -45,8 +45,8 @@ class JournalWriter:
         self._noted.add(path)
         kept = None
         try:
-            status = os.lstat(path)
-            former: Former = "folder" if stat.S_ISDIR(status.st_mode) else "file"
+            former: Former = "folder" if stat.S_ISDIR(os.lstat(path).st_mode) else "file"
+            status = os.stat(path)  # Of a link, the contents of its file.
             if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_KEPT:
                 # The process's number: a worker process of a loader may keep a file, too.
                 kept = os.path.join(self._folder, f"{os.getpid()}-{len(self._noted)}")

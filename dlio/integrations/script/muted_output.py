@@ -1,4 +1,4 @@
-"""Standard output of ranks other than 0, which write what rank 0 writes, too."""
+"""Standard output of ranks other than 0, which write the lines that rank 0 writes, too."""
 
 import io
 from typing import TextIO

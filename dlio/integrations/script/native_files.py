@@ -54,7 +54,11 @@ _NATIVE: Final = {
         _Opener("Tokenizer.save", 1, "path", _WRITE),
         _Opener("Tokenizer.from_file", 0, "path", os.O_RDONLY),
     ),
-    "torch.jit._script": (_Opener("RecursiveScriptModule.save", 1, "f", _WRITE),),
+    "torch.jit": (
+        _Opener("RecursiveScriptModule.save", 1, "f", _WRITE),
+        _Opener("ScriptFunction.save", 1, "filename", _WRITE),
+        _Opener("load", 0, "f", os.O_RDONLY),
+    ),
     "torchvision.io.image": (_Opener("write_file", 0, "filename", _WRITE),),
 }
 ROOTS: Final = frozenset(name.partition(".")[0] for name in _NATIVE)

@@ -29,6 +29,7 @@ from dlio.exchange.buckets import Named, broadcast_tensors
 from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
+from dlio.integrations.script.compiled_calls import around_compile
 from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_weights import ScriptLossWeights
@@ -161,7 +162,12 @@ class _ScriptTakeover:
             put(torch, "save", self._saved(torch.save))
             for name in METHODS:
                 put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
-            stack.enter_context(ScriptRandoms(self._comm.rank, self._context).installed())
+            randoms = ScriptRandoms(self._comm.rank, self._context)
+            stack.enter_context(randoms.installed())
+            compiled = around_compile(
+                torch.compile, randoms.show_compiler, self._forward, randoms.inside
+            )
+            put(torch, "compile", compiled)
             weighed = self._losses.around_backward(torch.autograd.backward)
             put(torch.autograd, "backward", self._backward(weighed))
             put(
@@ -177,7 +183,7 @@ class _ScriptTakeover:
             made = self._group_made(torch.distributed.init_process_group)
             put(torch.distributed, "init_process_group", made)
             for hook in (
-                register_module_forward_pre_hook(self._forward),
+                register_module_forward_pre_hook(self._called),
                 register_module_parameter_registration_hook(self._registered),
             ):
                 stack.callback(hook.remove)
@@ -191,7 +197,7 @@ class _ScriptTakeover:
             yield
 
     def _by_rank_0(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a function that prints what every rank prints."""
+        """Wrap a function that prints the same on every rank."""
 
         def show(*args: Any, **options: Any) -> None:
             if self._comm.rank == 0:  # By now, if those before have been lost.
@@ -393,6 +399,10 @@ class _ScriptTakeover:
             return result
 
         return step
+
+    def _called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self._forward(module, inputs)
 
     def _forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Prepare a module's forward pass.

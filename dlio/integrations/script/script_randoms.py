@@ -8,7 +8,8 @@ numbers of their own all the same, as in one process:
 - Threads of a loader, which stand for torch's worker processes, draw from generators of their own,
   also by Python's `random` and by NumPy.
 - Operations that draw inside (dropout, a distribution's parameters) draw from a state of the rank,
-  and leave all ranks with equal states. Their numbers are not one process's.
+  and leave all ranks with equal states. Their numbers are not one process's. So do calls of
+  functions that TorchScript or `torch.compile` has made.
 """
 
 import contextlib
@@ -42,6 +43,7 @@ _DROPS: Final = (
         ).split()
     ),
     *((kind, "forward") for kind in (nn.RNN, nn.LSTM, nn.GRU)),
+    *((kind, "__call__") for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod)),
 )
 """Operations of networks that draw inside."""
 _DIMS: Final = 2
@@ -92,38 +94,48 @@ class ScriptRandoms:
         self._thread = threading.get_ident()
         self._generators = _ThreadGenerators()
         self._all = list(self._replacements())
+        self._originals = _present(self._all)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Replace the functions inside the `with` block."""
-        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in self._all]
-        _put(self._all)
         scripted = torch.jit.script
         # Its compiler reads the source of the functions that it meets.
-        torch.jit.script = self._with_originals(scripted, replaced)
+        torch.jit.script = self._with_originals(scripted)
+        _put(self._all)
         try:
             yield
         finally:
             torch.jit.script = scripted
-            _put(replaced)
+            _put(self._originals)
 
-    def _with_originals(
-        self, original: Callable[..., Any], replaced: Sequence[_Place]
-    ) -> Callable[..., Any]:
+    def _with_originals(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def run(*args: Any, **options: Any) -> Any:
-            _put(replaced)
+            before = _present(self._all)  # It calls itself.
+            _put(self._originals)
             try:
                 return original(*args, **options)
             finally:
-                _put(self._all)
+                _put(before)
 
         return run
+
+    def show_compiler(self) -> None:
+        """Have torch's compiler take the original functions for torch's own: it lists them at its
+        first use."""
+        self._with_originals(torch._dynamo.trace_rules.get_torch_obj_rule_map)()
+
+    def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of tensors that draws numbers of its own."""
+        return self._inside(call, by_shape=False)
 
     def _is_worker(self) -> bool:
         """True in a thread of a loader."""
         return (
-            threading.get_ident() != self._thread and torch.utils.data.get_worker_info() is not None
+            not torch.compiler.is_compiling()
+            and threading.get_ident() != self._thread
+            and torch.utils.data.get_worker_info() is not None
         )
 
     def _is_left(self) -> bool:
@@ -309,6 +321,11 @@ class ScriptRandoms:
             draws = generator.get_offset() > 0
             generator.manual_seed(seed)
             generator.set_offset(offset + 4 * draws)
+
+
+def _present(places: Sequence[_Place]) -> list[_Place]:
+    """Return the present functions of some places."""
+    return [(owner, name, getattr(owner, name)) for owner, name, _ in places]
 
 
 def _put(places: Sequence[_Place]) -> None:

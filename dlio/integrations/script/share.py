@@ -71,7 +71,7 @@ class ScriptContext:
         self.divides_now = False
         """True while the script has numbers of divided batches, in their pass and after it."""
         self.last_divided: ScriptBatch | None = None
-        """The divided batch that the script got last."""
+        """The batch of which this rank got a part last."""
         self.between_passes: Callable[[], None] = lambda: None
         """Called as a pass begins. Collective."""
         self.balance = False
@@ -128,7 +128,8 @@ class ScriptContext:
         self._latest = self._current[use] = batch
         self.divides_now = batch.divided
         if batch.divided:
-            self.last_divided = batch
+            if batch.weight < len(batch.samples):
+                self.last_divided = batch
             for line in use.sizes:
                 self._sizes.setdefault(line, False)
         self._samples += batch.weight

@@ -24,8 +24,11 @@ _SMALL: Final = 1e-5
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 _TIMES: Final = re.compile(
     r"(?i)\d+:\d\d(:\d\d)?|[\d.]+ ?(?:s|ms|us|sec|secs|seconds|it/s|img/s|samples/s|/s)\b"
-    r"|\b(?:time|elapsed|eta|duration|speed|throughput|ms|secs?|seconds)\b[/\w]*[ :=]*[\d.]+"
+    r"|\b(?:time|elapsed|took|eta|duration|speed|throughput|ms|secs?|seconds)\b[/\w]*[ :=]*[\d.]+"
     r"(?: *\( *[\d.]+\))?"
+    # Paths of the scratch folders, and digests of paths.
+    r"|[\w/.-]*/dlio-check-\w+/(?:one|ranks)\b"
+    r"|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{12,}\b"
 )
 
 

@@ -169,6 +169,8 @@ class _Recorder:
             self._parents[part] = (module, name)
 
     def forward(self, module: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             self._trait("half")
         if not module.training or not torch.is_grad_enabled():

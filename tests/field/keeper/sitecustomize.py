@@ -1,9 +1,9 @@
-"""Save what a script has trained, without a change of the script.
+"""Save the tensors that a script has trained, without a change of the script.
 
 Python imports a module of this name, if it is on its path, before a program. Parameters and buffers
 are kept from the moment on that a module registers them, in their order, and saved when the process
-ends, to `$FIELD_KEEPS/RANK.pt`. `$FIELD_SEED` seeds Python and NumPy at the start, as `dlio run`
-does, and `$FIELD_RESEED` seeds all generators again at the first forward pass.
+ends, to `$FIELD_KEEPS/RANK.pt`. `$FIELD_SEED` seeds Python, NumPy and torch at the start, as `dlio
+run` does, and `$FIELD_RESEED` seeds all generators again at the first forward pass.
 """
 
 import atexit
@@ -19,13 +19,17 @@ _KEPT: dict[str, Any] = {}
 """Parameters and buffers, by their number and name."""
 
 
-class _TorchHooks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Installs the hooks of torch's modules as soon as torch is imported."""
+class _ModuleWatch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Calls a function as soon as a module is imported."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self._name, self._then = name, then
+        sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, path: Any, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch.nn.modules.module":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec: Any = importlib.machinery.PathFinder.find_spec(name, path)
@@ -37,17 +41,22 @@ class _TorchHooks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         self._loader.exec_module(module)
-        module.register_module_parameter_registration_hook(_keeper("parameter"))
-        module.register_module_buffer_registration_hook(_keeper("buffer"))
-        if "FIELD_RESEED" in os.environ:
+        self._then(module)
 
-            def begins(*_: object) -> None:
-                handle.remove()
-                _seed(int(os.environ["FIELD_RESEED"]))
-                sys.modules["torch"].manual_seed(int(os.environ["FIELD_RESEED"]))
 
-            handle = module.register_module_forward_pre_hook(begins)
-        atexit.register(_save, os.getpid())
+def _hook(module: Any) -> None:
+    """Install the hooks of torch's modules."""
+    module.register_module_parameter_registration_hook(_keeper("parameter"))
+    module.register_module_buffer_registration_hook(_keeper("buffer"))
+    if "FIELD_RESEED" in os.environ:
+
+        def begins(*_: object) -> None:
+            handle.remove()
+            _seed(int(os.environ["FIELD_RESEED"]))
+            sys.modules["torch"].manual_seed(int(os.environ["FIELD_RESEED"]))
+
+        handle = module.register_module_forward_pre_hook(begins)
+    atexit.register(_save, os.getpid())
 
 
 def _keeper(kind: str) -> Callable[[object, str, object], None]:
@@ -69,12 +78,13 @@ def _save(process: int) -> None:
     import torch
 
     rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
-    tensors = {name: each.detach().cpu() for name, each in _KEPT.items()}
+    tensors = {name: each.detach().cpu() for name, each in _KEPT.items() if not each.is_meta}
     if tensors and os.getpid() == process:
         torch.save(tensors, f"{os.environ['FIELD_KEEPS']}/{rank}.pt")
 
 
 if "FIELD_KEEPS" in os.environ:
-    sys.meta_path.insert(0, _TorchHooks())
+    _ModuleWatch("torch.nn.modules.module", _hook)
 if "FIELD_SEED" in os.environ:
     _seed(int(os.environ["FIELD_SEED"]))
+    _ModuleWatch("torch", lambda torch: torch.manual_seed(int(os.environ["FIELD_SEED"])))

@@ -474,7 +474,7 @@ def loss_of(out, b{", is_own=1" if self._way == "slices" else ""}):
     every = list(model.parameters())
     return {loss}
 """)
-        # What the loop's own `weigh` is told, where a loss is not a mean over samples.
+        # The weight that the loop's own `weigh` is told, where a loss is not a mean over samples.
         self._weight = {
             "sum": "1.0",
             "by class": "torch.tensor([1.0, 3.0])[b].sum().item()",

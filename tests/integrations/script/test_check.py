@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.integrations.script import step_comparison
 from dlio.integrations.script.scratch_folder import (
     ScratchFolder,
     made_outside,
@@ -317,3 +318,20 @@ def test_files_made_outside_are_removed_and_none_is_overwritten(
     assert made_outside(scratch.made) == [f"{home}/fresh"]
     remove_outside(scratch.made)
     assert [each.name for each in home.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("one", "ranks", "same"),
+    [
+        ("Took 0.0008", "Took 0.5", True),
+        ("/tmp/dlio-check-a1/one/data", "/tmp/dlio-check-a1/ranks/data", True),
+        ("cache/3d565459767d843a/x", "cache/7caf905a73c3f593/x", True),
+        ("/data/one/x", "/data/ranks/x", False),
+        ("took 0.5 loss 1.0", "took 0.7 loss 2.0", False),
+        ("right 123456789012", "right 923456789012", False),
+    ],
+)
+def test_times_and_scratch_folders_in_printed_lines_do_not_count(
+    one: str, ranks: str, same: bool
+) -> None:
+    assert step_comparison._same_line(one, ranks, step_comparison.BOUND) is same

@@ -91,6 +91,13 @@ def test_small_files_are_read_as_they_were(ranks: Ranks) -> None:
     assert not ranks.is_there("count")
 
 
+def test_a_link_that_rank_0_has_removed_is_read_as_its_file(ranks: Ranks) -> None:
+    (ranks.real / "file").write_text("old")
+    (ranks.real / "link").symlink_to("file")
+    ranks.rank_0("link", os.remove)
+    assert ranks.read("link") == "old"
+
+
 def test_after_two_meetings_what_rank_0_alone_has_made_is_there(ranks: Ranks) -> None:
     ranks.rank_0("vocab", lambda path: path.write_text("a b"))
     ranks.view.settle()

@@ -56,6 +56,32 @@ def test_tensors_of_samples_are_parts_of_one_process_s() -> None:
         assert one.dtype == first.dtype
 
 
+class _Dropping(nn.Module):
+    """Calls a function that TorchScript compiles from its source."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x, 0.0)
+
+
+def _noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn_like(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("way", ["script", "compile"])
+def test_compiled_functions_draw_other_numbers_on_each_rank(way: str) -> None:
+    drawn, after = [], []
+    for rank in range(2):
+        randoms = _installed(rank)
+        with randoms.installed():
+            noisy = torch.jit.script(_noisy) if way == "script" else randoms.inside(_noisy)
+            torch.manual_seed(0)
+            drawn.append(noisy(torch.zeros(4, 3)))
+        after.append(torch.get_rng_state())
+    assert not torch.equal(*drawn)
+    assert torch.equal(*after)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_dropout_differs_by_rank_and_leaves_equal_states() -> None:
     attention = nn.MultiheadAttention(4, 2, dropout=0.5)
@@ -75,7 +101,8 @@ def test_dropout_differs_by_rank_and_leaves_equal_states() -> None:
             after.append(torch.get_rng_state())
         assert not torch.equal(*masks)
         assert torch.equal(*after)
-    network, before = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), torch.get_rng_state()
+    network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), _Dropping())
+    before = torch.get_rng_state()
     with _installed(1).installed():
         functional.dropout(torch.ones(4, 3), 0.0)
         functional.dropout(torch.ones(4, 3), training=False)

@@ -1,4 +1,4 @@
-"""Passes whose use is seen from what is done with their batches, not from `train` and `eval`."""
+"""Passes that train or not by the use of their batches, not from `train` and `eval`."""
 
 import sys
 

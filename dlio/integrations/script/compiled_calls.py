@@ -1,0 +1,74 @@
+"""Calls of modules and functions that a script has given to `torch.compile`.
+
+A graph has the operations of its first run, and no hook of a module runs inside it: such a call is
+prepared as a whole, and draws its random numbers from a state of the rank.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+_Call: TypeAlias = Callable[..., Any]
+
+
+def around_compile(
+    original: _Call,
+    known: Callable[[], object],
+    prepare: Callable[[nn.Module, tuple[Any, ...]], None],
+    inside: Callable[[_Call], _Call],
+) -> _Call:
+    """Wrap `torch.compile`.
+
+    Args:
+        known: called before anything is compiled, so that the compiler knows torch's functions.
+        prepare: called with each module of a compiled call, and the call's arguments.
+        inside: wraps a function that draws random numbers by itself.
+    """
+
+    def prepared(call: _Call, modules: Sequence[nn.Module]) -> _Call:
+        within = inside(call)
+
+        @wraps(call)
+        def run(*args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return call(*args, **options)  # Part of another graph.
+            inputs = (*args, *options.values())
+            for module in (*modules, *(each for each in inputs if isinstance(each, nn.Module))):
+                for part in module.modules():
+                    prepare(part, inputs)
+            return within(*args, **options)
+
+        return run
+
+    @wraps(original)
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda each: compiled(each, **options)
+        known()
+        made = original(model, **options)
+        modules = list(_modules_of(model))
+        if isinstance(made, nn.Module):
+            made.forward = prepared(made.forward, modules)
+            return made
+        return prepared(made, modules)
+
+    return compiled
+
+
+def _modules_of(call: Any) -> Iterator[nn.Module]:
+    """Yield the modules on which a function computes, besides its arguments."""
+    if isinstance(call, nn.Module):
+        yield call
+        return
+    owner = getattr(call, "__self__", None)
+    if isinstance(owner, nn.Module):
+        yield owner
+    elif inspect.isfunction(call):
+        names = inspect.getclosurevars(call)
+        for each in (*names.nonlocals.values(), *names.globals.values()):
+            if isinstance(each, nn.Module):
+                yield each
