@@ -81,7 +81,7 @@ class Readings:
             self._context.say(
                 f"{_several(sizes)}: the size of a training batch, such as len(data), is there "
                 f"that of rank 0's part ({part} of the last one), and a loss is that of the whole "
-                "batch: means over the samples counted so are right; counts, sums over "
+                "batch: means over the samples counted so are about right; counts, sums over "
                 "len(dataset) and summed losses over such a size are not"
             )
         if not lines:

@@ -924,7 +924,7 @@ _OPTIMIZERS: Final = {
     "adamw": "torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)",
     "rmsprop": "torch.optim.RMSprop(parameters, lr=0.005)",
     "adagrad": "torch.optim.Adagrad(parameters, lr=0.05)",
-    "lbfgs": "torch.optim.LBFGS(parameters, lr=0.2, max_iter=3)",
+    "lbfgs": "torch.optim.LBFGS(parameters, lr=0.05, max_iter=2, history_size=2)",
     "lbfgs with a search": "torch.optim.LBFGS(parameters, max_iter=4, "
     'line_search_fn="strong_wolfe")',
 }

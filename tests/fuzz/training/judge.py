@@ -32,6 +32,8 @@ _EXCUSED: Final = 1.5
 """Largest difference where a notice says that weights differ."""
 _CHAOS: Final = 3e-2
 """The same where rounding alone leads far: a larger one tells nothing."""
+_NEARLY: Final = 5e-2
+"""Largest relative difference of a mean weighed by the rounded sizes of parts."""
 _RANKS: Final = 1e-6
 """Largest difference between ranks."""
 _JOB_S: Final = 600.0
@@ -78,6 +80,8 @@ class _Difference:
     value: str
     """`weights`, a printed number's name; empty if nothing can excuse it."""
     text: str
+    is_small: bool = False
+    """True for a number that is about one process's."""
 
 
 def judge(cases: Sequence[Case], folder: Path, mpi: Mpi, fault: str | None = None) -> list[Verdict]:
@@ -258,7 +262,11 @@ def _verdict(case: Case, alone: Path, place: Path, shaken: Path | None) -> Verdi
     apart, wrong = _weights(case, alone, place, bound, WEIGHTS in excused)
     if case.way == "run":
         wrong += [*_printed(case, alone, place, bound), *_files(alone, place, bound)]
-    silent = [each.text for each in wrong if not _is_excused(each, excused)]
+    silent = [
+        each.text
+        for each in wrong
+        if not (_is_excused(each, excused) or (each.is_small and each.value in said.nearly))
+    ]
     if silent:
         return Verdict("chaotic" if is_chaotic else "silent", "; ".join(silent[:4]), apart)
     return (
@@ -343,14 +351,16 @@ def _text_differences(name: str, one: str, ranks: str, bound: float) -> list[_Di
     first, second = one.splitlines(), ranks.splitlines()
     if len(first) != len(second):
         return [_Difference(WEIGHTS, f"{name}: {len(first)} lines, on ranks {len(second)}")]
-    wrong: dict[str, _Difference] = {}
+    wrong: dict[tuple[str, bool], _Difference] = {}
     for a, b in zip(first, second, strict=True):
         x, y = (np.array(_NUMBER.findall(line), float) for line in (a, b))
         same = _NUMBER.sub("#", a) == _NUMBER.sub("#", b)
         if not same or not np.allclose(x, y, atol=1.5e-3, rtol=10 * bound, equal_nan=True):
             label = _LABEL.match(a)
             value = label[1] if label is not None and same else WEIGHTS
-            wrong.setdefault(value, _Difference(value, f"{name}: {a!r}, on ranks {b!r}"))
+            small = same and np.allclose(x, y, atol=1.5e-3, rtol=_NEARLY)
+            text = f"{name}: {a!r}, on ranks {b!r}"
+            wrong.setdefault((value, small), _Difference(value, text, small))
     return list(wrong.values())
 
 

@@ -217,6 +217,7 @@ def test_batches_that_are_taken_before_the_first_is_used_train() -> None:
         use, said = memory.begin(data, 4, evaluating=False)
         assert use.trains == (turn in (1, 2))
         assert ("trained nothing" in (said or "")) == (turn == 3)
+        use.is_complete = True
         if turn < 2:
             use.computes()
             use.backward()
