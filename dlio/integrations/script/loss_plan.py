@@ -33,7 +33,7 @@ class TermUse:
     is_even: bool = True
     """True if each rank's count is in proportion to its samples."""
     masks: bool = False
-    """True if a mask has been seen: other counts are no padding."""
+    """True if a mask has been seen: other counts do not come from padding."""
 
     def agrees_with(self, other: "TermUse") -> bool:
         same = self.divisor == other.divisor and self.is_even == other.is_even
@@ -59,7 +59,7 @@ class PlannedStep:
 
 @dataclass(slots=True)
 class LossPlan:
-    """What ranks know of a loss with the same terms at the same line."""
+    """Knowledge of all ranks about a loss with the same terms at the same line."""
 
     uses: tuple[TermUse, ...] = ()
     constants: tuple[frozenset[float], ...] = ()

@@ -382,7 +382,7 @@ def _fused_term(node: Any, point: Any, divisors: tuple[Divisor, ...], samples: i
     shape = tuple(node._saved_target.shape) if counted else shape_of(*node.next_functions[0])
     numel = math.prod(shape)
     count = float(node._saved_total_weight) if counted and not is_sum else float(numel)
-    # One element of each sample is no padding.
+    # One element of each sample is not padding.
     pads = count == numel != samples and len(shape) > 0 and not _selects(node)
     return LossTerm(point, node, name, is_sum, count, shape, divisors, pads)
 

@@ -35,7 +35,7 @@ class Readings:
         self._context = context
         self._main = threading.main_thread().ident
         self._lines: dict[str, int] = {}
-        """The lines since `tell`, with a digest of what they have read."""
+        """The lines since `tell`, with a digest of the numbers read."""
         self._told: set[str] = set()
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:

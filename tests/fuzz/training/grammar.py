@@ -190,7 +190,7 @@ def decides_by(choices: Choices) -> tuple[str, ...]:
 
 
 def marked(script: str) -> dict[int, tuple[str, ...]]:
-    """Return the lines of a script that read numbers of training batches, with what they are for.
+    """Return the lines of a script that read numbers of training batches, with their uses.
 
     Such a line ends in a comment, as `total += loss.item()  # reads train loss`.
     """
@@ -474,7 +474,7 @@ def loss_of(out, b{", is_own=1" if self._way == "slices" else ""}):
     every = list(model.parameters())
     return {loss}
 """)
-        # What the loop's own `weigh` is told, where a loss is not a mean over samples.
+        # Argument of the loop's own `weigh` where a loss is not a mean over samples.
         self._weight = {
             "sum": "1.0",
             "by class": "torch.tensor([1.0, 3.0])[b].sum().item()",

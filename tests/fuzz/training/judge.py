@@ -1,7 +1,7 @@
 """Runs of drawn scripts, and the verdict on each: as one process, stopped with a reason, or silent.
 
 One process (plain Python and torch) is the measure. Weights of every rank, printed lines and saved
-files are compared with its. What differs has to be named by a notice (see `reasons`).
+files are compared with its. Differences have to be named by a notice (see `reasons`).
 """
 
 import json
@@ -254,7 +254,7 @@ def _verdict(case: Case, alone: Path, place: Path, shaken: Path | None) -> Verdi
     bound = _bound(case, alone, shaken)
     is_chaotic = bound > _CHAOS and not draws_by_part(case.choices) and _precise(case.choices)
     bound = min(bound, _CHAOS) if is_chaotic else bound
-    # A difference by design is not one process's in what follows from the weights either.
+    # A difference by design is not one process's in numbers that follow from the weights either.
     # Loops of their own are told in the documentation that batch norm is each rank's.
     by_design = case.way != "run" and case.choices.get("norm") == "batch"
     is_excused = draws_by_part(case.choices) or by_design
@@ -311,7 +311,7 @@ def _arrays(path: str) -> dict[str, Any]:
 def _weights(
     case: Case, alone: Path, place: Path, bound: float, is_said: bool
 ) -> tuple[float, list[_Difference]]:
-    """Return the largest difference of weights from one process's, and what is wrong."""
+    """Return the largest difference of weights from one process's, and the faults."""
     one = _arrays(f"{alone}.out/rank0.npz")
     every = [_arrays(f"{place}.out/rank{rank}.npz") for rank in range(case.ranks)]
     wrong = []
