@@ -191,7 +191,7 @@ class _ScriptTakeover:
             yield
 
     def _by_rank_0(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a function that prints what every rank prints."""
+        """Wrap a function that prints the same on every rank."""
 
         def show(*args: Any, **options: Any) -> None:
             if self._comm.rank == 0:  # By now, if those before have been lost.

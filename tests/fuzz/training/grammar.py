@@ -219,6 +219,8 @@ def render(choices: Choices, way: str = "run") -> str:
             chosen["loss"] = "mean"  # Over samples, as it does not weigh by itself.
         if chosen["optimizer"] == "by hand":
             chosen["optimizer"] = "sgd"
+        if chosen["optimizer"] == "lbfgs with a search":
+            chosen["optimizer"] = "lbfgs"  # By the last bit of a sum a search ends elsewhere.
         if way == "slices" and chosen["norm"] == "batch":
             chosen["norm"] = "layer"  # Of one sample it has no statistics.
     return _Script(chosen, way).text()
