@@ -43,7 +43,9 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=(), help="features, or feature=alternative")
     parser.add_argument("--keep", default="failures", help="folder for scripts that fail")
     parser.add_argument("--smaller", action="store_true", help="make failing scripts smaller")
-    parser.add_argument("--fault", choices=FAULTS, help="break dlio in this way: ends when it is seen")
+    parser.add_argument(
+        "--fault", choices=FAULTS, help="break dlio in this way: ends when it is seen"
+    )
     given = parser.parse_args()
     warm = WarmPython()
     sys.executable = warm.executable
