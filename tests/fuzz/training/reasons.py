@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.fuzz.training.grammar import Choices, decides_by, marked
+from tests.fuzz.training.grammar import FEATURES, Choices, decides_by, marked
 
 WEIGHTS: Final = "weights"
 """Excuses the weights, and all that follows from them."""
@@ -123,6 +123,14 @@ def _is(name: str, *alternatives: str) -> Callable[[Choices], bool]:
     return lambda choices: choices.get(name) in alternatives
 
 
+def _is_resumed_at_the_end(choices: Choices) -> bool:
+    """True if the batch that a resumed pass skips is the only one."""
+    chosen = {name: alternatives[0] for name, alternatives in FEATURES.items()} | choices
+    batches = int(chosen["samples"]) / int(chosen["batch"])
+    is_one = batches < 2 if chosen["drop_last"] == "yes" else batches <= 1
+    return is_one and chosen["resume"] == "in the middle"
+
+
 _KNOWN: Final = (
     _Notice(
         re.compile("the loss compares samples of a batch .*another loss than that of one process"),
@@ -152,6 +160,10 @@ _KNOWN: Final = (
         re.compile(r"the size of a training batch, such as len\(data\), is there that of rank 0's"),
         lambda choices: True,
         reads=_read_sizes,
+    ),
+    _Notice(
+        re.compile("this pass was divided among the ranks, .* but it trained nothing"),
+        _is_resumed_at_the_end,
     ),
     _Notice(
         re.compile("LBFGS searches along a line, where rounding decides: from then on every rank"),
