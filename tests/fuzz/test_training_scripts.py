@@ -117,7 +117,7 @@ def test_no_drawn_script_is_trained_wrongly_in_silence(
 )
 @pytest.mark.daily("w = np.full(3, 1.0 + int(rank) / 100)-silent", "w = np.ones(3)-same")
 def test_the_judge_sees_faults(text: str, kind: str, tmp_path: Path, mpirun: MpiRun) -> None:
-    case = _Doctored("doctored", {}, "run", 2)
+    case = _Doctored("doctored", {"optimizer": "by hand"}, "run", 2)
     _Doctored.text = f"""
 import os
 import numpy as np
@@ -126,7 +126,8 @@ size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
 {text}
 np.savez(os.environ["FUZZ_OUT"] + f"/rank{{rank}}.npz", w=w)
 """
-    assert judge([case], tmp_path, mpirun)[0].kind == kind
+    verdict = judge([case], tmp_path, mpirun)[0]
+    assert verdict.kind == kind, verdict
 
 
 def test_a_seed_gives_one_script() -> None:

@@ -35,7 +35,7 @@ class TermUse:
     is_even: bool = True
     """True if each rank's count is in proportion to its samples."""
     masks: bool = False
-    """True if a mask has been seen: others do not count padding."""
+    """True if a mask has been seen: other counts do not come from padding."""
 
     def agrees_with(self, other: "TermUse") -> bool:
         same = self.divisor == other.divisor and self.is_even == other.is_even

@@ -1,4 +1,4 @@
-"""Standard output of ranks other than 0, which write the lines that rank 0 writes, too."""
+"""Standard output of ranks other than 0, which write the same as rank 0."""
 
 import io
 from typing import TextIO

@@ -277,7 +277,7 @@ class PrivateFiles:
         return self._folder
 
     def _close(self) -> None:
-        """Restore the replaced functions, and remove the folder, at the end of the process."""
+        """Restore the functions replaced, and remove the folder, at the end of the process."""
         self._thread.depth = 1
         for undo in reversed(self._undo):
             undo()

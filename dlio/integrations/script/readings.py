@@ -35,7 +35,7 @@ class Readings:
         self._context = context
         self._main = threading.main_thread().ident
         self._lines: dict[str, int] = {}
-        """The lines since `tell`, with a digest of the numbers that they have read."""
+        """The lines since `tell`, with a digest of the numbers read."""
         self._told: set[str] = set()
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ class Readings:
             self._context.say(
                 f"{_several(sizes)}: the size of a training batch, such as len(data), is there "
                 f"that of rank 0's part ({part} of the last one), and a loss is that of the whole "
-                "batch: means over the samples counted so are right; counts, sums over "
+                "batch: means over the samples counted so are about right; counts, sums over "
                 "len(dataset) and summed losses over such a size are not"
             )
         if not lines:

@@ -29,6 +29,8 @@ from tests.fuzz.training.judge import (
 from tests.warm.pool import WarmPython
 
 _CHUNK = 80
+_FEW = 6
+"""Scripts that are judged at once where the first that fails ends the program."""
 
 
 def main() -> int:
@@ -41,7 +43,9 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=(), help="features, or feature=alternative")
     parser.add_argument("--keep", default="failures", help="folder for scripts that fail")
     parser.add_argument("--smaller", action="store_true", help="make failing scripts smaller")
-    parser.add_argument("--fault", choices=FAULTS, help="break dlio in this way")
+    parser.add_argument(
+        "--fault", choices=FAULTS, help="break dlio in this way: ends when it is seen"
+    )
     given = parser.parse_args()
     warm = WarmPython()
     sys.executable = warm.executable
@@ -68,8 +72,9 @@ def _all(given: argparse.Namespace, mpi: MpiRun) -> int:
             cases += all_ways(seed, choices)
     cases = [c for c in cases if given.way in (None, c.way) and given.ranks in (None, c.ranks)]
     tally = _Tally()
-    for start in range(0, len(cases), _CHUNK):
-        part = cases[start : start + _CHUNK]
+    many = _FEW if given.fault else _CHUNK
+    for start in range(0, len(cases), many):
+        part = cases[start : start + many]
         with tempfile.TemporaryDirectory(prefix="dlio-fuzz-") as folder:
             verdicts = judge(part, Path(folder), mpi, given.fault)
             for case, verdict in zip(part, verdicts, strict=True):
@@ -82,6 +87,8 @@ def _all(given: argparse.Namespace, mpi: MpiRun) -> int:
                     _keep(least, verdict.detail, Path(given.keep))
         shutil.rmtree(folder, ignore_errors=True)
         print(f"{start + len(part)} of {len(cases)}: {dict(tally.kinds)}", flush=True)
+        if given.fault and any(kind not in GOOD for kind in tally.kinds):
+            break
     tally.tell()
     return int(any(kind not in GOOD for kind in tally.kinds))
 

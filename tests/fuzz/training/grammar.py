@@ -190,7 +190,7 @@ def decides_by(choices: Choices) -> tuple[str, ...]:
 
 
 def marked(script: str) -> dict[int, tuple[str, ...]]:
-    """Return the lines of a script that read numbers of training batches, with what they are for.
+    """Return the lines of a script that read numbers of training batches, with their uses.
 
     Such a line ends in a comment, as `total += loss.item()  # reads train loss`.
     """
@@ -219,6 +219,8 @@ def render(choices: Choices, way: str = "run") -> str:
             chosen["loss"] = "mean"  # Over samples, as it does not weigh by itself.
         if chosen["optimizer"] == "by hand":
             chosen["optimizer"] = "sgd"
+        if chosen["optimizer"] == "lbfgs with a search":
+            chosen["optimizer"] = "lbfgs"  # By the last bit of a sum a search ends elsewhere.
         if way == "slices" and chosen["norm"] == "batch":
             chosen["norm"] = "layer"  # Of one sample it has no statistics.
     return _Script(chosen, way).text()
@@ -474,7 +476,7 @@ def loss_of(out, b{", is_own=1" if self._way == "slices" else ""}):
     every = list(model.parameters())
     return {loss}
 """)
-        # The weight that the loop's own `weigh` is told, where a loss is not a mean over samples.
+        # Argument of the loop's own `weigh` where a loss is not a mean over samples.
         self._weight = {
             "sum": "1.0",
             "by class": "torch.tensor([1.0, 3.0])[b].sum().item()",
@@ -924,7 +926,7 @@ _OPTIMIZERS: Final = {
     "adamw": "torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)",
     "rmsprop": "torch.optim.RMSprop(parameters, lr=0.005)",
     "adagrad": "torch.optim.Adagrad(parameters, lr=0.05)",
-    "lbfgs": "torch.optim.LBFGS(parameters, lr=0.2, max_iter=3)",
+    "lbfgs": "torch.optim.LBFGS(parameters, lr=0.05, max_iter=2, history_size=2)",
     "lbfgs with a search": "torch.optim.LBFGS(parameters, max_iter=4, "
     'line_search_fn="strong_wolfe")',
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.fuzz.training.grammar import Choices, decides_by, marked
+from tests.fuzz.training.grammar import FEATURES, Choices, decides_by, marked
 
 WEIGHTS: Final = "weights"
 """Excuses the weights, and all that follows from them."""
@@ -39,6 +39,8 @@ class Said:
 
     excused: set[str] = field(default_factory=set)
     """`WEIGHTS`, and numbers that are told to be those of a rank's part."""
+    nearly: set[str] = field(default_factory=set)
+    """Numbers that are told to be about right."""
     untrue: list[str] = field(default_factory=list)
 
 
@@ -49,8 +51,8 @@ def read(notices: Iterable[str], choices: Choices, script: str) -> Said:
         known = [each for each in _KNOWN if each.pattern.search(text)]
         if len(known) != 1 or not known[0].is_true(choices):
             said.untrue.append(text)
-        elif known[0].reads:
-            _read_lines(text, choices, script, said)
+        elif known[0].reads is not None:
+            known[0].reads(text, choices, script, said)
         else:
             said.excused.update(known[0].excuses)
     return said
@@ -58,16 +60,32 @@ def read(notices: Iterable[str], choices: Choices, script: str) -> Said:
 
 def _read_lines(text: str, choices: Choices, script: str, said: Said) -> None:
     marks = marked(script)
-    lines = {
-        int(number)
-        for number in _PLACE.findall(re.split(": numbers that|: the loss that", text)[0])
-    }
+    lines = {int(number) for number in _PLACE.findall(text.partition(": numbers that")[0])}
     if not lines or not lines <= marks.keys():
         said.untrue.append(text)
         return
     numbers = {number for line in lines for number in marks[line]}
     said.excused |= numbers
     if numbers.intersection(decides_by(choices)):
+        said.excused.add(WEIGHTS)
+
+
+def _read_sizes(text: str, choices: Choices, script: str, said: Said) -> None:
+    """Take the notice about lines that count by the size of a batch: means over `len(a)` are about
+    right, sums over `len(data)` are not."""
+    lines = script.splitlines()
+    named = text.partition(": the size of")[0]
+    numbers = [int(number) for number in _PLACE.findall(named)]
+    if not numbers or not all("len(a)" in lines[number - 1] for number in numbers):
+        said.untrue.append(text)
+        return
+    marks = marked(script)
+    counted = {each for number in numbers for each in marks.get(number, ())}
+    if choices.get("average", "samples") == "samples":
+        said.nearly |= counted
+        return
+    said.excused |= counted
+    if counted.intersection(decides_by(choices)):
         said.excused.add(WEIGHTS)
 
 
@@ -97,12 +115,20 @@ class _Notice:
     pattern: re.Pattern[str]
     is_true: Callable[[Choices], bool]
     excuses: tuple[str, ...] = ()
-    reads: bool = False
-    """True if it names lines that read numbers of training batches."""
+    reads: Callable[[str, Choices, str, Said], None] | None = None
+    """Takes one that names lines that read numbers of training batches."""
 
 
 def _is(name: str, *alternatives: str) -> Callable[[Choices], bool]:
     return lambda choices: choices.get(name) in alternatives
+
+
+def _is_resumed_at_the_end(choices: Choices) -> bool:
+    """True if the batch that a resumed pass skips is the only one."""
+    chosen = {name: alternatives[0] for name, alternatives in FEATURES.items()} | choices
+    batches = int(chosen["samples"]) / int(chosen["batch"])
+    is_one = batches < 2 if chosen["drop_last"] == "yes" else batches <= 1
+    return is_one and chosen["resume"] == "in the middle"
 
 
 _KNOWN: Final = (
@@ -128,12 +154,20 @@ _KNOWN: Final = (
     _Notice(
         re.compile("numbers that the script reads there from training batches"),
         lambda choices: True,
-        reads=True,
+        reads=_read_lines,
     ),
     _Notice(
-        re.compile("the loss that the script reads there is that of the whole batch, and seems"),
-        lambda choices: choices.get("read") == "after" and choices.get("average") != "batches",
-        reads=True,
+        re.compile(r"the size of a training batch, such as len\(data\), is there that of rank 0's"),
+        lambda choices: True,
+        reads=_read_sizes,
+    ),
+    _Notice(
+        re.compile("this pass was divided among the ranks, .* but it trained nothing"),
+        _is_resumed_at_the_end,
+    ),
+    _Notice(
+        re.compile("LBFGS searches along a line, where rounding decides: from then on every rank"),
+        _is("optimizer", "lbfgs with a search"),
     ),
     _Notice(
         re.compile(r"trained without a torch DataLoader or without backward\(\), or had taken all"),
