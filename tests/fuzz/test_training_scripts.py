@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MpiRun
+from tests.fuzz.training.choices import FEATURES, Choices, draw
 from tests.fuzz.training.faults import FAULTS
-from tests.fuzz.training.grammar import FEATURES, Choices, draw, render
+from tests.fuzz.training.grammar import render
 from tests.fuzz.training.judge import GOOD, Case, all_ways, judge, repeat_command, run_alone
 
 _SEEDS = 500

@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 from tests.conftest import MpiRun, mpirun
+from tests.fuzz.training.choices import draw
 from tests.fuzz.training.faults import FAULTS
-from tests.fuzz.training.grammar import draw
 from tests.fuzz.training.judge import (
     GOOD,
     Case,

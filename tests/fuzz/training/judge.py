@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from tests.conftest import SOURCES
-from tests.fuzz.training.grammar import Choices, draws_by_part, render
+from tests.fuzz.training.choices import Choices, draws_by_part
+from tests.fuzz.training.grammar import render
 from tests.fuzz.training.reasons import WEIGHTS, is_true_stop, read
 
 Mpi = Callable[..., subprocess.CompletedProcess[str]]

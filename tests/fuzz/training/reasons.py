@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.fuzz.training.grammar import FEATURES, Choices, decides_by, marked
+from tests.fuzz.training.choices import FEATURES, Choices, decides_by
+from tests.fuzz.training.grammar import marked
 
 WEIGHTS: Final = "weights"
 """Excuses the weights, and all that follows from them."""
