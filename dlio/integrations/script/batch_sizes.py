@@ -32,17 +32,18 @@ class _Use(Enum):
 
 
 @cache
-def size_lines(file: str, line: int) -> tuple[str, ...]:
+def size_lines(file: str, line: int, dim: int = 0) -> tuple[str, ...]:
     """Return the places, such as `train.py:41`, in the `for` loop at a line of a file where it
-    takes the size of its batches as a number."""
-    numbers = {number for loop in loops_at(file, line) for number in _Sizes(loop).lines}
+    takes the size of its batches, whose samples are in dimension `dim`, as a number."""
+    numbers = {number for loop in loops_at(file, line) for number in _Sizes(loop, dim).lines}
     return tuple(f"{os.path.basename(file)}:{number}" for number in sorted(numbers))
 
 
 class _Sizes:
     """The sizes that a loop takes of its batches, followed by name through its body."""
 
-    def __init__(self, loop: ast.For) -> None:
+    def __init__(self, loop: ast.For, dim: int) -> None:
+        self._dim = dim
         self._batches = _names(loop.target)
         """Names of batches, and of all that is computed from them."""
         self._sizes: set[str] = set()
@@ -95,15 +96,17 @@ class _Sizes:
             case ast.Name(id=name):
                 return name in self._sizes
             case ast.Call(func=ast.Name(id="len"), args=[of]):
-                return self._mentions(of)
-            case ast.Call(func=ast.Attribute(attr="size", value=of), args=[ast.Constant(value=0)]):
-                return self._mentions(of)
+                return self._dim == 0 and self._mentions(of)
+            case ast.Call(
+                func=ast.Attribute(attr="size", value=of), args=[ast.Constant(value=dim)]
+            ):
+                return dim == self._dim and self._mentions(of)
             case ast.Subscript(
                 value=ast.Attribute(attr="shape", value=of)
                 | ast.Call(func=ast.Attribute(attr="size", value=of), args=[]),
-                slice=ast.Constant(value=0),
+                slice=ast.Constant(value=dim),
             ):
-                return self._mentions(of)
+                return dim == self._dim and self._mentions(of)
         return False
 
     def _mentions(self, node: ast.AST) -> bool:

@@ -158,6 +158,11 @@ class ScriptGuard:
         """The script's line of the latest call."""
         return _line_of(self._calls[-1])
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """File and line of the script's latest call."""
+        return self._calls[-1][2:]
+
     def _reported(self) -> list[_Report]:
         return [(each[0], each[1], _line_of(each)) for each in self._calls]
 

@@ -12,7 +12,6 @@ from functools import cache
 from types import FrameType
 from typing import Final
 
-from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.script_lines import line_of, loops_at, script_frames
 
@@ -30,8 +29,6 @@ class PassUse:
         """True if its batches are divided among the ranks."""
         self.was_trained = False
         """True if an optimizer has stepped on its batches."""
-        self.sizes: tuple[str, ...] = ()
-        """Lines of its loop that take the size of a batch as a number."""
         self._is_computed = self._is_backward = False
         self.plans = LossPlans()
         """Of the losses of its batches; all passes of a loader have the same ones."""
@@ -85,7 +82,6 @@ class PassMemory:
         if frames:
             # Without an optimizer, no exchange: the script changes its weights itself.
             use.trains |= has_optimizer and loop_trains(*_place_of(frames[0]))
-            use.sizes = size_lines(*_place_of(frames[0]))
         return use, said
 
     def end(self) -> Iterator[str]:

@@ -15,9 +15,11 @@ from typing_extensions import TypeVar
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
+from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
+from dlio.integrations.script.loss_terms import batch_dim
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
 from dlio.loader.contract import Sample
@@ -127,16 +129,21 @@ class ScriptContext:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = self._current[use] = batch
         self.divides_now = batch.divided
+        self._samples += batch.weight
+        items = data if isinstance(data, list | tuple) else [data]
+        tensors = [
+            item
+            for item in (data.values() if isinstance(data, dict) else items)
+            if isinstance(item, torch.Tensor)
+        ]
+        self._of_tensor.update(dict.fromkeys(tensors, batch))
         if batch.divided:
             if batch.weight < len(batch.samples):
                 self.last_divided = batch
-            for line in use.sizes:
+            dim = batch_dim(tensors[0].shape, len(batch.place)) if tensors else 0
+            # The loop that asks for a batch: the pass may have begun on another line.
+            for line in size_lines(*self.guard.place, dim):
                 self._sizes.setdefault(line, False)
-        self._samples += batch.weight
-        items = data if isinstance(data, list | tuple) else [data]
-        for item in data.values() if isinstance(data, dict) else items:
-            if isinstance(item, torch.Tensor):
-                self._of_tensor[item] = batch
 
     def take_samples(self) -> float:
         """Return the number of samples that this rank has got since this was called last; 1 for
@@ -331,7 +338,17 @@ class SharingLoader(DataLoader[_T_co]):
         # Batches per rank are other batches: a pass cannot begin with one that fits both.
         use.trains |= per_rank and context.has_optimizer
         self._is_shared = True
-        return self._shares(use)
+        before = None if self.generator is None else self.generator.get_state()
+        # Without workers torch draws their seed as a pass begins, and its sampler later, with the
+        # first batch: of two loaders, the second one draws its seed between these.
+        drawn = self._drawn_seed() if self.num_workers == 0 else None
+        return self._shares(use, before, drawn)
+
+    def _drawn_seed(self) -> int:
+        """Draw a seed for workers, as torch's loader does before the sampler draws."""
+        threads, options = self._engines.threads, self._options()
+        self._draws_seed = threads.base_seed is None or not options.persistent_workers
+        return threads.draw_base_seed(options)
 
     def __len__(self) -> int:
         """Number of batches that a pass yields: as in one process, or that divided by the number of
@@ -354,20 +371,24 @@ class SharingLoader(DataLoader[_T_co]):
         end_step()  # An evaluation in the midst of a pass may take any time.
         return _alone(self)
 
-    def _shares(self, use: PassUse) -> Iterator[Any]:
+    def _shares(
+        self, use: PassUse, before: torch.Tensor | None, drawn: int | None
+    ) -> Iterator[Any]:
         """Yield this rank's shares of the batches that rank 0's sampler draws, or whole batches
-        until it is known that the pass trains."""
+        until it is known that the pass trains.
+
+        `before` is the generator's state as the pass began, `drawn` the seed if it was drawn then.
+        """
         generator = self.generator
-        before = None if generator is None else generator.get_state()
         taken, is_over = 0, False
         try:
-            for data in self._dealt(use):
+            for data in self._dealt(use, drawn):
                 taken += 1
                 yield data
             is_over = True
         finally:
             self._context.ended(use)
-            if not is_over and generator is not None:
+            if not is_over and generator is not None and before is not None:
                 generator.set_state(before)
                 self._draw_some(taken)
 
@@ -382,13 +403,10 @@ class SharingLoader(DataLoader[_T_co]):
             pass
         torch.set_rng_state(states)
 
-    def _dealt(self, use: PassUse) -> Iterator[Any]:
+    def _dealt(self, use: PassUse, drawn: int | None) -> Iterator[Any]:
         context = self._context
         comm = context.comm
-        # torch's loader draws a seed for its workers before the sampler draws: do the same.
-        threads, options = self._engines.threads, self._options()
-        self._draws_seed = threads.base_seed is None or not options.persistent_workers
-        drawn = threads.draw_base_seed(options)
+        drawn = self._drawn_seed() if drawn is None else drawn
         self._passes += 1
         seed = rank_seed(comm.rank, drawn, self._passes)
         randoms = FetchRandoms(seed)

@@ -77,7 +77,8 @@ def _read_sizes(text: str, choices: Choices, script: str, said: Said) -> None:
     lines = script.splitlines()
     named = text.partition(": the size of")[0]
     numbers = [int(number) for number in _PLACE.findall(named)]
-    if not numbers or not all("len(a)" in lines[number - 1] for number in numbers):
+    size = "a.shape[1]" if choices.get("layout") == "time first" else "len(a)"
+    if not numbers or not all(size in lines[number - 1] for number in numbers):
         said.untrue.append(text)
         return
     marks = marked(script)
