@@ -46,6 +46,7 @@ def test_some_scripts_train_as_one_process_does(tmp_path: Path, mpirun: MpiRun) 
     assert _unkept(cases, tmp_path, mpirun) == ""
 
 
+_COUNTED: Choices = {"average": "dataset", "prints": "train loss", "read": "after"}
 # Scripts in which faults of dlio's were found.
 _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     # A rank's mask is empty: `clamp(min=1)` made it count as one element.
@@ -57,7 +58,7 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     # Rank 0's part is too small to see that samples are compared.
     ({"samples": "37", "batch": "8", "loss": "pairs", "task": "classes"}, "run", 3, "said"),
     # The whole batch's loss, weighed by the length of a part.
-    ({"average": "dataset", "prints": "train loss", "read": "after"}, "run", 2, "said"),
+    (_COUNTED, "run", 2, "said"),
     # The first gradients after parameters were unfrozen were clipped before they were averaged.
     ({"clip": "value", "optimizer": "rmsprop", "stage": "unfreeze"}, "run", 2, "same"),
     ({"clip": "value", "optimizer": "rmsprop", "stage": "unfreeze"}, "slices", 2, "same"),
@@ -66,6 +67,12 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"loader": "iterable"}, "run", 2, "same"),
     # Batches whose first dimension is time were counted by it.
     ({"samples": "50", "layout": "time first"}, "distribute", 3, "same"),
+    # Of two loaders in turn, the first drew its order before the second drew its seed.
+    ({"order": "weighted", "several": "loaders"}, "run", 2, "same"),
+    ({"order": "shuffled", "several": "loaders", "loader": "workers"}, "run", 2, "same"),
+    # Sizes of batches were counted in a loop over an iterator, or in the second dimension.
+    ({**_COUNTED, "resume": "in the middle"}, "run", 2, "said"),
+    ({**_COUNTED, "layout": "time first"}, "run", 2, "said"),
 )
 
 

@@ -96,10 +96,11 @@ def test_ranks_leave_failures_where_the_launcher_asks_for_them(
     assert failures_in(str(tmp_path)) == [failure]
 
 
+# Launchers' variables, such as RANK, are hidden from scripts.
 ENDING = """
-import os, sys, torch
+import dlio.comm, os, sys, torch
 from torch.utils.data import DataLoader
-how, rank = sys.argv[1], os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))
+how, rank = sys.argv[1], str(dlio.comm.world().rank)
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 16
@@ -139,7 +140,7 @@ ENDS = {
     "leave": (5, r"dlio: error: rank 1 ended by itself with exit code 5, .*"),
     "kill": (137, r"dlio: error: rank 1 was ended by SIGKILL, and with it the others.*"),
     "crash": (139, r"dlio: error: rank 1 was ended by SIGSEGV, and with it the others"),
-    "worker": (1, r"dlio: error: rank [01] ended at script.py:30: KeyError: .* 'sample 13'"),
+    "worker": (1, r"dlio: error: rank [01] ended at script.py:28: KeyError: .* 'sample 13'"),
     "done": (0, r""),
 }
 

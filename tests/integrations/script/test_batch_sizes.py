@@ -42,8 +42,15 @@ def test_shapes_and_other_sizes_are_left(line: str, tmp_path: Path) -> None:
     assert _lines(line, tmp_path) == ()
 
 
-def _lines(line: str, folder: Path) -> tuple[str, ...]:
+def test_samples_in_the_second_dimension_are_counted_there(tmp_path: Path) -> None:
+    for line in ("total += x.size(1)", "seen += y.shape[1]"):
+        assert _lines(line, tmp_path / line[:4], dim=1) == ("loop.py:3",)
+    assert _lines("total += len(x) * x.shape[0]", tmp_path / "first", dim=1) == ()
+
+
+def _lines(line: str, folder: Path, dim: int = 0) -> tuple[str, ...]:
+    folder.mkdir(exist_ok=True)
     script = folder / "loop.py"
     loop = "for k, ((x, y), batch) in enumerate(loader):"
     script.write_text(f"{loop}\n    pass\n    {line}\n")
-    return size_lines(str(script), 1)
+    return size_lines(str(script), 1, dim)
