@@ -78,6 +78,8 @@ class ScriptGuard:
         self._digest, self._made = 0, 0
         self._main = threading.main_thread().ident
         self._calls: deque[_Call] = deque(maxlen=_KEPT)
+        self._giving: set[object] = set()
+        """Passes that have given a batch since the last other call."""
         bits = (_EXACT_BITS - math.ceil(math.log2(max(1, comm.size)))) // 2
         self._mask = (1 << max(1, bits)) - 1
         self._bits = max(1, bits)
@@ -166,20 +168,22 @@ class ScriptGuard:
     def _reported(self) -> list[_Report]:
         return [(each[0], each[1], _line_of(each)) for each in self._calls]
 
-    def took_batch(self) -> None:
-        """Note that the script takes its share of a batch."""
-        skipped = bool(self._calls) and self._calls[-1][1].startswith(_BATCH)
+    def took_batch(self, use: object = None) -> None:
+        """Note that the script takes its share of a batch of a pass."""
+        if not self._calls or not self._calls[-1][1].startswith(_BATCH):
+            self._giving.clear()
+        skipped = use in self._giving  # And not the first batch of another loader beside it.
+        self._giving.add(use)
         self.note(_BATCH, self._strange() if skipped else "")
 
     def _strange(self) -> str:
         """Name a variable of the script that is not finite, which may be why it skipped a batch."""
         frame = _frame()
         for name, value in {} if frame is None else frame.f_locals.items():
-            is_number = isinstance(value, float) or (
-                isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
-            )
-            if is_number and not math.isfinite(value):
-                return f" ({name} is {float(value)})"
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+                value = value.detach().item()
+            if isinstance(value, float) and not math.isfinite(value):
+                return f" ({name} is {value})"
         return ""
 
     def stepped(self, rates: Sequence[float]) -> None:

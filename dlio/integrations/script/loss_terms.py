@@ -246,8 +246,9 @@ class GraphStates:
 
 def _product_state(node: Any, samples: int) -> _State:
     """Tell whether a product of two matrices adds up the samples."""
-    first, shape = node.next_functions[0][0], shape_of(node)
-    if first is None or is_parameter(first) or samples == 1:
+    (first, _), (second, _) = node.next_functions
+    shape = shape_of(node)
+    if first is None or samples == 1 or any(f and is_parameter(f) for f in (first, second)):
         return _State.SAMPLES
     adds_up = name_of(node) == "MmBackward0" and shape_of(first)[1] == samples
     return _State.REDUCED if adds_up or math.prod(shape) == 1 else _State.SAMPLES

@@ -111,6 +111,8 @@ def _broadcast(node: Any, samples: int) -> str | None:
     operands = [f for f, _ in node.next_functions if f is not None]
     if len(operands) != 2 or not name_of(node).startswith(("Add", "Sub", "Mul", "Div", "Minimum")):
         return None
+    if any(map(is_parameter, operands)):
+        return None  # Such as the weights of channels, as many as there are samples.
     result = shape_of(node)
     places = [dim for dim, size in enumerate(result) if size == samples]
     shapes = [shape_of(each) for each in operands]

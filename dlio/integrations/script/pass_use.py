@@ -29,9 +29,24 @@ class PassUse:
         """True if its batches are divided among the ranks."""
         self.was_trained = False
         """True if an optimizer has stepped on its batches."""
-        self._is_computed = self._is_backward = False
+        self.is_under_way = False
+        """True from its first batch to its end."""
+        self._is_begun = self._is_computed = self._is_backward = False
         self.plans = LossPlans()
         """Of the losses of its batches; all passes of a loader have the same ones."""
+
+    def takes(self) -> None:
+        """Note that the script gets a batch."""
+        self._is_begun = self.is_under_way = True
+
+    def is_of(self, key: tuple[object, ...]) -> bool:
+        """True for a pass of the same place in the script, over the same data."""
+        return self._key == key
+
+    @property
+    def is_over(self) -> bool:
+        """True if the script has got batches, and gets no more."""
+        return self._is_begun and not self.is_under_way
 
     def computes(self) -> None:
         """Note that a module computes on a batch, with gradients."""
@@ -51,7 +66,7 @@ class PassUse:
         """Note that no batch of the pass is used any more: a script may take them all before it
         computes on the first. Returns a message if it was taken for one that trains, and did not.
         """
-        if not self.trains or self._is_backward:
+        if not self.trains or self._is_backward or not self._is_begun:
             return None
         self._memory.trained.discard(self._key)
         return (
@@ -65,20 +80,24 @@ class PassMemory:
 
     def __init__(self) -> None:
         self.trained: set[tuple[object, ...]] = set()
-        self._latest: dict[tuple[object, ...], PassUse] = {}
+        self._open: list[PassUse] = []
+        """Passes that may get batches or be computed on still."""
 
     def begin(
         self, dataset: object, length: int, evaluating: bool, has_optimizer: bool = True
     ) -> tuple[PassUse, str | None]:
-        """Return the use of a pass that the script begins, and a message about the one before it of
-        the same place."""
+        """Return the use of a pass that the script begins, and a message about one before it of
+        the same place, over the same data. Passes of two loaders may be under way together."""
         frames = script_frames(_FRAMES)
         place = tuple((each.f_code.co_filename, each.f_lineno) for each in frames)
         where = line_of(frames[0]) if frames else "the script"
         key = (place, id(dataset), length, evaluating)
-        before = self._latest.get(key)
-        said = None if before is None else before.end()
-        use = self._latest[key] = PassUse(self, key, where)
+        said = None
+        for before in [each for each in self._open if each.is_of(key) and each.is_over]:
+            self._open.remove(before)
+            said = before.end() or said
+        use = PassUse(self, key, where)
+        self._open.append(use)
         if frames:
             # Without an optimizer, no exchange: the script changes its weights itself.
             use.trains |= has_optimizer and loop_trains(*_place_of(frames[0]))
@@ -86,7 +105,7 @@ class PassMemory:
 
     def end(self) -> Iterator[str]:
         """End all passes. Yields messages about those that were taken for ones that train."""
-        for use in self._latest.values():
+        for use in self._open:
             if (said := use.end()) is not None:
                 yield said
 

@@ -128,6 +128,7 @@ class ScriptContext:
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = self._current[use] = batch
+        use.takes()
         self.divides_now = batch.divided
         self._samples += batch.weight
         items = data if isinstance(data, list | tuple) else [data]
@@ -176,6 +177,7 @@ class ScriptContext:
     def ended(self, use: PassUse) -> None:
         """Note that a pass has ended."""
         self.divides_now = use.trains
+        use.is_under_way = False
         self._current.pop(use, None)
 
     def begin(self, dataset: Any) -> PassUse:
@@ -203,6 +205,10 @@ class ScriptContext:
             self.weight, self._used = batch.weight, batch
             self.assigner.use(batch)
             batch.of.use.computes()
+        elif self._used and not self._used.divided and self._used.of.use not in self._current:
+            # What it computes on is not of a loader: the pass before, such as a validation, is over
+            # and does not train.
+            self.weight, self._used = self._whole_weight(), None
 
     def _batch_of(self, tensor: torch.Tensor) -> ScriptBatch | None:
         batch = self._of_tensor.get(tensor)
@@ -430,7 +436,7 @@ class SharingLoader(DataLoader[_T_co]):
             if deal.divided:
                 parts = randoms.around(parts)
             for weight, data in zip(deal.weights, parts, strict=True):
-                context.guard.took_batch()
+                context.guard.took_batch(use)
                 context.took(deal.take(weight), data, use)
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
                 with computing() if deal.divided else nothing, measured:
