@@ -93,7 +93,8 @@ class LossPlan:
         partly = bool(parts.unknown or parts.hidden)
         self._is_mean = len(uses) == 1 and uses[0].divisor is not None and not partly
         sums = any(each.divisor is None for each in uses)
-        can = self._is_mean or all(each.is_even for each in uses)
+        is_even = all(each.is_even for each in uses)
+        can = self._is_mean or (is_even and not any(term.varies for term in parts.terms))
         if not can or (sums and not knows_batch):
             self._agreed = 0
             return
@@ -174,6 +175,8 @@ class LossPlans:
     """Lines of which a plan has been settled."""
     divergent: set[str] = field(default_factory=set)
     """Lines where ranks have had different terms in one step."""
+    begun: bool = False
+    """True once a batch was dealt to the ranks."""
     _constants: set[str] = field(default_factory=set)
     _quick: dict[str, LossPlan] = field(default_factory=dict)
 

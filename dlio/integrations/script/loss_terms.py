@@ -42,6 +42,8 @@ class LossTerm:
     """Divisors of a sum, the innermost first."""
     pads: bool = False
     """True if it reduces all elements of each sample, padded ones included."""
+    varies: bool = False
+    """True if classes have weights: the count depends on a batch's labels."""
 
     @property
     def key(self) -> str:
@@ -420,7 +422,8 @@ def _fused_term(node: Any, point: Any, divisors: tuple[Divisor, ...], samples: i
     count = float(node._saved_total_weight) if counted and not is_sum else float(numel)
     # One element of each sample is not padding.
     pads = count == numel != samples and len(shape) > 0 and not _selects(node)
-    return LossTerm(point, node, name, is_sum, count, shape, divisors, pads)
+    varies = counted and node._saved_weight is not None
+    return LossTerm(point, node, name, is_sum, count, shape, divisors, pads, varies)
 
 
 def _reduction(node: Any, point: Any, divisors: tuple[Divisor, ...]) -> LossTerm:

@@ -186,6 +186,8 @@ class ScriptLossWeights:
                     loss = self._whole_loss(roots[0], value)
         elif exchanges and batch.weight:
             factors = self._alone(batch, parts)
+        if loss is None and exchanges and len({term.is_sum for term in parts.terms}) > 1:
+            self._context.mixed_losses.update(dict.fromkeys(roots, True))
         handles = []
         try:
             for term, factor in zip(parts.terms, factors, strict=False):
@@ -447,9 +449,8 @@ class ScriptLossWeights:
         if mixed is not None and self._comm.rank == batch.widest:
             context.say(
                 f"{where}: the loss compares samples of a batch ({mixed}), and each rank sees part "
-                f"of a batch ({size} of {len(batch.samples)} samples): it is another loss than "
-                "that of one process, not a mean over samples. --batch per-rank gives each rank a "
-                "whole batch",
+                "of a batch: it is another loss than that of one process, not a mean over samples. "
+                "--batch per-rank gives each rank a whole batch",
                 any_rank=True,
             )
 

@@ -44,7 +44,9 @@ class Readings:
         @wraps(original)
         def read(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
             result = original(tensor, *args, **options)
-            if self._context.divides_now and threading.get_ident() == self._main:
+            # A loss of the batches before may be read after an evaluation, too.
+            is_of_part = self._context.divides_now or tensor.grad_fn is not None
+            if is_of_part and threading.get_ident() == self._main:
                 self._note(tensor, result)
             return result
 
@@ -52,8 +54,7 @@ class Readings:
 
     def _note(self, tensor: torch.Tensor, result: object) -> None:
         context = self._context
-        is_count = tensor.ndim == 0 and tensor.dtype in _COUNTS
-        if not (context.is_in_pass or is_count) or isinstance(tensor, torch.nn.Parameter):
+        if isinstance(tensor, torch.nn.Parameter):
             return
         if any(tensor.data_ptr() == loss.data_ptr() for loss in context.whole_losses):
             return
@@ -63,6 +64,13 @@ class Readings:
         if caller is None or not is_foreign(caller.f_code.co_filename):
             return  # An optimizer of torch reads its own numbers.
         if frames := script_frames():
+            if tensor in context.mixed_losses:
+                context.say(
+                    f"{line_of(frames[0])}: the loss read there adds up sums and means, which are "
+                    "not told apart in it: it is a mean of those of the ranks' parts of a batch. "
+                    "Gradients are right"
+                )
+                return
             line, few = line_of(frames[0]), repr(result)[:_LONGEST].encode()
             self._lines[line] = zlib.crc32(few, self._lines.get(line, 0))
 

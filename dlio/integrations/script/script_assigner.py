@@ -159,12 +159,18 @@ class ScriptAssignment:
         self.divided = whole.use.trains
         """False if every rank gets all of each batch."""
         self._places: deque[range] = deque()
+        self._first = shares
+        """Shares of the first batch."""
         self.mine: list[list[int]] = []
         """This rank's samples of each batch; some of others where it has none."""
         self.weights: list[float] = []
         """Number of this rank's samples in each batch: the weight of its gradients."""
-        for batch in whole.left:
-            part = shares.part(len(batch), rank) if self.divided else range(len(batch))
+        if self.divided and not whole.use.plans.begun:
+            whole.use.plans.begun = True
+            self._first = _uneven(shares, len(whole.left[0]))
+        for number, batch in enumerate(whole.left):
+            of_ranks = shares if number else self._first
+            part = of_ranks.part(len(batch), rank) if self.divided else range(len(batch))
             self.weights.append(float(len(part)) if self.divided else 1.0)
             # A rank without a sample computes on some of weight 0.
             place = part if len(part) else range(len(batch))[: max(1, shares.fewest)]
@@ -176,12 +182,21 @@ class ScriptAssignment:
         self._assigner.groups.taken += 1
         batch = self._whole.left.popleft()
         place = self._places.popleft()
-        return ScriptBatch(
-            weight, self._whole, batch, self._shares, self._members, place, self.divided
-        )
+        shares, self._first = self._first, self._shares
+        return ScriptBatch(weight, self._whole, batch, shares, self._members, place, self.divided)
 
     def is_over(self) -> bool:
         """True if the next batch is to be dealt to other ranks."""
         return (
             self._assigner.groups.members != self._members or self._whole.use.trains != self.divided
         )
+
+
+def _uneven(shares: RankShares, count: int) -> RankShares:
+    """Return shares of a first batch, of `count` samples, that differ among the ranks: a number
+    that equals the size of each rank's part is then known for a constant of the script, or not."""
+    parts = [len(shares.part(count, rank)) for rank in range(len(shares.counts))]
+    if len(parts) > 1 and parts[0] == parts[-1] > max(1, shares.fewest):
+        parts[0], parts[-1] = parts[0] + 1, parts[-1] - 1
+        return RankShares(tuple(parts), shares.fewest)
+    return shares

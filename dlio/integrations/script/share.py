@@ -66,6 +66,8 @@ class ScriptContext:
         self._current: dict[PassUse, ScriptBatch] = {}
         """The batch that the script got last of each pass under way."""
         self.passes = PassMemory()
+        self.mixed_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+        """Losses that are sums in part, whose value for the whole batch is not known."""
         self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         """Losses that hold the value of the whole batch, and norms of whole gradients."""
         self.undivided = False
@@ -341,6 +343,7 @@ class SharingLoader(DataLoader[_T_co]):
         dataset: Any = self.dataset
         use = context.begin(dataset)
         use.plans = self._plans
+        self._plans.begun |= per_rank  # Each rank's part is a batch then.
         # Batches per rank are other batches: a pass cannot begin with one that fits both.
         use.trains |= per_rank and context.has_optimizer
         self._is_shared = True

@@ -159,6 +159,14 @@ _KNOWN: Final = (
         reads=_read_lines,
     ),
     _Notice(
+        re.compile("the loss read there adds up sums and means, which are not told apart in it"),
+        lambda choices: (
+            choices.get("loss") == "sum"
+            and (choices.get("gradient") == "penalty" or choices.get("several") == "teacher")
+        ),
+        reads=_read_lines,
+    ),
+    _Notice(
         re.compile(r"the size of a training batch, such as len\(data\), is there that of rank 0's"),
         lambda choices: True,
         reads=_read_sizes,

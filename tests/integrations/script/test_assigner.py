@@ -20,7 +20,9 @@ class _Rank(SingleCommunicator):
         self.rank, self.size = rank, size
 
 
-def _dealt(batches: list[list[int]], ranks: int, script: Callable[[], object]) -> list[list[int]]:
+def _dealt(
+    batches: list[list[int]], ranks: int, script: Callable[[], object], begun: bool = True
+) -> list[list[int]]:
     """The samples that count of each batch and rank, in a script that makes a model first."""
     dealt: list[list[int]] = []
     for rank in range(ranks):
@@ -28,6 +30,7 @@ def _dealt(batches: list[list[int]], ranks: int, script: Callable[[], object]) -
         script()
         use = PassUse(PassMemory(), (), "")
         use.trains = True
+        use.plans.begun = begun
         deal = next(assigner.deals(batches, RankShares.even(1, ranks), use))
         assert all(deal.mine), "a rank has nothing to compute on"
         pairs = zip(deal.mine, deal.weights, strict=True)
@@ -51,3 +54,15 @@ def test_ranks_get_two_samples_or_none_where_there_is_batch_normalisation(
     parts = _dealt([batch], ranks, lambda: nn.Linear(3, 3))
     assert list(chain(*parts)) == batch
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_parts_of_a_first_batch_differ_if_they_have_two_samples(size: int, ranks: int) -> None:
+    batches = [list(range(size * ranks)) for _ in range(3)]
+    parts = _dealt(batches, ranks, lambda: nn.Linear(3, 3), begun=False)
+    sizes = [list(map(len, parts[number::3])) for number in range(3)]
+    more = size > 1
+    assert sizes[0] == [size + more, *[size] * (ranks - 2), size - more]
+    assert sizes[1:] == [[size] * ranks] * 2
+    assert sorted(chain(*parts[::3])) == batches[0]

@@ -89,7 +89,7 @@ def test_losses_are_one_process_s_without_a_word_or_a_line_says_which_are_not(
     assert len([each for each in said if right + "numbers that the script reads" in each]) == 1
     compares = [each for each in said if backward + "the loss compares samples" in each]
     assert len(compares) == 1
-    assert "part of a batch (8 of 16 samples)" in compares[0]
+    assert "each rank sees part of a batch" in compares[0]
     assert len([each for each in said if backward + "the loss is not a mean" in each]) == 1
     assert len(said) == 4
 
@@ -139,8 +139,11 @@ def test_parts_in_evaluation_change_no_share_and_ranks_evaluate_alike(tmp_path: 
     script.write_text(_PARTS)
     said = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr.splitlines()
     first, second = (json.loads(each[5:]) for each in said if each.startswith("seen "))
-    assert first == second
-    assert [size for k, size in enumerate(first) if k % 4 < 3] == [8] * 12
+    scores = [[seen for k, seen in enumerate(each) if k % 4 == 3] for each in (first, second)]
+    assert scores[0] == scores[1]
+    # The first parts differ, to tell a constant of the script from the size of a part.
+    assert [size for k, size in enumerate(first) if k % 4 < 3] == [9, 8, 8] * 4
+    assert [size for k, size in enumerate(second) if k % 4 < 3] == [7, 8, 8] * 4
 
 
 _LOOPS = """
@@ -194,6 +197,8 @@ def test_a_pass_trains_once_an_optimizer_has_stepped_on_its_batches() -> None:
     memory, data = PassMemory(), object()
     for turn in range(4):
         use, other = (memory.begin(data, length, evaluating=False)[0] for length in (4, 5))
+        use.takes()
+        use.is_under_way = False
         assert use.trains == (turn in (1, 2))
         if turn == 2:
             assert "trained nothing" in (use.end() or "")
@@ -214,12 +219,32 @@ def test_batches_that_are_taken_before_the_first_is_used_train() -> None:
     memory, data = PassMemory(), object()
     for turn in range(4):
         use, said = memory.begin(data, 4, evaluating=False)
+        use.takes()
+        use.is_under_way = False
         assert use.trains == (turn in (1, 2))
         assert ("trained nothing" in (said or "")) == (turn == 3)
         if turn < 2:
             use.computes()
             use.backward()
             use.steps()
+    assert not list(memory.end())
+
+
+def test_of_two_passes_that_are_under_way_neither_is_over() -> None:
+    memory, data = PassMemory(), object()
+    for _ in range(2):
+        uses = []
+        for _ in range(2):
+            use, said = memory.begin(data, 4, evaluating=False)
+            assert said is None
+            uses.append(use)
+        for use in uses:
+            use.takes()
+        for use in uses:
+            use.computes()
+            use.backward()
+            use.steps()
+            use.is_under_way = False
     assert not list(memory.end())
 
 
