@@ -16,10 +16,18 @@ from typing import Final
 
 import torch
 
-from dlio.integrations.script.loss_terms import LossTerm, LossTerms, chain_to, count_along
+from dlio.integrations.script.loss_terms import (
+    NEARLY_NONE,
+    LossTerm,
+    LossTerms,
+    chain_to,
+    count_along,
+)
 
 _STEPS: Final = 3
 """Steps with the same conclusion after which no messages are sent."""
+_FEWEST: Final = 1e-6
+"""Elements for each sample that tell something: with fewer, masks of all ranks were empty."""
 OWN: Final = -1
 """Stands for a mean's own count, where other numbers are places of divisors."""
 
@@ -95,7 +103,8 @@ class LossPlan:
         sums = any(each.divisor is None for each in uses)
         is_even = all(each.is_even for each in uses)
         can = self._is_mean or (is_even and not any(term.varies for term in parts.terms))
-        if not can or (sums and not knows_batch):
+        is_empty = any(each.divisor is not None and each.per_sample < _FEWEST for each in uses)
+        if not can or is_empty or (sums and not knows_batch):
             self._agreed = 0
             return
         before, self.uses = self.uses, tuple(uses)
@@ -129,9 +138,11 @@ class LossPlan:
                 continue
             count = term.count
             if use.divisor != OWN:
-                count = term.divisors[use.divisor].value
+                count = term.divided_by(use.divisor)
                 wrong |= not _is_count(term, use.divisor, size)
-            relative = count / (use.per_sample * samples) if use.per_sample else 1.0
+            if count > NEARLY_NONE:
+                count /= use.per_sample * samples
+            relative = count
             is_usual = abs(relative - 1) <= 1e-9
             if self._is_mean:
                 weight, relative = relative * samples, 1.0
@@ -177,6 +188,8 @@ class LossPlans:
     """Lines where ranks have had different terms in one step."""
     begun: bool = False
     """True once a batch was dealt to the ranks."""
+    has_pairs: bool = False
+    """True once some rank had two samples of a batch."""
     _constants: set[str] = field(default_factory=set)
     _quick: dict[str, LossPlan] = field(default_factory=dict)
 

@@ -13,6 +13,10 @@ from typing import Any, Final
 import torch
 
 
+NEARLY_NONE: Final = 1e-10
+"""Stands for no element."""
+
+
 @dataclass(frozen=True, slots=True)
 class Divisor:
     """A number by which a sum over samples is divided, or multiplied by its inverse."""
@@ -50,6 +54,13 @@ class LossTerm:
         """The same on all ranks for the same term."""
         text = f"{self.name} as a {'sum' if self.is_sum else 'mean'}"
         return f"{text}, divided {len(self.divisors)} times" if self.divisors else text
+
+    def divided_by(self, number: int) -> float:
+        """Return a divisor; `NEARLY_NONE` for a count of no element that the script keeps from being
+        0, as by `clamp(min=1)`: where all ranks have none, the loss is 0 and not NaN."""
+        divisor = self.divisors[number]
+        is_kept = divisor.is_tensor and divisor.value == 1 and selects_nothing(self.reduces)
+        return NEARLY_NONE if is_kept else divisor.value
 
     def counts(self, value: float, samples: int) -> bool:
         """True if a number is that of the samples, or of the elements of the leading dimensions."""

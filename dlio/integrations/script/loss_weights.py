@@ -34,7 +34,6 @@ from dlio.integrations.script.loss_terms import (
     LossTerm,
     LossTerms,
     find_terms,
-    selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
 from dlio.integrations.script.script_assigner import ScriptBatch
@@ -531,9 +530,7 @@ def _row(term: LossTerm, batch: ScriptBatch, is_dummy: bool) -> list[float]:
         return row
     row[:5] = [term.count, term.count**2, term.count * batch.weight, 1.0, float(term.pads)]
     for number, divisor in enumerate(term.divisors[:_DIVISORS]):
-        value, counts = divisor.value, term.counts(divisor.value, int(batch.weight))
-        if divisor.is_tensor and value == 1 and selects_nothing(term.reduces):
-            value = 0.0  # A count that the script keeps from being 0, as by `clamp(min=1)`.
+        value, counts = term.divided_by(number), term.counts(divisor.value, int(batch.weight))
         row[5 + 4 * number : 9 + 4 * number] = [
             value,
             value**2,

@@ -197,6 +197,5 @@ def _uneven(shares: RankShares, count: int) -> RankShares:
     that equals the size of each rank's part is then known for a constant of the script, or not."""
     parts = [len(shares.part(count, rank)) for rank in range(len(shares.counts))]
     if len(parts) > 1 and parts[0] == parts[-1] > max(1, shares.fewest):
-        parts[0], parts[-1] = parts[0] + 1, parts[-1] - 1
-        return RankShares(tuple(parts), shares.fewest)
+        return RankShares((parts[0] + 1, *parts[1:-1], parts[-1] - 1), shares.fewest)
     return shares

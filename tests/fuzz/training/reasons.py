@@ -91,6 +91,12 @@ def _read_sizes(text: str, choices: Choices, script: str, said: Said) -> None:
         said.excused.add(WEIGHTS)
 
 
+def _read_single(text: str, choices: Choices, script: str, said: Said) -> None:
+    """Take the notice that parts of one sample do not show some losses."""
+    if choices.get("loss") in ("pairs", "sum"):
+        said.excused |= {WEIGHTS, "train loss", "last loss", "step loss"}
+
+
 def is_true_stop(text: str, choices: Choices, script: str) -> bool:
     """True if a script is rightly stopped: its ranks decide by numbers of their own parts, and the
     lines that the error names make the calls that it names."""
@@ -157,6 +163,11 @@ _KNOWN: Final = (
         re.compile("numbers that the script reads there from training batches"),
         lambda choices: True,
         reads=_read_lines,
+    ),
+    _Notice(
+        re.compile("a batch leaves one sample to each rank: whether a loss compares samples, or"),
+        lambda choices: True,
+        reads=_read_single,
     ),
     _Notice(
         re.compile("the loss read there adds up sums and means, which are not told apart in it"),
