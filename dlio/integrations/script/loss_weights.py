@@ -13,7 +13,7 @@ one message of 2.5 KiB; later only where a rank's own numbers do not tell (see `
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -98,6 +98,8 @@ class ScriptLossWeights:
         self._recovers = recovery_of(comm) is not None
         self._comm = comm if self._recovers else comm.dup()
         self._context, self._exchanges = context, exchanges
+        self.latest: float | None = None
+        """Weight of this rank's gradients in the latest backward; None if there was none."""
         self.wait_s = 0.0
         """Seconds that this rank has waited for others so far."""
         self._is_inside = False
@@ -177,8 +179,7 @@ class ScriptLossWeights:
                 if step.of_loss is not None:
                     self._context.guard.of_loss = step.of_loss
                     loss = self._whole_loss(roots[0], None)
-            for exchange in exchanges:
-                exchange.weigh(weight)
+            self._weigh(exchanges, weight)
             if step is None:
                 factors, value = self._together(roots, batch, parts, line)
                 if value is not None:
@@ -197,6 +198,11 @@ class ScriptLossWeights:
             for handle in handles:
                 handle.remove()
 
+    def _weigh(self, exchanges: Iterable[Exchange], weight: float) -> None:
+        self.latest = weight
+        for exchange in exchanges:
+            exchange.weigh(weight)
+
     def _quick(
         self, roots: Sequence[torch.Tensor], batch: ScriptBatch, line: str
     ) -> PlannedStep | None:
@@ -211,8 +217,7 @@ class ScriptLossWeights:
         if step is not None:
             self._plan = plan
             guard.add(f" of {plan.terms}")
-            for exchange in exchanges:
-                exchange.weigh(step.weight)
+            self._weigh(exchanges, step.weight)
         return step
 
     def _planned(self, parts: LossTerms, batch: ScriptBatch, line: str) -> PlannedStep | None:

@@ -315,7 +315,8 @@ class _ScriptTakeover:
 
     def _begun_later(self, exchange: Exchange) -> None:
         """Prepare the exchange of parameters that an optimizer has got since it was made."""
-        exchange.weigh(self._context.weight)
+        weight = self._losses.latest
+        exchange.weigh(self._context.weight if weight is None else weight)
         self._modules.clear()
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
