@@ -73,6 +73,21 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     # Sizes of batches were counted in a loop over an iterator, or in the second dimension.
     ({**_COUNTED, "resume": "in the middle"}, "run", 2, "said"),
     ({**_COUNTED, "layout": "time first"}, "run", 2, "said"),
+    # A planned step counted an empty mask, or the class weights of the steps before.
+    ({"batch": "4", "loss": "masked"}, "run", 2, "same"),
+    ({"samples": "61", "batch": "8", "loss": "by class", "stage": "unfreeze"}, "run", 3, "same"),
+    # As many features as samples: products with weights seemed to add up samples.
+    ({"batch": "16", "gradient": "penalty", "task": "classes"}, "run", 2, "same"),
+    ({"norm": "group", "gradient": "penalty"}, "run", 3, "same"),
+    # A part's loss, read after the pass, or of sums and means.
+    ({"loss": "sum", "optimizer": "lbfgs", "prints": "last loss"}, "run", 2, "said"),
+    ({"loss": "sum", "gradient": "penalty", "prints": "last loss"}, "run", 2, "said"),
+    # A constant of the script that was the number of elements of a part by chance.
+    ({"samples": "60", "batch": "4", "loss": "sum", "layout": "time first"}, "run", 2, "same"),
+    # Parts of one sample do not show that samples are compared.
+    ({"batch": "2", "samples": "37", "loss": "pairs"}, "run", 2, "said"),
+    # A validation with gradients was taken for training, as the batches are a list.
+    ({"loader": "slices", "inner": "with gradients"}, "run", 2, "same"),
 )
 
 

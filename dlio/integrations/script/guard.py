@@ -172,7 +172,7 @@ class ScriptGuard:
         """Note that the script takes its share of a batch of a pass."""
         if not self._calls or not self._calls[-1][1].startswith(_BATCH):
             self._giving.clear()
-        skipped = use in self._giving  # And not the first batch of another loader beside it.
+        skipped = use in self._giving  # Not the first batch of another loader.
         self._giving.add(use)
         self.note(_BATCH, self._strange() if skipped else "")
 

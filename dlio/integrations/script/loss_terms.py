@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-
 NEARLY_NONE: Final = 1e-10
 """Stands for no element."""
 
@@ -56,8 +55,8 @@ class LossTerm:
         return f"{text}, divided {len(self.divisors)} times" if self.divisors else text
 
     def divided_by(self, number: int) -> float:
-        """Return a divisor; `NEARLY_NONE` for a count of no element that the script keeps from being
-        0, as by `clamp(min=1)`: where all ranks have none, the loss is 0 and not NaN."""
+        """Return a divisor; `NEARLY_NONE` for a count of no element that the script keeps from
+        being 0, as by `clamp(min=1)`: where all ranks have none, the loss is 0 and not NaN."""
         divisor = self.divisors[number]
         is_kept = divisor.is_tensor and divisor.value == 1 and selects_nothing(self.reduces)
         return NEARLY_NONE if is_kept else divisor.value

@@ -355,10 +355,10 @@ class SharingLoader(DataLoader[_T_co]):
         use.trains |= per_rank and context.has_optimizer
         self._is_shared = True
         before = None if self.generator is None else self.generator.get_state()
-        # Without workers torch draws their seed as a pass begins, and its sampler later, with the
-        # first batch: of two loaders, the second one draws its seed between these.
-        drawn = self._drawn_seed() if self.num_workers == 0 else None
-        return self._shares(use, before, drawn)
+        # Torch's loader draws a seed for workers as a pass begins. The sampler draws then, too, if
+        # there are workers, and else with the first batch: after another loader's seed.
+        drawn = self._drawn_seed()
+        return self._shares(use, before, drawn, self._begun() if self.num_workers else None)
 
     def _drawn_seed(self) -> int:
         """Draw a seed for workers, as torch's loader does before the sampler draws."""
@@ -388,17 +388,18 @@ class SharingLoader(DataLoader[_T_co]):
         return _alone(self)
 
     def _shares(
-        self, use: PassUse, before: torch.Tensor | None, drawn: int | None
+        self, use: PassUse, before: torch.Tensor | None, drawn: int, batches: list[list[int]] | None
     ) -> Iterator[Any]:
         """Yield this rank's shares of the batches that rank 0's sampler draws, or whole batches
         until it is known that the pass trains.
 
-        `before` is the generator's state as the pass began, `drawn` the seed if it was drawn then.
+        `before` is the generator's state as the pass began, `drawn` the workers' seed, and
+        `batches` those of the pass if they were drawn then.
         """
         generator = self.generator
         taken, is_over = 0, False
         try:
-            for data in self._dealt(use, drawn):
+            for data in self._dealt(use, drawn, batches):
                 taken += 1
                 yield data
             is_over = True
@@ -419,16 +420,19 @@ class SharingLoader(DataLoader[_T_co]):
             pass
         torch.set_rng_state(states)
 
-    def _dealt(self, use: PassUse, drawn: int | None) -> Iterator[Any]:
+    def _begun(self) -> list[list[int]]:
+        """Begin a pass; returns its batches. Collective."""
+        self._context.guard.meet("the start of a pass over a loader")
+        self._context.between_passes()
+        return self._batches_of_root()
+
+    def _dealt(self, use: PassUse, drawn: int, batches: list[list[int]] | None) -> Iterator[Any]:
         context = self._context
         comm = context.comm
-        drawn = self._drawn_seed() if drawn is None else drawn
         self._passes += 1
         seed = rank_seed(comm.rank, drawn, self._passes)
         randoms = FetchRandoms(seed)
-        context.guard.meet("the start of a pass over a loader")
-        context.between_passes()
-        batches = self._batches_of_root()
+        batches = self._begun() if batches is None else batches
         shares, nothing = RankShares.even(1, comm.size), contextlib.nullcontext()
         if context.balance:
             shares = self._balance.shares(max(map(len, batches), default=0))

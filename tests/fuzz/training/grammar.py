@@ -37,9 +37,27 @@ def render(choices: Choices, way: str = "run") -> str:
             chosen["optimizer"] = "sgd"
         if chosen["optimizer"] == "lbfgs with a search":
             chosen["optimizer"] = "lbfgs"  # By the last bit of a sum a search ends elsewhere.
+        if way == "slices":
+            _weigh_at_once(chosen)
         if way == "slices" and chosen["norm"] == "batch":
             chosen["norm"] = "layer"  # Of one sample it has no statistics.
     return _Script(chosen, way).text()
+
+
+def _weigh_at_once(chosen: dict[str, str]) -> None:
+    """Take choices away for which one call of `weigh` does not do: terms of a loss that are means
+    over other elements, and gradients of several batches that are added up before an exchange. Nor
+    can a loop of its own decide by the loss of a part."""
+    chosen["skip"] = "none" if chosen["skip"] in ("nan", "loss") else chosen["skip"]
+    if chosen["loss"] in ("sum", "by class", "tokens", "masked"):
+        if chosen["gradient"] in ("penalty", "two backwards"):
+            chosen["gradient"] = FEATURES["gradient"][0]
+        if chosen["several"] == "teacher":
+            chosen["several"] = FEATURES["several"][0]
+    if chosen["gradient"] == "autograd.grad":
+        chosen["accumulate"] = FEATURES["accumulate"][0]
+    if chosen["stage"] == "optimizer":
+        chosen["stage"] = FEATURES["stage"][0]
 
 
 class _Script:
@@ -585,11 +603,12 @@ for p, g in zip(used, torch.autograd.grad({part}, used)):
             self._put(
                 """
 optimizer_j.zero_grad()
+WEIGH
 fake = judge(model(a)[:, :2].detach().to(judge[0].weight))
 real = judge(a[:, :2].to(judge[0].weight))
 F.softplus(fake - real).mean().backward()
 optimizer_j.step()
-""",
+""".replace("WEIGH\n", "ranks.weigh(counts[number])\n" if self._way == "slices" else ""),
                 indent,
             )
         if is_["scheduler"] in ("onecycle", "warmup"):

@@ -295,8 +295,16 @@ def _bound(case: Case, alone: Path, shaken: Path | None) -> float:
     one, other = _arrays(f"{alone}.out/rank0.npz"), _arrays(f"{shaken}.out/rank0.npz")
     if one.keys() != other.keys():
         return bound
-    ways = [np.linalg.norm(one[n] - other[n]) / (np.linalg.norm(one[n]) + 1e-2) for n in one]
-    return max(bound, (4 if draws_by_part(case.choices) else 10) * float(max(ways)))
+    most = max(_apart(other[name], one[name]) for name in one)
+    return max(bound, (4 if draws_by_part(case.choices) else 10) * most)
+
+
+def _apart(values: np.ndarray[Any, Any], one: np.ndarray[Any, Any]) -> float:
+    """Return the difference from one process's values as a part of their norm. Values that are not
+    a number in both are equal."""
+    same = (values == one) | (np.isnan(values) & np.isnan(one))
+    far = np.where(same, 0.0, values - one)
+    return float(np.linalg.norm(far) / (np.linalg.norm(np.nan_to_num(one)) + 1e-2))
 
 
 def _precise(choices: Choices) -> bool:
@@ -320,16 +328,14 @@ def _weights(
         return float("inf"), [_Difference("", "other parameters")]
     most = 0.0
     for name in one:
-        size = np.linalg.norm(one[name]) + 1e-2
-        others = [float(np.linalg.norm(every[0][name] - each[name]) / size) for each in every[1:]]
+        others = [_apart(each[name], every[0][name]) for each in every[1:]]
         statistics = name.startswith("buffer") and case.choices.get("norm") == "batch"
         if not max(others) <= _RANKS and not statistics:
             wrong.append(_Difference("", f"ranks differ: {name} by {max(others):.1e}"))
             break
     worst = ""
     for name in one:
-        size = np.linalg.norm(one[name]) + 1e-2
-        apart = float(np.linalg.norm(every[0][name] - one[name]) / size)
+        apart = _apart(every[0][name], one[name])
         if not apart <= most:
             most, worst = apart, name
     if not most <= bound:
@@ -405,8 +411,8 @@ def _stored_differences(
         return [_Difference(WEIGHTS, f"{name}: other entries")]
     for key, tensor in one.items():
         # Second moments of Adam's are squares: they differ by twice as much.
-        apart = (tensor.double() - ranks[key].double()).norm().item()
-        if not apart <= 4 * bound * (tensor.double().norm().item() + 1e-2):
+        apart = _apart(ranks[key].double().numpy(), tensor.double().numpy())
+        if not apart <= 4 * bound:
             return [_Difference(WEIGHTS, f"{name}: {key} by {apart:.1e}")]
     return []
 
