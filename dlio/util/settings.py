@@ -159,6 +159,12 @@ class Settings:
         "DLIO_FOLLOW_LINKS",
         "Follows symbolic links that lead out of a data set's folder, as --follow-links does.",
     )
+    trust: bool = _switch(
+        "DLIO_TRUST",
+        "Lifts what guards against data sets made by strangers, as --trust does: bounds on how far "
+        "files may expand, and the first reading of HDF5, Parquet and Arrow files in a process of "
+        "its own.",
+    )
     cuda_aware: bool | None = _setting(
         "DLIO_CUDA_AWARE",
         "0 or 1",

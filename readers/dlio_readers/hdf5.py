@@ -23,6 +23,8 @@ from dlio_readers.path_reader import lie_at, split_paths
 from dlio_readers.rehearsal import rehearse
 
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
+_STARTS: Final = (0, 512, 1024, 2048)
+"""Bytes that a block of the user's own, such as MATLAB's, may take before."""
 
 
 class Hdf5Reader(ColumnReader):
@@ -90,7 +92,9 @@ class Hdf5Reader(ColumnReader):
         if Source(url).is_folder():
             return "holds no .h5 file"
         try:
-            return None if File(url).read(0, 8) == _MAGIC else "does not begin like an HDF5 file"
+            file = File(url)
+            found = any(file.read(at, 8) == _MAGIC for at in _STARTS)
+            return None if found else "does not begin like an HDF5 file"
         except SourceError:
             return "is not a file"
 

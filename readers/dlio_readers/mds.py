@@ -27,7 +27,7 @@ from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import ReadErrors, Source, expand
-from dlio.errors import SourceError
+from dlio.errors import SourceError, printable
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.path_reader import PathReader, neighbours
@@ -104,7 +104,7 @@ class MdsReader(PathReader):
             if _fields(shard, self._source) != self._fields:
                 raise SourceError(f"{self._source.path(_INDEX)}: its shards differ in columns")
             name, opener = _file_of(shard, self._source)
-            self._source.check_link(self._source.path(name))
+            self._source.check_links(name)
             file = PersistentFile(f"{own.rstrip('/')}/{name}{tail}")
             raw_bytes = _whole(shard["raw_data"]["bytes"], _MAX_SHARD, self._source)
             self._shards.append(_Shard(file, raw_bytes, opener))
@@ -286,8 +286,13 @@ def _file_of(
     """Return (file, function to decompress it); prefers the raw file if it exists."""
     raw, packed = shard["raw_data"], shard.get("zip_data")
     for part in (raw, packed):
-        if part and ("/" in str(part["basename"]) or str(part["basename"]).startswith("..")):
-            raise SourceError(f"{source.path(_INDEX)} names files outside of its folder: refused")
+        # Merged indexes name files in folders below: part.0/shard.00000.mds.
+        steps = str(part["basename"]).split("/") if part else ["shard"]
+        if any(step in ("", ".", "..") for step in steps):
+            raise SourceError(
+                f"{source.path(_INDEX)} names the file {printable(str(part['basename']))}, which "
+                "is not inside its folder: refused"
+            )
     if not packed or source.exists(str(raw["basename"])):
         return str(raw["basename"]), None
     kind = str(shard.get("compression", "")).split(":")[0]

@@ -136,12 +136,14 @@ class RemoteFiles(FsspecStore):
     """A store behind fsspec."""
 
     limits: _ArrayLimits
+    archived: bool
+    """True for a store in a zip archive."""
 
     @classmethod
     def at(cls, source: Source) -> Self:
         """Return the store at a URL."""
         store: Any = cls.from_url(source.url, read_only=True)
-        store.limits = _ArrayLimits()
+        store.limits, store.archived = _ArrayLimits(), source.url.startswith("zip://")
         return cast("Self", store)
 
     async def get(
@@ -150,6 +152,14 @@ class RemoteFiles(FsspecStore):
         prototype: BufferPrototype,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
+        if self.archived:
+            # A member is decompressed as a whole when it is read.
+            try:
+                size = int((await self.fs._info(f"{self.path}/{key}".lstrip("/")))["size"])
+            except FileNotFoundError:
+                return None
+            if size > self.limits.most(key):
+                raise SourceError(f"{key} of {size} bytes is larger than a chunk: restore it")
         data = await super().get(key, prototype, byte_range)
         if data is not None:
             self.limits.check(key, data.to_bytes())
