@@ -122,7 +122,6 @@ def open_dataset(
     """
     check_flag("follow_links", follow_links, optional=True)
     check_flag("trust", trust, optional=True)
-    opening: dict[str, Any] = {"follow_links": follow_links, "trust": trust}
     image_size, crops, seed = check_options(
         tiers, image_size, train, crops, transform, seed, on_error
     )
@@ -142,11 +141,15 @@ def open_dataset(
         if crops > 1:
             raise UsageError("crops= are of images: with patch= give patches_per_volume=")
         image_size = None
-        copies = [open_parts(each, **opening, **options) for each in places]
+        copies = [
+            open_parts(each, follow_links=follow_links, trust=trust, **options) for each in places
+        ]
         patches = open_patches(copies, cutting, options)
         reader = cast(Reader, patches.patches)
     else:
-        opened = [open_reader(each, **opening, **options) for each in places]
+        opened = [
+            open_reader(each, follow_links=follow_links, trust=trust, **options) for each in places
+        ]
         reader = replicated(opened)
     return Dataset(
         reader,

@@ -149,8 +149,9 @@ class ArrowStream:
         for at, metadata, body in (*blocks[0], *blocks[1]):
             if min(at, metadata, body) < 0 or at + metadata + body > file.size:
                 raise SourceError(f"{file.name} is damaged: its footer leads out of it; restore it")
-        self._dictionaries = [_Message(*each, k) for k, each in enumerate(blocks[0])]
-        self._batches = [_Message(*each, len(blocks[0])) for each in blocks[1]]
+        first, others = blocks
+        self._dictionaries = [_Message(*each[:3], k) for k, each in enumerate(first)]
+        self._batches = [_Message(*each[:3], len(first)) for each in others]
         with file.open() as stream, pa.ipc.open_file(stream) as opened:
             self.schema = opened.schema
 

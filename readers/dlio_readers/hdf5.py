@@ -51,7 +51,7 @@ class Hdf5Reader(ColumnReader):
     ) -> None:
         urls, names = split_paths(path)
         files = [PersistentFile(url) for url in files_below(urls, HDF5_SUFFIXES)]
-        rehearse("hdf5", "h5py", path, files)
+        rehearse("hdf5", "h5py", path, files, {"select": select, "samples": samples})
         self._files = [Hdf5File(file) for file in files]
         tables = [file.columns(names, select) for file in self._files]
         first = tables[0]
@@ -93,8 +93,8 @@ class Hdf5Reader(ColumnReader):
             return "holds no .h5 file"
         try:
             file = File(url)
-            found = any(file.read(at, 8) == _MAGIC for at in _STARTS)
-            return None if found else "does not begin like an HDF5 file"
+            begins = any(file.read(at, 8) == _MAGIC for at in _STARTS)
+            return None if begins else "does not begin like an HDF5 file"
         except SourceError:
             return "is not a file"
 

@@ -285,13 +285,12 @@ def _file_of(
 ) -> tuple[str, Callable[[bytes, int], bytes] | None]:
     """Return (file, function to decompress it); prefers the raw file if it exists."""
     raw, packed = shard["raw_data"], shard.get("zip_data")
-    for part in (raw, packed):
+    for name in [str(part["basename"]) for part in (raw, packed) if part]:
         # Merged indexes name files in folders below: part.0/shard.00000.mds.
-        steps = str(part["basename"]).split("/") if part else ["shard"]
-        if any(step in ("", ".", "..") for step in steps):
+        if any(step in ("", ".", "..") for step in name.split("/")):
             raise SourceError(
-                f"{source.path(_INDEX)} names the file {printable(str(part['basename']))}, which "
-                "is not inside its folder: refused"
+                f"{source.path(_INDEX)} names the file {printable(name)}, which is not inside its "
+                "folder: refused"
             )
     if not packed or source.exists(str(raw["basename"])):
         return str(raw["basename"]), None

@@ -243,10 +243,10 @@ def _bytes_of(plain: Any, where: str) -> Any:
     return plain.cast(pa.large_binary() if wide else pa.binary())
 
 
-def _missing(values: Any, where: str, what: str) -> SourceError:
+def _missing(values: Any, where: str, lacking: str) -> SourceError:
     first = int(np.flatnonzero(np.asarray(values.is_null()))[0])
     return SourceError(
-        f"{where}: {values.null_count} rows, the first of them row {first}, have no {what}, or "
+        f"{where}: {values.null_count} rows, the first of them row {first}, have no {lacking}, or "
         "drop those rows"
     )
 
@@ -254,7 +254,8 @@ def _missing(values: Any, where: str, what: str) -> SourceError:
 def _arrays_of(plain: Any, where: str) -> tuple[Any, npt.NDArray[np.int64]]:
     """Return the numbers of nested lists one after another, and the shape of each row's array.
 
-    The shapes are of shape (rows, depth). Raises SourceError for rows that are no arrays.
+    The shapes are of shape (rows, depth). Raises SourceError for lists of lists of different
+    lengths.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
