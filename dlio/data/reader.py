@@ -43,7 +43,7 @@ def open_reader(
             map-style data sets.
         follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
             None for DLIO_FOLLOW_LINKS.
-        trust: lift what guards against strangers; None for DLIO_TRUST. See `dlio.util.limits`.
+        trust: lift the guards against strangers; None for DLIO_TRUST. See `dlio.util.limits`.
         options: for the reader, such as `select` for HDF5 and Zarr.
 
     Raises SourceError when the path does not exist or no reader recognises it, with the reason of

@@ -93,7 +93,10 @@ class ReadErrors:
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, DlioError):
-            raise failed(self._where, error, self._text) from error
+            # An error of the system, or of memory, says nothing about the contents.
+            outside = isinstance(error, MemoryError) or getattr(error, "errno", None)
+            text = "cannot be read" if outside else self._text
+            raise failed(self._where, error, text) from error
 
 
 class FsspecHandle:

@@ -9,8 +9,8 @@ Files of a data set, a tier or a checkpoint may have been made by anyone. So
   size (`dlio.util.decompression_limits`);
 - libraries that raise errors of any kind for malformed metadata are called within `parsing`.
 
-Whoever knows where a data set comes from lifts what guards against strangers alone: `--trust`,
-`trust=True` or DLIO_TRUST (`trusting`).
+Whoever knows where a data set comes from lifts the guards that are against strangers alone:
+`--trust`, `trust=True` or DLIO_TRUST (`trusting`).
 """
 
 import errno
@@ -153,8 +153,6 @@ class _ParseErrors:
         elif isinstance(error, RuntimeError) and "start new thread" in reason:
             text = f"cannot be read: no thread can be started: {_REMEDY}"
         else:
-            text = (
-                f"is damaged, or its contents are not as its format says: {reason[:500]}; "
-                "restore it"
-            )
+            # Not "damaged": a library also fails at sound data that it, or dlio, does not know.
+            text = f"cannot be read: {reason[:500]}; check it with the program that wrote it"
         raise SourceError(f"{where} {text}") from error

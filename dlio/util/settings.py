@@ -161,9 +161,8 @@ class Settings:
     )
     trust: bool = _switch(
         "DLIO_TRUST",
-        "Lifts what guards against data sets made by strangers, as --trust does: bounds on how far "
-        "files may expand, and the first reading of HDF5, Parquet and Arrow files in a process of "
-        "its own.",
+        "Lifts the guards against data sets of strangers, as --trust does: bounds on how far files "
+        "may expand, and the first reading of HDF5, Parquet and Arrow files in another process.",
     )
     cuda_aware: bool | None = _setting(
         "DLIO_CUDA_AWARE",

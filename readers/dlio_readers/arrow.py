@@ -16,7 +16,7 @@ from dlio_readers.rowgroups import ArrowTable, RowGroupReader
 #
 # A stream is a sequence of messages: 0xFFFFFFFF, the size of the metadata, metadata (a flatbuffer),
 # and a body. A file has magic words at both ends, and a footer with the places of its messages,
-# which alone counts: what else lies between them need not be a stream. Of the metadata only numbers
+# which alone counts: the rest of it need not be a stream. Of the metadata only numbers
 # are taken here, bounded by the file's size; pyarrow reads the rest.
 #
 # Source: arrow.apache.org/docs/format/Columnar.html, Message.fbs, File.fbs.
@@ -24,7 +24,7 @@ from dlio_readers.rowgroups import ArrowTable, RowGroupReader
 _FILE_MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
 _MAGIC_BYTES: Final = 8
-_CONTINUED: Final = 0xFFFFFFFF
+_CONTINUED: Final = b"\xff\xff\xff\xff"
 _MOST_METADATA: Final = 64 << 20
 _MOST_BATCHES: Final = 1 << 22
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
@@ -71,8 +71,6 @@ class ArrowStream:
         self._dictionaries: list[_Message] = []
         self.schema: Any = None
         is_file = magic.startswith(_FILE_MAGIC)
-        if not is_file and magic[:4] != _CONTINUED.to_bytes(4, "little"):
-            raise SourceError(f"{file.name} is not an Arrow file, or is damaged: restore it")
         with parsing(file.name):
             if is_file:
                 self._read_footer()
@@ -150,8 +148,8 @@ class ArrowStream:
             if min(at, metadata, body) < 0 or at + metadata + body > file.size:
                 raise SourceError(f"{file.name} is damaged: its footer leads out of it; restore it")
         first, others = blocks
-        self._dictionaries = [_Message(*each[:3], k) for k, each in enumerate(first)]
-        self._batches = [_Message(*each[:3], len(first)) for each in others]
+        self._dictionaries = [_Message(*_place(each), k) for k, each in enumerate(first)]
+        self._batches = [_Message(*_place(each), len(first)) for each in others]
         with file.open() as stream, pa.ipc.open_file(stream) as opened:
             self.schema = opened.schema
 
@@ -162,39 +160,48 @@ class ArrowStream:
         file, at = self._file, 0
         while at < file.size:
             head = file.read(at, 8)
-            if len(head) < 8:
+            if len(head) < 4:
                 raise SourceError(f"{file.name} is cut off at byte {at}: restore it")
-            mark, size = struct.unpack("<Ii", head)
-            if mark == _CONTINUED and size == 0:
-                return
-            if mark != _CONTINUED or not 0 < size <= min(_MOST_METADATA, file.size):
+            size, prefix = int.from_bytes(head[:4], "little", signed=True), 4
+            if head[:4] == _CONTINUED:  # Which writers before Arrow 0.15 leave out.
+                size, prefix = int.from_bytes(head[4:], "little", signed=True), 8
+            if size == 0:
+                break
+            if not at and not 0 < size <= min(_MOST_METADATA, file.size):
+                raise SourceError(f"{file.name} is not an Arrow file: check the path")
+            if not 0 < size <= min(_MOST_METADATA, file.size):
                 raise SourceError(f"{file.name} is damaged at byte {at}: restore it")
-            metadata = file.read(at + 8, size)
+            metadata = file.read(at + prefix, size)
             table = _FlatbufferTable.root(metadata)
             body = table.whole(_BODY, "<q")
-            if not 0 <= body <= file.size or at + 8 + size + body > file.size:
+            if not 0 <= body <= file.size or at + prefix + size + body > file.size:
                 raise SourceError(
                     f"{file.name} is cut off: a message at byte {at} has {body} bytes; restore it"
                 )
             kind = table.whole(_TYPE, "<B")
-            message = _Message(at, 8 + size, body, len(self._dictionaries))
+            message = _Message(at, prefix + size, body, len(self._dictionaries))
             if kind == _SCHEMA and self.schema is None:
-                self.schema = pa.ipc.read_schema(pa.BufferReader(head + metadata))
+                self.schema = pa.ipc.read_schema(pa.BufferReader(file.read(at, prefix + size)))
             elif kind == _BATCH:
                 self._batches.append(message)
             elif kind == _DICTIONARY:
                 self._dictionaries.append(message)
             else:
-                raise SourceError(f"{file.name} is damaged at byte {at}: restore it")
+                raise SourceError(f"{file.name} holds more than one table, at byte {at}: divide it")
             if len(self._batches) + len(self._dictionaries) > _MOST_BATCHES:
                 raise SourceError(f"{file.name} has over {_MOST_BATCHES} record batches")
-            at += 8 + size + body
+            at += prefix + size + body
+
+
+def _place(block: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return (offset, bytes of metadata, bytes of the body) of a message."""
+    at, metadata, body = block
+    return at, metadata, body
 
 
 def _message_of(data: bytes) -> "_FlatbufferTable":
     """Return the table of a message's metadata, which older writers mark by its size alone."""
-    marked = data[:4] == _CONTINUED.to_bytes(4, "little")
-    return _FlatbufferTable.root(data[8:] if marked else data[4:])
+    return _FlatbufferTable.root(data[8:] if data[:4] == _CONTINUED else data[4:])
 
 
 def _expanded(data: bytes, metadata: int) -> int:

@@ -101,7 +101,7 @@ class Chunks:
         dataset.id.chunk_iter(look)
         if largest > self._chunk + self._chunk // 64 + _SLACK:
             raise SourceError(
-                f"{self._where}: a chunk has {largest} bytes, over {self._chunk}: restore it"
+                f"{self._where}: a chunk takes {largest} bytes, and becomes {self._chunk}: refused"
             )
 
     def check(self, dataset: Handle, key: object) -> None:
@@ -122,8 +122,7 @@ class Chunks:
                 if exceeds("zlib", stored, self._chunk + _SLACK):
                     raise SourceError(
                         f"{self._where}: the chunk at row {start} becomes more than its "
-                        f"{self._chunk} bytes: it is damaged, or was made to take all memory; "
-                        "restore it"
+                        f"{self._chunk} bytes, which is a way to take all memory: refused"
                     )
             del self._suspects[start]
 
@@ -133,7 +132,7 @@ class Chunks:
 HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat")
 _OLD_MATLAB: Final = b"MATLAB 5.0"
 _MATLAB: Final = ("#refs#", "#subsystem#")
-"""Groups with what MATLAB's cells and objects refer to."""
+"""Groups to which MATLAB's cells and objects refer."""
 _WRITTEN: Final = ("unable to lock file", "already open for write", "already open for read")
 """Parts of the library's errors for files that are being written."""
 _MAX_SETS: Final = 1 << 12
@@ -256,6 +255,11 @@ class Hdf5File:
             if np.dtype(vlen) != np.uint8:
                 if not storable(np.dtype(vlen)):
                     raise UsageError(f"{where} is {vlen} of varying length: name the others")
+                if not np.dtype(vlen).isnative:
+                    raise UsageError(
+                        f"{where} has values of varying length in this machine's other byte order, "
+                        "which h5py returns wrong: write them in its own"
+                    )
                 kind = array_kind(vlen, [None])
                 return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
             chunks.check(dataset, slice(0, 1))

@@ -35,7 +35,7 @@ from dlio_readers.path_reader import PathReader, neighbours
 _VERSION: Final = 1
 _INDEX: Final = "index.json"
 _MAX_INDEX: Final = 64 << 20
-_MAX_SHARD: Final = 2 << 30
+_MAX_SHARD: Final = 4 << 30
 _SLACK: Final = 1 << 20
 _MAX_COLUMNS: Final = 256
 _KEPT_BYTES: Final = 256 << 20
@@ -223,7 +223,9 @@ class _Shard:
         if opener is not None:
             check_claim(raw_bytes, file.size, file.name)
             if file.size > 2 * raw_bytes + _SLACK:
-                raise SourceError(f"{file.name} is longer than its index says: restore it")
+                raise SourceError(
+                    f"{file.name} is longer than its index says: write the index again"
+                )
         self.file, self.raw_bytes, self._opener = file, raw_bytes, opener
         self._key = file.url, file.stamp
 
@@ -276,7 +278,9 @@ def _shards(source: Source) -> list[dict[str, Any]]:
 
 def _whole(value: Any, bound: int, source: Source) -> int:
     if type(value) is not int or not 0 <= value < bound:
-        raise SourceError(f"{source.path(_INDEX)}: {value!r} is invalid: restore it")
+        raise SourceError(
+            f"{source.path(_INDEX)}: {value!r} is not a number in its range: write the index again"
+        )
     return value
 
 

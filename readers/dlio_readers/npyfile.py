@@ -49,7 +49,8 @@ def _head(data: bytes, size: int, name: str) -> NpyHead:
     try:
         return read_npy_head(memoryview(data), size)
     except CorruptBlock as error:
-        raise SourceError(f"{name} {error}") from error
+        others = ", or name the others to read, as in x.npz::image,label" if "::" in name else ""
+        raise SourceError(f"{name} {error}{others}") from error
 
 
 def _npz(file: File, names: Sequence[str]) -> dict[str, Any]:

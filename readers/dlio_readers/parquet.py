@@ -74,7 +74,7 @@ class ParquetGroups:
             for each in columns
         )
         if facts.num_rows < 0 or any(each.num_values < 0 for each in columns):
-            raise SourceError(f"{self._file.name}: its metadata are damaged: restore it")
+            raise SourceError(f"{self._file.name}: its metadata count fewer than no rows: refused")
         stored = sum(max(0, each.total_compressed_size) for each in columns)
         stored = min(stored, self._file.size)
         check_claim(declared, stored, f"{self._file.name}, row group {group},")

@@ -77,7 +77,7 @@ class ColumnFacts:
         import pyarrow.compute as pc
 
         if self._bytes or self._text:
-            plain = _bytes_of(column, where)
+            plain = _bytes_of(column, where, self._text)
             self.bodies.append(np.asarray(pc.binary_length(plain)).astype(np.int64))
             step = max(1, len(plain) // _PROBES)
             if self._bytes:
@@ -181,10 +181,11 @@ def plain_values(column: ArrowColumn, stored: int, where: str) -> Any:
         plain = chunk
         while t.is_dictionary(plain.type) or isinstance(plain.type, pa.BaseExtensionType):
             if t.is_dictionary(plain.type):
-                if _is_text(plain.type.value_type) or _is_bytes(plain.type.value_type):
-                    check_claim(expanded_bytes(plain), stored, where)
-                plain = _wide(plain, column.nbytes) if plain.nbytes > _NARROW else plain
-                plain = plain.dictionary_decode()
+                values, size = plain.dictionary, 0
+                if _is_text(values.type) or _is_bytes(values.type):
+                    size = expanded_bytes(plain)
+                    check_claim(size, stored, where)
+                plain = _wide(values, size).take(plain.indices)
             else:
                 plain = plain.storage
         if t.is_struct(plain.type):
@@ -216,7 +217,8 @@ def expanded_bytes(values: ArrowColumn) -> int:
         values = values.field(0)
     if not t.is_dictionary(values.type):
         return int(values.nbytes)
-    lengths = pc.fill_null(pc.binary_length(values.dictionary), 0)
+    # Views have no lengths of their own.
+    lengths = pc.fill_null(pc.binary_length(_wide(values.dictionary, 0)), 0)
     counts = np.bincount(
         np.asarray(values.indices.drop_null()).astype(np.int64), minlength=len(lengths)
     )
@@ -224,7 +226,7 @@ def expanded_bytes(values: ArrowColumn) -> int:
     return sum(n * size for n, size in zip(counts.tolist(), lengths.to_pylist(), strict=True))
 
 
-def _bytes_of(plain: Any, where: str) -> Any:
+def _bytes_of(plain: Any, where: str, text: bool) -> Any:
     """Return texts or bytes as binary values; a missing text is empty, as in tables of text.
 
     Raises SourceError for missing bytes.
@@ -233,7 +235,7 @@ def _bytes_of(plain: Any, where: str) -> Any:
     import pyarrow.compute as pc
     import pyarrow.types as t
 
-    if plain.null_count and (t.is_string(plain.type) or t.is_large_string(plain.type)):
+    if plain.null_count and text:
         plain = pc.fill_null(plain, "")
     if plain.null_count:
         raise _missing(plain, where, "bytes: embed the files")
@@ -287,7 +289,7 @@ def decoded(plain: Any, kind: str, where: str) -> Decoded:
     import pyarrow as pa
 
     if "[" not in kind and kind not in DTYPES:
-        return _bytes_of(plain, where)
+        return _bytes_of(plain, where, kind == "text")
     flat, shapes = _arrays_of(plain, where)
     parsed = parse_kind(kind)
     if flat.null_count and pa.types.is_boolean(flat.type):

@@ -41,7 +41,7 @@ _TEXT_CODEC: Final = "vlen-utf8"
 _MAX_CHUNKS: Final = 1 << 22
 _MAX_CHUNK: Final = 256 << 20
 _MAX_TEXTS: Final = 16 << 20
-"""Bytes of a chunk of texts beyond those of its array, an eighth of what they may become."""
+"""Bytes of a chunk of texts beyond those of its array, an eighth of the most that they may become."""
 _ARCHIVE: Final = ".zarr.zip"
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
@@ -152,7 +152,7 @@ class ZarrReader(ColumnReader):
 
         if isinstance(root, zarr.Array):
             return {root.basename or "data": root}
-        with ReadErrors(self.path, "is damaged"):
+        with ReadErrors(self.path, "has an array that zarr cannot open"):
             return dict(sorted(root.arrays()))
 
     def _whole(self, array: Any, where: str) -> Any:

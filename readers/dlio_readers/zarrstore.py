@@ -54,8 +54,8 @@ class _ArrayLimits:
             if key.startswith(prefix):
                 if exceeds(codec, data, most):
                     raise SourceError(
-                        f"{key} becomes more than the bytes of a chunk when it is decompressed: it "
-                        "is damaged, or was made to take all memory; restore it"
+                        f"{key} becomes more than the bytes of a chunk when it is decompressed, "
+                        "which is a way to take all memory: refused"
                     )
                 return
 
@@ -118,7 +118,7 @@ class LocalFiles(LocalStore):
             size = os.fstat(descriptor).st_size
             begin, end = _span(part, size)
             if end - begin > self.limits.most(key):
-                raise SourceError(f"{path} of {size} bytes is larger than a chunk: restore it")
+                raise SourceError(f"{path} of {size} bytes is larger than a chunk: refused")
             data = os.pread(descriptor, end - begin, begin)
         finally:
             os.close(descriptor)
@@ -159,7 +159,7 @@ class RemoteFiles(FsspecStore):
             except FileNotFoundError:
                 return None
             if size > self.limits.most(key):
-                raise SourceError(f"{key} of {size} bytes is larger than a chunk: restore it")
+                raise SourceError(f"{key} of {size} bytes is larger than a chunk: refused")
         data = await super().get(key, prototype, byte_range)
         if data is not None:
             self.limits.check(key, data.to_bytes())

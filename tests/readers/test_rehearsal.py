@@ -38,10 +38,9 @@ def _act(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(rehearsal, "module_command", lambda *_: command)
 
 
-def test_files_are_rehearsed_until_they_are_known(
-    files: list[File], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = []
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return the commands of processes that are started from now on."""
+    started: list[object] = []
     real = subprocess.Popen
 
     def popen(*argv: object, **options: object) -> object:
@@ -49,6 +48,13 @@ def test_files_are_rehearsed_until_they_are_known(
         return real(*argv, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
+    return started
+
+
+def test_files_are_rehearsed_until_they_are_known(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = _counted(monkeypatch)
     path = [file.url for file in files]
     for _ in range(2):
         with contextlib.closing(Hdf5Reader(path)) as reader:
@@ -101,11 +107,7 @@ def test_it_is_said_that_a_rehearsal_is_not_possible(
 def test_a_file_with_an_ordinary_error_has_not_passed(
     files: list[File], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = []
-    real = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *given, **more: started.append(given) or real(*given, **more)
-    )
+    started = _counted(monkeypatch)
     with h5py.File(files[0].url, "a") as file:
         file["y"] = np.zeros((3, 4))
     for count in (1, 2):  # It is tried again.
@@ -129,11 +131,7 @@ def test_a_copy_of_the_process_alone_lets_files_pass(
     monkeypatch.setattr(rehearsal, "_may_copy", lambda: True)
     monkeypatch.setattr(rehearsal, "_COPY_SILENT_S", 0.3)
     monkeypatch.setattr(rehearsal, "_SILENT_S", 60.0)
-    started = []
-    real = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *given, **more: started.append(given) or real(*given, **more)
-    )
+    started = _counted(monkeypatch)
     memory = mmap.mmap(-1, 4096)  # Shared: the copy must not have it.
 
     class Reader(Hdf5Reader):
