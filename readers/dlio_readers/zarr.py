@@ -41,7 +41,7 @@ _TEXT_CODEC: Final = "vlen-utf8"
 _MAX_CHUNKS: Final = 1 << 22
 _MAX_CHUNK: Final = 256 << 20
 _MAX_TEXTS: Final = 16 << 20
-"""Bytes of a chunk of texts beyond those of its array, an eighth of the most that they may become."""
+"""Bytes of a chunk of texts beyond those of its array; they may become eight times as many."""
 _ARCHIVE: Final = ".zarr.zip"
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 

@@ -8,6 +8,7 @@ import math
 import shutil
 import string
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,66 @@ def _cases() -> Iterator[Any]:
         for seed in range(NIGHTLY):
             marks = [] if seed < DAILY else [pytest.mark.nightly]
             yield pytest.param(draw, seed, id=f"{draw.__name__}-{seed}", marks=marks)
+
+
+def _parquet_refuses(path: str) -> None:
+    pq.read_table(path).validate(full=True)
+
+
+def _arrow_refuses(path: str) -> None:
+    with pa.OSFile(path) as file:
+        magic = file.read(6)
+    with pa.OSFile(path) as file:
+        read: Any = pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream
+        read(file).read_all().validate(full=True)
+
+
+def _numpy_refuses(path: str) -> None:
+    read = np.load(path)
+    if path.endswith(".npz"):
+        [read[name] for name in read.files]
+
+
+def _hdf5_refuses(path: str) -> None:
+    with h5py.File(path) as file:
+        file.visititems(lambda _, item: isinstance(item, h5py.Dataset) and bool(item[...] is None))
+
+
+REFUSALS = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
+JUDGES: dict[Draw, Callable[[str], None]] = {
+    parquet: _parquet_refuses,
+    arrow: _arrow_refuses,
+    numpy: _numpy_refuses,
+    hdf5: _hdf5_refuses,
+}
+"""Functions that raise one of `REFUSALS` if a format's library does not read all of a file."""
+
+
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.9, 0.99, "head", "tail"])
+@pytest.mark.parametrize("draw", list(JUDGES), ids=lambda draw: draw.__name__)
+def test_damage_is_called_so_only_where_the_library_refuses(
+    draw: Draw, part: float | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_TRUST", "1")
+    for seed in range(DAILY):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        path = draw(np.random.default_rng(seed), folder)[0].split("::")[0]
+        data = bytearray(Path(path).read_bytes())
+        if part == "head":
+            data[:4] = b"\0" * 4
+        elif part == "tail":
+            data[-4:] = b"\0" * 4
+        else:
+            assert isinstance(part, float)
+            del data[int(part * len(data)) :]
+        Path(path).write_bytes(data)
+        try:
+            _read(path)
+        except DlioError as error:
+            if any(word in str(error) for word in ("damaged", "restore it", "corrupt")):
+                with pytest.raises(REFUSALS):
+                    JUDGES[draw](path)
 
 
 @pytest.mark.parametrize(("draw", "seed"), list(_cases()))
