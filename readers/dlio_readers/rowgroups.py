@@ -167,7 +167,7 @@ def _inner_type(kind: Any) -> tuple[Any, int]:
     return kind, depth
 
 
-def plain_values(column: ArrowColumn, stored: int, where: str) -> Any:
+def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
     """Return a column as one array of plain values: without dictionaries, extensions and parts.
 
     `stored` is the size of the column's group in the file. Raises SourceError if repeated values of
@@ -284,7 +284,7 @@ def _arrays_of(plain: Any, where: str) -> tuple[Any, npt.NDArray[np.int64]]:
     return flat, shapes
 
 
-def decoded(plain: Any, kind: str, where: str) -> Decoded:
+def decoded(plain: ArrowColumn, kind: str, where: str) -> Decoded:
     """Decode plain values: binary, an array of rows, or (flat array, ends, shapes)."""
     import pyarrow as pa
 

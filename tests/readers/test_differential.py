@@ -369,9 +369,10 @@ def _arrow_refuses(path: str) -> None:
 
 
 def _numpy_refuses(path: str) -> None:
-    read = np.load(path)
-    if path.endswith(".npz"):
-        [read[name] for name in read.files]
+    with open(path, "rb") as file:  # NumPy leaves a file open that it refuses.
+        read = np.load(file)
+        if path.endswith(".npz"):
+            [read[name] for name in read.files]
 
 
 def _hdf5_refuses(path: str) -> None:
