@@ -25,7 +25,8 @@ _AGAIN = 76
 """Of a rank that has lost another: the launcher starts all ranks again."""
 _INTERRUPTED = 130
 _DEBUG = "DLIO_DEBUG"
-_LINKS = "--follow-links"
+_SWITCHES = {"--follow-links": "DLIO_FOLLOW_LINKS", "--trust": "DLIO_TRUST"}
+"""Options of all commands that read data, and the variables that ranks inherit."""
 _FLAGS = ("--version", "--debug", "--help", "-h", "--install-completion")
 
 
@@ -173,9 +174,10 @@ def run_command(tokens: list[str]) -> None:
     own = tokens[words:]
     if command is not None:
         own, rest = command.split(own)
-    if _LINKS in own:
-        own.remove(_LINKS)
-        os.environ["DLIO_FOLLOW_LINKS"] = "1"  # Ranks that are started inherit it.
+    for switch, variable in _SWITCHES.items():
+        if switch in own:
+            own.remove(switch)
+            os.environ[variable] = "1"
     path = [] if not tokens or tokens[0].startswith("-") else tokens[:words]
     if tokens[:1] == ["--install-completion"]:
         run_app(make_app(), tokens, command)

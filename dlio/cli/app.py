@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, CycloptsError, Parameter
 
 from dlio import __version__
-from dlio.cli.cli_command import LINKS, Command, CommandFunction, describe, is_command
+from dlio.cli.cli_command import SWITCHES, Command, CommandFunction, describe, is_command
 from dlio.cli.help import TwoColumns
 from dlio.cli.option_groups import examples_of
 from dlio.errors import DlioError, UsageError
@@ -41,7 +41,8 @@ CORE: Final[Mapping[str, str]] = {
 """Import path of each core command's function."""
 _HELP: Final = (
     "Feed distributed deep learning from a deep memory hierarchy. Commands that read data take "
-    "--follow-links: follow symbolic links that lead out of a data set's folder."
+    "--follow-links: follow symbolic links that lead out of a data set's folder; and --trust: read "
+    "it without the guards against files that strangers made."
 )
 
 
@@ -133,7 +134,7 @@ def parse(command: Command, tokens: Sequence[str]) -> dict[str, object] | None:
     def keep(**given: object) -> None:
         records.update(given)
 
-    own, rest = command.split([token for token in tokens if token != LINKS])
+    own, rest = command.split([token for token in tokens if token not in SWITCHES])
     run_app(_of_function(command.name, keep, rest), own, Command(command.name, keep))
     return records or None
 

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 CommandFunction = Callable[..., object]
 """A function whose parameters are records of options."""
-LINKS: Final = "--follow-links"
+SWITCHES: Final = {
+    "--follow-links": "Follow symbolic links that lead out of the data set's folder.",
+    "--trust": "Read the data set without the guards against files that strangers made.",
+}
+"""Options of all commands that read data, with their help; `dlio` itself takes them."""
 METAVARS: Final[dict[type, str]] = {int: "INT", float: "FLOAT", str: "TEXT"}
 """Placeholders in the help for values of options that do not define one."""
 
@@ -122,7 +126,7 @@ class Command:
         if any(field.option.after_dashes for field in self.fields):
             at = tokens.index("--") if "--" in tokens else len(tokens)
             return list(tokens[:at]), list(tokens[at + 1 :])
-        flags = {LINKS, *(field.flag for field in self.fields if field.type is bool)}
+        flags = {*SWITCHES, *(field.flag for field in self.fields if field.type is bool)}
         at = 0
         while at < len(tokens) and tokens[at].startswith("-") and tokens[at] != "--":
             word = tokens[at]
@@ -152,7 +156,7 @@ class Command:
             if not field.option.rest
         ]
         if self.reads_data:
-            parameters.append(_links_parameter(groups.get("source")))
+            parameters += _switch_parameters(groups.get("source"))
         parameters.sort(key=lambda parameter: parameter.kind)
         repeated = next((p for p in parameters if p.kind is p.VAR_POSITIONAL), None)
         run.__name__ = self.name.replace(" ", "_")
@@ -209,22 +213,22 @@ def _annotated(hint: Any, parameter: "Parameter", group: "Group | None") -> Any:
     return Annotated[hint, parameter, Parameter(group=(group,))]
 
 
-def _links_parameter(group: "Group | None") -> inspect.Parameter:
-    """Return the parameter that shows --follow-links in the help; `dlio` itself takes it."""
+def _switch_parameters(group: "Group | None") -> list[inspect.Parameter]:
+    """Return the parameters that show `SWITCHES` in the help."""
     from cyclopts import Parameter
 
-    parameter = Parameter(
-        name=LINKS,
-        help="Follow symbolic links that lead out of the data set's folder.",
-        show_default=False,
-        negative=(),
-    )
-    return inspect.Parameter(
-        "follow_links",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=_annotated(bool, parameter, group),
-    )
+    made = []
+    for name, text in SWITCHES.items():
+        parameter = Parameter(name=name, help=text, show_default=False, negative=())
+        made.append(
+            inspect.Parameter(
+                name.strip("-").replace("-", "_"),
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False,
+                annotation=_annotated(bool, parameter, group),
+            )
+        )
+    return made
 
 
 def help_of(field: OptionField) -> str:

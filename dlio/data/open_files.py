@@ -194,6 +194,7 @@ class InMemoryFile(File):
     def __init__(self, file: File, data: memoryview) -> None:
         self.url, self.name, self.local_path = file.url, file.name, file.local_path
         self.size, self.times = len(data), file.times
+        self._changed = file._changed
         self._data = data
 
     def read(self, offset: int = 0, count: int | None = None) -> bytes:

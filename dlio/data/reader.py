@@ -16,20 +16,26 @@ from dlio.data.splits import warn_of_splits
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
-from dlio.util.limits import parsing
+from dlio.util.limits import parsing, trusting
 from dlio.util.plugins import plugins
 
 # fmt: off
 OPEN_ARGUMENTS: Final = (
     "tiers", "image_size", "train", "crops", "transform", "seed", "on_error", "replicas",
-    "follow_links", "requests", "patch", "patches_per_volume", "patch_stride", "pad", "window",
-    "min_visible",
+    "follow_links", "trust", "requests", "patch", "patches_per_volume", "patch_stride", "pad",
+    "window", "min_visible",
 )
 # fmt: on
 """Arguments of `dlio.open` that readers do not see, for suggestions."""
 
 
-def open_reader(path: object, *, follow_links: bool | None = None, **options: object) -> Reader:
+def open_reader(
+    path: object,
+    *,
+    follow_links: bool | None = None,
+    trust: bool | None = None,
+    **options: object,
+) -> Reader:
     """Find the reader that recognises `path`, and open it.
 
     Args:
@@ -37,6 +43,7 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
             map-style data sets.
         follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
             None for DLIO_FOLLOW_LINKS.
+        trust: lift the guards against strangers; None for DLIO_TRUST. See `dlio.util.limits`.
         options: for the reader, such as `select` for HDF5 and Zarr.
 
     Raises SourceError when the path does not exist or no reader recognises it, with the reason of
@@ -58,7 +65,7 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
     kinds = [(entry.name, entry.load()) for entry in plugins("dlio.readers")]
     kinds.sort(key=lambda item: (path_rules_of(item[1]).is_fallback, item[0]))
     kinds = [each for each in kinds if path_rules_of(each[1]).takes_objects != named]
-    with listed_once(), following_links(follow_links):
+    with listed_once(), following_links(follow_links), trusting(trust):
         name, kind, reasons = _recognised(first, kinds, named)
         if kind is not None:
             single = named and path_rules_of(kind).one_path
@@ -83,7 +90,11 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
 
 
 def open_parts(
-    path: object, *, follow_links: bool | None = None, **options: object
+    path: object,
+    *,
+    follow_links: bool | None = None,
+    trust: bool | None = None,
+    **options: object,
 ) -> list[Reader]:
     """Open each of the paths that `path` stands for as a data set of its own; see `open_reader`.
 
@@ -91,7 +102,7 @@ def open_parts(
     """
     path = _as_text(path)
     each = _each(path) if _are_names(path) else [path]
-    return [open_reader(one, follow_links=follow_links, **options) for one in each]
+    return [open_reader(one, follow_links=follow_links, trust=trust, **options) for one in each]
 
 
 def _recognised(

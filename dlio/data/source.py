@@ -93,7 +93,10 @@ class ReadErrors:
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, DlioError):
-            raise failed(self._where, error, self._text) from error
+            # An error of the system, or of memory, says nothing about the contents.
+            outside = isinstance(error, MemoryError) or getattr(error, "errno", None)
+            text = "cannot be read" if outside else self._text
+            raise failed(self._where, error, text) from error
 
 
 class FsspecHandle:
@@ -229,6 +232,8 @@ class Source(FsspecHandle):
             if self._files is None:
                 self.check_link(self.path(name))
                 return pread(self.path(name), offset, count)
+            if count == 0:
+                return b""  # Servers take an empty range for the whole file.
             end = None if count is None else offset + count
             with request():
                 data: bytes = self._files.cat_file(self.path(name), start=offset, end=end)
@@ -238,6 +243,13 @@ class Source(FsspecHandle):
         """Raise SourceError for a local link out of the root, unless those are followed."""
         if self.local and not self._follow and path != self.root and os.path.islink(path):
             check_link(self.root, path)
+
+    def check_links(self, name: str) -> None:
+        """Raise SourceError if a file, or a folder that it lies in, is a link out of the root; see
+        `check_link`.
+        """
+        for step in range(1 + name.count("/")):
+            self.check_link(self.path(name.rsplit("/", step)[0]))
 
     def check_dangling(self, found: int) -> None:
         """Raise SourceError if files of the data set are links to nothing, next to the `found` ones
@@ -321,6 +333,8 @@ class File(FsspecHandle):
         with ReadErrors(self.url):
             if self.local_path is not None:
                 return self._pread(self.local_path, offset, count)
+            if count == 0:
+                return b""  # Servers take an empty range for the whole file.
             end = None if count is None else offset + count
             with request():
                 data: bytes = self._files.cat_file(self._path, start=offset, end=end)

@@ -62,6 +62,7 @@ def open_dataset(
     on_error: str = "stop",
     replicas: PathText | Sequence[PathText] = (),
     follow_links: bool | None = None,
+    trust: bool | None = None,
     requests: int | None = None,
     patch: int | Sequence[int | None] | None = None,
     patches_per_volume: int = 1,
@@ -97,6 +98,9 @@ def open_dataset(
             take; and to another copy when it fails.
         follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
             None for DLIO_FOLLOW_LINKS, by default no.
+        trust: read the data set without the guards against files that strangers made: a file may
+            then expand to more than a quarter of the memory, and HDF5, Parquet and Arrow files are
+            not tried in another process first. None for DLIO_TRUST, by default no.
         requests: requests in flight from one rank to the source, at most; for a map-style data set
             the samples that it is asked for at a time. By default a number that suits the place,
             and up to 64 samples of a map-style data set, as their latency makes worth it.
@@ -117,6 +121,7 @@ def open_dataset(
     Raises UsageError for options that cannot work, SourceError when the path is not a data set.
     """
     check_flag("follow_links", follow_links, optional=True)
+    check_flag("trust", trust, optional=True)
     image_size, crops, seed = check_options(
         tiers, image_size, train, crops, transform, seed, on_error
     )
@@ -136,11 +141,15 @@ def open_dataset(
         if crops > 1:
             raise UsageError("crops= are of images: with patch= give patches_per_volume=")
         image_size = None
-        copies = [open_parts(each, follow_links=follow_links, **options) for each in places]
+        copies = [
+            open_parts(each, follow_links=follow_links, trust=trust, **options) for each in places
+        ]
         patches = open_patches(copies, cutting, options)
         reader = cast(Reader, patches.patches)
     else:
-        opened = [open_reader(each, follow_links=follow_links, **options) for each in places]
+        opened = [
+            open_reader(each, follow_links=follow_links, trust=trust, **options) for each in places
+        ]
         reader = replicated(opened)
     return Dataset(
         reader,

@@ -120,6 +120,7 @@ def mix(
     seed: int = 0,
     on_error: str = "stop",
     follow_links: bool | None = None,
+    trust: bool | None = None,
     **options: object,
 ) -> Mixture:
     """Mix data sets by weight; exported as `dlio.mix`.
@@ -146,7 +147,8 @@ def mix(
             numbers as they are. `Mixture.source_of(loader.last_samples)` tells the sources.
         tiers: as for `dlio.open`, shared by all sources: the one whose bytes are used most often
             gets the fastest tier.
-        image_size, train, crops, transform, seed, on_error, follow_links: as for `dlio.open`.
+        image_size, train, crops, transform, seed, on_error, follow_links, trust: as for
+            `dlio.open`.
         options: of the readers of paths, as for `dlio.open`.
 
     Raises UsageError for options that cannot work and samples that differ in their fields,
@@ -163,6 +165,7 @@ def mix(
         changes.append((whole_number("step", step, 1), _exact(later, names)))
     one_of("labels", labels, ("merge", "keep"))
     check_flag("follow_links", follow_links, optional=True)
+    check_flag("trust", trust, optional=True)
     image_size, crops, seed = check_options(
         tiers, image_size, train, crops, transform, seed, on_error
     )
@@ -175,7 +178,7 @@ def mix(
             if isinstance(each, Dataset):
                 readers.append(each.reader)
             else:
-                readers.append(open_reader(each, follow_links=follow_links, **options))
+                readers.append(open_reader(each, follow_links=follow_links, trust=trust, **options))
                 undo.enter_context(closing(readers[-1]))
         sizes = tuple(map(len, readers))
         uses = [float(w) / size for w, size in zip(weights, sizes, strict=True)]

@@ -12,6 +12,6 @@
 | `threads`, `forks` | threads that are joined; locks in forked children |
 | `signals`, `child_processes` | processes: how they start, and how they end |
 | `live_figures`, `live_line`, `progress_bar`, `plot_files` | what users see of a run |
-| `mount_points`, `cores`, `private_sockets` | the machine |
+| `mount_points`, `cores`, `machine_memory`, `private_sockets` | the machine |
 | `object_graph`, `extras` | what an object refers to; how to install a missing package |
 """

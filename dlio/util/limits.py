@@ -4,25 +4,34 @@ Files of a data set, a tier or a checkpoint may have been made by anyone. So
 
 - only regular files are opened for reading: opening a FIFO or a device could wait for ever, or give
   data without an end (`open_regular`);
-- sizes that a file declares are compared with its stored bytes before memory is taken for them
-  (`check_claim`), and nothing is decompressed beyond its declared size
-  (`dlio.util.decompression_limits`);
+- sizes that a file declares are compared with its stored bytes, and with this process's memory,
+  before memory is taken for them (`check_claim`), and nothing is decompressed beyond its declared
+  size (`dlio.util.decompression_limits`);
 - libraries that raise errors of any kind for malformed metadata are called within `parsing`.
+
+Whoever knows where a data set comes from lifts the guards that are against strangers alone:
+`--trust`, `trust=True` or DLIO_TRUST (`trusting`).
 """
 
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Final
 
 from dlio.errors import DlioError, SourceError
+from dlio.util.machine_memory import usable_memory
+from dlio.util.settings import settings
 
 MAX_ABSENT_ROWS: Final = 1 << 20
 """Rows that a data set may declare without storing them."""
 _FREE_BYTES: Final = 128 << 20
 _EXPANSION: Final = 256
+_SHARE: Final = 4
+"""A part of this process's memory, one of so many, may be taken for bytes that are not stored."""
 _REASON: Final = "it is not a regular file"
 _SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 """Errors of the machine, not of the data."""
@@ -69,21 +78,45 @@ def check_regular(status: os.stat_result, path: str) -> None:
     raise OSError(errno.EINVAL, _REASON, path)
 
 
+_trusted: ContextVar[bool | None] = ContextVar("trusted", default=None)
+
+
+@contextmanager
+def trusting(trust: bool | None) -> Iterator[None]:
+    """Trust data sets that are opened in the block, or not. None leaves it as it is."""
+    token = _trusted.set(_trusted.get() if trust is None else trust)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def is_trusted() -> bool:
+    """True if a data set that is opened now is trusted."""
+    trust = _trusted.get()
+    return settings().trust if trust is None else trust
+
+
 def check_claim(declared: int, stored: int, where: str) -> None:
     """Check that stored bytes may become as many as is declared when they are decompressed.
 
-    Raises SourceError if that is implausible: 128 MiB and 256 times the stored bytes.
+    Raises SourceError if that is implausible: more than 256 times the stored bytes, and more than a
+    quarter of the memory that this process may use, unless the data set is trusted.
     """
     if not is_plausible(declared, stored):
         raise SourceError(
-            f"{where} claims to hold {declared} bytes, of which {stored} are stored: it is "
-            "damaged, or was made to take all memory; restore it, or store it uncompressed"
+            f"{where} claims to hold {declared} bytes, of which {stored} are stored: that is more "
+            "than a quarter of this process's memory, and a way to take all of it; if you trust "
+            "whoever made the file, give --trust (in Python, trust=True), else store it in smaller "
+            "parts"
         )
 
 
 def is_plausible(declared: int, stored: int) -> bool:
     """True if stored bytes may become as many as is declared; see `check_claim`."""
-    return 0 <= declared <= _FREE_BYTES + _EXPANSION * stored
+    if 0 <= declared <= _FREE_BYTES + _EXPANSION * stored:
+        return True
+    return declared >= 0 and (is_trusted() or declared <= usable_memory() // _SHARE)
 
 
 def parsing(where: str | Callable[[], str]) -> "_ParseErrors":
@@ -120,8 +153,6 @@ class _ParseErrors:
         elif isinstance(error, RuntimeError) and "start new thread" in reason:
             text = f"cannot be read: no thread can be started: {_REMEDY}"
         else:
-            text = (
-                f"is damaged, or its contents are not as its format says: {reason[:500]}; "
-                "restore it"
-            )
+            # Not "damaged": a library also fails at sound data that it, or dlio, does not know.
+            text = f"cannot be read: {reason[:500]}; check it with the program that wrote it"
         raise SourceError(f"{where} {text}") from error

@@ -159,6 +159,11 @@ class Settings:
         "DLIO_FOLLOW_LINKS",
         "Follows symbolic links that lead out of a data set's folder, as --follow-links does.",
     )
+    trust: bool = _switch(
+        "DLIO_TRUST",
+        "Lifts the guards against data sets of strangers, as --trust does: bounds on how far files "
+        "may expand, and the first reading of HDF5, Parquet and Arrow files in another process.",
+    )
     cuda_aware: bool | None = _setting(
         "DLIO_CUDA_AWARE",
         "0 or 1",

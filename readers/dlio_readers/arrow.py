@@ -14,24 +14,32 @@ from dlio_readers.rowgroups import ArrowTable, RowGroupReader
 
 # Arrow IPC files and streams: where their record batches lie, and their sizes when decompressed
 #
-# A file is a stream between magic words, with a footer that is not needed here. A stream is a
-# sequence of messages: 0xFFFFFFFF, the size of the metadata, metadata (a flatbuffer), and a body.
-# Of the metadata only numbers are taken here, bounded by the file's size; pyarrow reads the rest.
+# A stream is a sequence of messages: 0xFFFFFFFF, the size of the metadata, metadata (a flatbuffer),
+# and a body. A file has magic words at both ends, and a footer with the places of its messages,
+# which alone counts: the rest of it need not be a stream. Of the metadata only numbers
+# are taken here, bounded by the file's size; pyarrow reads the rest.
 #
-# Source: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
+# Source: arrow.apache.org/docs/format/Columnar.html, Message.fbs, File.fbs.
 
 _FILE_MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
-_START: Final = 8
-"""Offset of the stream in a file."""
-_CONTINUED: Final = 0xFFFFFFFF
+_MAGIC_BYTES: Final = 8
+_CONTINUED: Final = b"\xff\xff\xff\xff"
 _MOST_METADATA: Final = 64 << 20
 _MOST_BATCHES: Final = 1 << 22
-_SCHEMA, _BATCH = 1, 3
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _TYPE, _HEADER, _BODY = 1, 2, 3
 """Fields of the table Message."""
 _LENGTH, _BUFFERS, _COMPRESSION = 0, 2, 3
 """Fields of the table RecordBatch."""
+_DATA: Final = 1
+"""The field of the table DictionaryBatch with a RecordBatch."""
+_DICTIONARIES, _BATCHES = 2, 3
+"""Fields of the table Footer."""
+_PAIR: Final = struct.Struct("<qq")
+"""Offset and bytes of a buffer in a body."""
+_BLOCK: Final = struct.Struct("<qi4xq")
+"""Offset, bytes of metadata and bytes of the body of a message in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +49,48 @@ class _Message:
     metadata: int
     """Bytes before the body."""
     body: int
-    rows: int
+    dictionaries: int
+    """How many of the file's dictionaries stand before it."""
 
 
 class ArrowStream:
     """The schema of an Arrow file or stream, and the places of its record batches. Thread-safe.
 
-    Raises SourceError for files that are damaged, cut off, of Feather 1, or have dictionaries.
+    Raises SourceError for files that are damaged, cut off, or of Feather 1.
     """
 
     def __init__(self, file: File) -> None:
         self._file = file
-        magic = file.read(0, _START)
+        magic = file.read(0, _MAGIC_BYTES)
         if magic[:4] == _FEATHER_1:
             raise SourceError(
                 f"{file.name} is of Feather 1, which is not read: write it again with "
                 "pyarrow.feather.write_feather(table, path)"
             )
-        at = 0
-        if magic.startswith(_FILE_MAGIC):
-            at = _START
-            if file.read(max(0, file.size - 6), 6) != _FILE_MAGIC or file.size < 2 * _START:
-                raise SourceError(f"{file.name} is cut off: it lacks its end; restore it")
-        elif magic[:4] != _CONTINUED.to_bytes(4, "little"):
-            raise SourceError(f"{file.name} is not an Arrow file, or is damaged: restore it")
-        self.batches: list[_Message] = []
+        self._batches: list[_Message] = []
+        self._dictionaries: list[_Message] = []
         self.schema: Any = None
+        is_file = magic.startswith(_FILE_MAGIC)
         with parsing(file.name):
-            self._scan(at)
+            if is_file:
+                self._read_footer()
+            else:
+                self._scan()
         if self.schema is None:
             raise SourceError(f"{file.name} is cut off: it has no schema; restore it")
-        self.count = len(self.batches)
+        self.count = len(self._batches)
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
     def check(self, number: int, names: Sequence[str]) -> int:
         """Return the rows of a record batch. Raises SourceError if it claims too many."""
-        rows = self.batches[number].rows
-        if not 0 <= rows <= 8 * self._file.size:
-            raise SourceError(
-                f"{self._file.name}, record batch {number}, claims {rows} rows: it is damaged; "
-                "restore it"
-            )
+        batch = self._batches[number]
+        with parsing(self._where(number)):
+            _, table = self._head(batch)
+            rows = table.inner(_HEADER).whole(_LENGTH, "<q")
+        # Values of no bytes, such as empty lists of a fixed size, take none in a file.
+        check_claim(8 * rows, self._file.size, self._where(number))
         return rows
 
     def table(self, number: int, names: Sequence[str]) -> ArrowTable:
@@ -97,64 +104,117 @@ class ArrowStream:
             column.validate(full=True)
         return pa.table(columns, names=names)
 
+    def _where(self, number: int) -> str:
+        return f"{self._file.name}, record batch {number},"
+
     def _batch(self, number: int) -> Any:
         import pyarrow as pa
 
-        message = self.batches[number]
+        batch = self._batches[number]
+        messages = [*self._dictionaries[: batch.dictionaries], batch]
+        parts = [self._whole(each, self._where(number)) for each in messages]
+        stream = pa.py_buffer(b"".join([self.schema.serialize().to_pybytes(), *parts]))
+        return pa.ipc.open_stream(stream).read_next_batch()
+
+    def _whole(self, message: _Message, where: str) -> bytes:
         size = message.metadata + message.body
         data = self._file.read(message.at, size)
-        where = f"{self._file.name}, record batch {number},"
         if len(data) < size:
             raise SourceError(f"{where} is cut off: restore the file")
         check_claim(_expanded(data, message.metadata), size, where)
-        read = pa.ipc.read_message(pa.BufferReader(data))
-        return pa.ipc.read_record_batch(read, self.schema)
+        return data
 
-    def _scan(self, at: int) -> None:
-        """Walk over the messages, without reading bodies."""
+    def _head(self, message: _Message) -> tuple[int, "_FlatbufferTable"]:
+        """Return the kind of a message, and its table."""
+        table = _message_of(self._file.read(message.at, message.metadata))
+        return table.whole(_TYPE, "<B"), table
+
+    def _read_footer(self) -> None:
+        """Take the places of messages from the end of a file."""
         import pyarrow as pa
 
         file = self._file
+        tail = file.read(max(0, file.size - 10), 10)
+        size = int.from_bytes(tail[:4], "little", signed=True)
+        if file.size < 2 * _MAGIC_BYTES + 4 or tail[4:] != _FILE_MAGIC:
+            raise SourceError(f"{file.name} is cut off: it lacks its end; restore it")
+        if not 0 < size <= min(_MOST_METADATA, file.size - 10):
+            raise SourceError(f"{file.name} is damaged: its footer has {size} bytes; restore it")
+        footer = _FlatbufferTable.root(file.read(file.size - 10 - size, size))
+        blocks = [footer.structs(field, _BLOCK) for field in (_DICTIONARIES, _BATCHES)]
+        if len(blocks[1]) > _MOST_BATCHES:
+            raise SourceError(f"{file.name} has over {_MOST_BATCHES} record batches")
+        for at, metadata, body in (*blocks[0], *blocks[1]):
+            if min(at, metadata, body) < 0 or at + metadata + body > file.size:
+                raise SourceError(f"{file.name} is damaged: its footer leads out of it; restore it")
+        first, others = blocks
+        self._dictionaries = [_Message(*_place(each), k) for k, each in enumerate(first)]
+        self._batches = [_Message(*_place(each), len(first)) for each in others]
+        with file.open() as stream, pa.ipc.open_file(stream) as opened:
+            self.schema = opened.schema
+
+    def _scan(self) -> None:
+        """Walk over the messages of a stream, without reading bodies."""
+        import pyarrow as pa
+
+        file, at = self._file, 0
         while at < file.size:
             head = file.read(at, 8)
-            if len(head) < 8:
+            if len(head) < 4:
                 raise SourceError(f"{file.name} is cut off at byte {at}: restore it")
-            mark, size = struct.unpack("<Ii", head)
-            if mark == _CONTINUED and size == 0:
-                return
-            if mark != _CONTINUED or not 0 < size <= min(_MOST_METADATA, file.size):
+            size, prefix = int.from_bytes(head[:4], "little", signed=True), 4
+            if head[:4] == _CONTINUED:  # Which writers before Arrow 0.15 leave out.
+                size, prefix = int.from_bytes(head[4:], "little", signed=True), 8
+            if size == 0:
+                break
+            if not at and not 0 < size <= min(_MOST_METADATA, file.size):
+                raise SourceError(f"{file.name} is not an Arrow file: check the path")
+            if not 0 < size <= min(_MOST_METADATA, file.size):
                 raise SourceError(f"{file.name} is damaged at byte {at}: restore it")
-            metadata = file.read(at + 8, size)
+            metadata = file.read(at + prefix, size)
             table = _FlatbufferTable.root(metadata)
             body = table.whole(_BODY, "<q")
-            if not 0 <= body <= file.size or at + 8 + size + body > file.size:
+            if not 0 <= body <= file.size or at + prefix + size + body > file.size:
                 raise SourceError(
                     f"{file.name} is cut off: a message at byte {at} has {body} bytes; restore it"
                 )
             kind = table.whole(_TYPE, "<B")
+            message = _Message(at, prefix + size, body, len(self._dictionaries))
             if kind == _SCHEMA and self.schema is None:
-                self.schema = pa.ipc.read_schema(pa.BufferReader(head + metadata))
+                self.schema = pa.ipc.read_schema(pa.BufferReader(file.read(at, prefix + size)))
             elif kind == _BATCH:
-                rows = table.inner(_HEADER).whole(_LENGTH, "<q")
-                self.batches.append(_Message(at, 8 + size, body, rows))
+                self._batches.append(message)
+            elif kind == _DICTIONARY:
+                self._dictionaries.append(message)
             else:
-                raise SourceError(
-                    f"{file.name} has columns of dictionaries (categories), which samples cannot "
-                    "have: cast them to text or numbers, and write it again"
-                )
-            if len(self.batches) > _MOST_BATCHES:
+                raise SourceError(f"{file.name} holds more than one table, at byte {at}: divide it")
+            if len(self._batches) + len(self._dictionaries) > _MOST_BATCHES:
                 raise SourceError(f"{file.name} has over {_MOST_BATCHES} record batches")
-            at += 8 + size + body
+            at += prefix + size + body
+
+
+def _place(block: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return (offset, bytes of metadata, bytes of the body) of a message."""
+    at, metadata, body = block
+    return at, metadata, body
+
+
+def _message_of(data: bytes) -> "_FlatbufferTable":
+    """Return the table of a message's metadata, which older writers mark by its size alone."""
+    return _FlatbufferTable.root(data[8:] if data[:4] == _CONTINUED else data[4:])
 
 
 def _expanded(data: bytes, metadata: int) -> int:
     """Return the bytes that a record batch becomes when its buffers are decompressed."""
-    batch = _FlatbufferTable.root(data[8:metadata]).inner(_HEADER)
+    message = _message_of(data[:metadata])
+    batch = message.inner(_HEADER)
+    if message.whole(_TYPE, "<B") == _DICTIONARY:
+        batch = batch.inner(_DATA)
     body = len(data) - metadata
     if not batch.offset(_COMPRESSION):
         return body
     total = 0
-    for at, size in batch.pairs(_BUFFERS):
+    for at, size in batch.structs(_BUFFERS, _PAIR):
         if size >= 8 and 0 <= at <= body - 8:
             total += max(0, struct.unpack_from("<q", data, metadata + at)[0])
     return body + total
@@ -189,16 +249,16 @@ class _FlatbufferTable:
         at = self.offset(field)
         return _FlatbufferTable(self._data, at + self._number("<I", at))
 
-    def pairs(self, field: int) -> list[tuple[int, int]]:
-        """Return a vector of structs of two int64."""
+    def structs(self, field: int, layout: struct.Struct) -> list[tuple[int, ...]]:
+        """Return a vector of structs."""
         at = self.offset(field)
         if not at:
             return []
         first = at + self._number("<I", at)
         count = self._number("<I", first)
-        if count * 16 > len(self._data):
+        if count * layout.size > len(self._data):
             raise IndexError("a vector is longer than its flatbuffer")
-        return [struct.unpack_from("<qq", self._data, first + 4 + 16 * k) for k in range(count)]
+        return [layout.unpack_from(self._data, first + 4 + layout.size * k) for k in range(count)]
 
     def _number(self, code: str, at: int) -> int:
         if at < 0:

@@ -153,6 +153,7 @@ SCHEMA: Final = "dlio_schema"
 """Attribute with schema and classes, as `dlio pack` writes it."""
 KEPT_BYTES: Final = 32 << 20
 """Size of the cache of decoded chunks, for samples that are read one at a time."""
+_TEXTS_AT_ONCE: Final = 1024
 _JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG"
 
@@ -238,6 +239,45 @@ class RaggedColumn:
             part = data[int(self._starts[row]) - low : int(self._ends[row]) - low]
             values.append(part.data if self._shapes is None else part.reshape(self._shapes[row]))
         return values
+
+
+class TextArrayColumn:
+    """Texts in an array of one dimension, of one length or not."""
+
+    unit = 1
+    kind = "text"
+
+    def __init__(self, array: Arrays) -> None:
+        self._array = array
+        self.shape = tuple(array.shape)
+
+    def bodies(self) -> npt.NDArray[np.int64]:
+        count = self.shape[0]
+        spans = [(k, min(k + _TEXTS_AT_ONCE, count)) for k in range(0, count, _TEXTS_AT_ONCE)]
+        return np.array([len(text) for span in spans for text in self.rows(*span)], np.int64)
+
+    def rows(self, start: int, stop: int) -> list[bytes]:
+        texts = np.asarray(self._array[start:stop]).tolist()
+        return [text if isinstance(text, bytes) else str(text).encode() for text in texts]
+
+
+class ClassColumn:
+    """Texts as the numbers of their classes, in alphabetical order."""
+
+    unit = 1
+    kind = "int64"
+
+    def __init__(self, texts: Column, count: int) -> None:
+        values = [bytes(text).decode() for text in texts.rows(0, count)]
+        self.classes = sorted(set(values))
+        numbers = {name: k for k, name in enumerate(self.classes)}
+        self._labels = np.array([numbers[value] for value in values], np.int64)
+
+    def bodies(self) -> None:
+        return None
+
+    def rows(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        return self._labels[start:stop]
 
 
 class ConcatColumn:

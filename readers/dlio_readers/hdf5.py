@@ -23,6 +23,8 @@ from dlio_readers.path_reader import lie_at, split_paths
 from dlio_readers.rehearsal import rehearse
 
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
+_STARTS: Final = (0, 512, 1024, 2048)
+"""Bytes that a block of the user's own, such as MATLAB's, may take before."""
 
 
 class Hdf5Reader(ColumnReader):
@@ -49,7 +51,7 @@ class Hdf5Reader(ColumnReader):
     ) -> None:
         urls, names = split_paths(path)
         files = [PersistentFile(url) for url in files_below(urls, HDF5_SUFFIXES)]
-        rehearse("hdf5", "h5py", path, files)
+        rehearse("hdf5", "h5py", path, files, {"select": select, "samples": samples})
         self._files = [Hdf5File(file) for file in files]
         tables = [file.columns(names, select) for file in self._files]
         first = tables[0]
@@ -90,7 +92,9 @@ class Hdf5Reader(ColumnReader):
         if Source(url).is_folder():
             return "holds no .h5 file"
         try:
-            return None if File(url).read(0, 8) == _MAGIC else "does not begin like an HDF5 file"
+            file = File(url)
+            begins = any(file.read(at, 8) == _MAGIC for at in _STARTS)
+            return None if begins else "does not begin like an HDF5 file"
         except SourceError:
             return "is not a file"
 

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
-from dlio.data.schema import Schema
+from dlio.data.schema import Schema, Value, array_kind, parse_kind
 from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.decompression_limits import exceeds
 from dlio.util.forks import new_rlock
-from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, parsing
+from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, is_trusted, parsing
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -76,10 +76,10 @@ class Chunks:
             chunks = math.prod(-(-n // c) for n, c in counts)
             here = dataset.id.get_num_chunks() if chunks else 0
             absent = rows * (chunks - here) // chunks if chunks else 0
-        if absent > MAX_ABSENT_ROWS:
+        if absent > MAX_ABSENT_ROWS and not is_trusted():
             raise SourceError(
-                f"{where}: {absent} of its {rows} rows are not stored in the file: write them, or "
-                "declare fewer"
+                f"{where}: {absent} of its {rows} rows are not stored in the file: if they are to "
+                "be the fill value, give --trust (in Python, trust=True); else write them"
             )
 
     def _look_at_stored(self, dataset: Handle) -> None:
@@ -101,7 +101,7 @@ class Chunks:
         dataset.id.chunk_iter(look)
         if largest > self._chunk + self._chunk // 64 + _SLACK:
             raise SourceError(
-                f"{self._where}: a chunk has {largest} bytes, over {self._chunk}: restore it"
+                f"{self._where}: a chunk takes {largest} bytes, and becomes {self._chunk}: refused"
             )
 
     def check(self, dataset: Handle, key: object) -> None:
@@ -122,15 +122,19 @@ class Chunks:
                 if exceeds("zlib", stored, self._chunk + _SLACK):
                     raise SourceError(
                         f"{self._where}: the chunk at row {start} becomes more than its "
-                        f"{self._chunk} bytes: it is damaged, or was made to take all memory; "
-                        "restore it"
+                        f"{self._chunk} bytes, which is a way to take all memory: refused"
                     )
             del self._suspects[start]
 
 
 # Files
 
-HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
+HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat")
+_OLD_MATLAB: Final = b"MATLAB 5.0"
+_MATLAB: Final = ("#refs#", "#subsystem#")
+"""Groups to which MATLAB's cells and objects refer."""
+_WRITTEN: Final = ("unable to lock file", "already open for write", "already open for read")
+"""Parts of the library's errors for files that are being written."""
 _MAX_SETS: Final = 1 << 12
 _MAX_GROUPS: Final = 1 << 12
 
@@ -156,9 +160,30 @@ class Hdf5File:
 
             local = self.file.local_path
             note_opening(self.file.name)
-            with ReadErrors(self.file.name, "is not an HDF5 file, or is damaged"):
-                self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
+            with ReadErrors(self.file.name, "cannot be opened as an HDF5 file"):
+                try:
+                    self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
+                except OSError as error:
+                    raise self._refusal(str(error)) from error
         return self._opened
+
+    def _refusal(self, reason: str) -> SourceError:
+        """Return the error for a file that the library does not open."""
+        name = self.file.name
+        if any(each in reason for each in _WRITTEN):
+            return SourceError(
+                f"{name} is open for writing elsewhere, or its writer has not closed it: close it "
+                "there, and open it again; after a crash `h5clear -s` unlocks it; on a file system "
+                f"without locks set HDF5_USE_FILE_LOCKING=FALSE ({reason})"
+            )
+        if self.file.read(0, len(_OLD_MATLAB)) == _OLD_MATLAB:
+            return SourceError(
+                f"{name} is of an older MATLAB format, which is not HDF5: write it again with "
+                "save(..., '-v7.3')"
+            )
+        if "truncated file" in reason:
+            return SourceError(f"{name} is cut off: restore it ({reason})")
+        return SourceError(f"{name} is not an HDF5 file, or is damaged: {reason}")
 
     def close(self) -> None:
         with self.lock:
@@ -216,18 +241,36 @@ class Hdf5File:
             schema = self.packed_schema
             kind = schema.kinds[name].text if schema and name in schema.kinds else None
             return RaggedColumn(self._array(dataset, chunks), ends, shapes, kind or "bytes", where)
-        if h5py.check_string_dtype(dataset.dtype) is not None:
-            return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, "text")
         vlen = h5py.check_vlen_dtype(dataset.dtype)
+        texts = h5py.check_string_dtype(dataset.dtype) is not None
+        if (texts or vlen is not None) and len(dataset.shape) > 1:
+            raise UsageError(
+                f"{where} has {'texts' if texts else 'values of varying length'} of shape "
+                f"{tuple(dataset.shape)}, and a sample can have one: leave it out, by naming the "
+                "others, as in x.h5::image,label"
+            )
+        if texts:
+            return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, "text")
         if vlen is not None:
             if np.dtype(vlen) != np.uint8:
-                raise UsageError(f"{where}: values of varying length are read as bytes only")
+                if not storable(np.dtype(vlen)):
+                    raise UsageError(f"{where} is {vlen} of varying length: name the others")
+                if not np.dtype(vlen).isnative:
+                    raise UsageError(
+                        f"{where} has values of varying length in this machine's other byte order, "
+                        "which h5py returns wrong: write them in its own"
+                    )
+                kind = array_kind(vlen, [None])
+                return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
             chunks.check(dataset, slice(0, 1))
             first = bytes(dataset[0][:16]) if self.count else b""
             kind = looks_like(first)
             return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
         if not storable(dataset.dtype):
-            raise UsageError(f"{where} is {dataset.dtype}, which samples cannot have: leave it out")
+            raise UsageError(
+                f"{where} is {dataset.dtype}, which samples cannot have: name the "
+                "others, as in x.h5::image,label"
+            )
         unit = dataset.chunks[0] if dataset.chunks else 1
         # Do not decode chunks together that exceed a few blocks.
         row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))
@@ -270,6 +313,8 @@ class Hdf5File:
                 raise UsageError(f"{self.file.name} holds over {_MAX_GROUPS} groups, or a loop")
             for key in group:
                 name = prefix + key
+                if name in _MATLAB and name not in names:
+                    continue
                 link = group.get(key, getlink=True)
                 asked = not names or any(
                     n == name or n.startswith(f"{name}/") or name in (n + ENDS, n + SHAPE)
@@ -328,7 +373,7 @@ class _ChunkedDataset:
 
 
 class _ValuesColumn:
-    """Strings or byte arrays of variable length, in HDF5's own types."""
+    """Strings or arrays of variable length, in HDF5's own types."""
 
     unit = 1
 
@@ -338,12 +383,15 @@ class _ValuesColumn:
 
     def bodies(self) -> npt.NDArray[np.int64]:
         sizes = [
-            len(value)
+            getattr(value, "nbytes", len(value))
             for start in range(0, self._count, 1024)
             for value in self.rows(start, min(start + 1024, self._count))
         ]
         return np.array(sizes, np.int64)
 
-    def rows(self, start: int, stop: int) -> list[bytes]:
+    def rows(self, start: int, stop: int) -> list[Value]:
         values = self._dataset[start:stop]
+        if "[" in self.kind:
+            dtype = parse_kind(self.kind).dtype
+            return [np.asarray(value).astype(dtype) for value in values]
         return [value.encode() if isinstance(value, str) else bytes(value) for value in values]

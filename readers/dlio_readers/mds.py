@@ -27,7 +27,7 @@ from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import ReadErrors, Source, expand
-from dlio.errors import SourceError
+from dlio.errors import SourceError, printable
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.path_reader import PathReader, neighbours
@@ -35,7 +35,7 @@ from dlio_readers.path_reader import PathReader, neighbours
 _VERSION: Final = 1
 _INDEX: Final = "index.json"
 _MAX_INDEX: Final = 64 << 20
-_MAX_SHARD: Final = 2 << 30
+_MAX_SHARD: Final = 4 << 30
 _SLACK: Final = 1 << 20
 _MAX_COLUMNS: Final = 256
 _KEPT_BYTES: Final = 256 << 20
@@ -104,7 +104,7 @@ class MdsReader(PathReader):
             if _fields(shard, self._source) != self._fields:
                 raise SourceError(f"{self._source.path(_INDEX)}: its shards differ in columns")
             name, opener = _file_of(shard, self._source)
-            self._source.check_link(self._source.path(name))
+            self._source.check_links(name)
             file = PersistentFile(f"{own.rstrip('/')}/{name}{tail}")
             raw_bytes = _whole(shard["raw_data"]["bytes"], _MAX_SHARD, self._source)
             self._shards.append(_Shard(file, raw_bytes, opener))
@@ -223,7 +223,9 @@ class _Shard:
         if opener is not None:
             check_claim(raw_bytes, file.size, file.name)
             if file.size > 2 * raw_bytes + _SLACK:
-                raise SourceError(f"{file.name} is longer than its index says: restore it")
+                raise SourceError(
+                    f"{file.name} is longer than its index says: write the index again"
+                )
         self.file, self.raw_bytes, self._opener = file, raw_bytes, opener
         self._key = file.url, file.stamp
 
@@ -276,7 +278,9 @@ def _shards(source: Source) -> list[dict[str, Any]]:
 
 def _whole(value: Any, bound: int, source: Source) -> int:
     if type(value) is not int or not 0 <= value < bound:
-        raise SourceError(f"{source.path(_INDEX)}: {value!r} is invalid: restore it")
+        raise SourceError(
+            f"{source.path(_INDEX)}: {value!r} is not a number in its range: write the index again"
+        )
     return value
 
 
@@ -285,9 +289,13 @@ def _file_of(
 ) -> tuple[str, Callable[[bytes, int], bytes] | None]:
     """Return (file, function to decompress it); prefers the raw file if it exists."""
     raw, packed = shard["raw_data"], shard.get("zip_data")
-    for part in (raw, packed):
-        if part and ("/" in str(part["basename"]) or str(part["basename"]).startswith("..")):
-            raise SourceError(f"{source.path(_INDEX)} names files outside of its folder: refused")
+    for name in [str(part["basename"]) for part in (raw, packed) if part]:
+        # Merged indexes name files in folders below: part.0/shard.00000.mds.
+        if any(step in ("", ".", "..") for step in name.split("/")):
+            raise SourceError(
+                f"{source.path(_INDEX)} names the file {printable(name)}, which is not inside its "
+                "folder: refused"
+            )
     if not packed or source.exists(str(raw["basename"])):
         return str(raw["basename"]), None
     kind = str(shard.get("compression", "")).split(":")[0]

@@ -2,7 +2,7 @@
 
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
@@ -11,33 +11,37 @@ from dlio.data.source import File, ReadErrors, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import check_claim
 from dlio_readers.columns import Arrays
-from dlio_readers.ranges import StoredArray
+from dlio_readers.path_reader import check_names
+from dlio_readers.ranges import FortranArray, StoredArray
 
 _HEAD_BYTES: Final = 1 << 12
 _MAX_RAW: Final = 16 << 30
 
 
-def numpy_arrays(file: File) -> Mapping[str, Arrays]:
-    """Return the arrays of a file by name."""
-    return {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file)
+def numpy_arrays(file: File, names: Sequence[str] = ()) -> Mapping[str, Arrays]:
+    """Return the arrays of a file by name: those in `names`, or all.
+
+    Raises SourceError, also for arrays that samples cannot have; UsageError for unknown names.
+    """
+    return {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file, names)
 
 
 def chunked_array(array: Arrays, where: str) -> ChunkedArray:
     """Return an array with parts of it in place of chunks."""
-    if isinstance(array, StoredArray):
+    if isinstance(array, StoredArray | FortranArray):
         return array.chunked(where)
     sides = plain_chunks(array.shape, array.dtype.itemsize)
     return ChunkedArray(where, tuple(array.shape), array.dtype, sides, array.__getitem__)
 
 
-def _npy(file: File) -> StoredArray:
+def _npy(file: File) -> StoredArray | FortranArray:
     return _stored(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
 
 
-def _stored(file: File, head: NpyHead, start: int) -> StoredArray:
+def _stored(file: File, head: NpyHead, start: int) -> StoredArray | FortranArray:
     """Return the array of a .npy file that begins at byte `start` of a file, read in place."""
     if head.fortran and len(head.shape) > 1:
-        raise SourceError(f"{file.name} is in Fortran order: write it in C order")
+        return FortranArray(file, start + head.offset, head.shape, head.descr)
     return StoredArray(file, start + head.offset, head.shape, head.descr)
 
 
@@ -45,21 +49,27 @@ def _head(data: bytes, size: int, name: str) -> NpyHead:
     try:
         return read_npy_head(memoryview(data), size)
     except CorruptBlock as error:
-        raise SourceError(f"{name} {error}") from error
+        others = ", or name the others to read, as in x.npz::image,label" if "::" in name else ""
+        raise SourceError(f"{name} {error}{others}") from error
 
 
-def _npz(file: File) -> dict[str, Any]:
+def _npz(file: File, names: Sequence[str]) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     with (
         ReadErrors(file.name, "is not a .npz file, or is damaged"),
         file.open() as stream,
         zipfile.ZipFile(stream) as archive,
     ):
-        for member in archive.infolist():
+        members = {
+            member.filename.removesuffix(".npy"): member
+            for member in archive.infolist()
+            if member.filename.endswith(".npy")
+        }
+        check_names(file.name, names, list(members), "array")
+        for key, member in members.items():
             name = f"{file.name}::{member.filename}"
-            if not member.filename.endswith(".npy"):
+            if names and key not in names:
                 continue
-            key = member.filename.removesuffix(".npy")
             if member.compress_type == zipfile.ZIP_STORED:
                 start = _data_start(file, member)
                 head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from dlio.data.source import File, ReadErrors, files_below
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
 from dlio_readers.path_reader import lie_at, split_paths
-from dlio_readers.rowgroups import ArrowTable, RowGroupReader
+from dlio_readers.rowgroups import ArrowTable, RowGroupReader, expanded_bytes
 
 _SUFFIXES: Final = (".parquet", ".parq")
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}
 """Bytes that a value takes in memory at least, where these are not 8."""
+_MOST_AT_ONCE: Final = 1 << 30
+_PART_BYTES: Final = 64 << 20
 
 
 class ParquetGroups:
@@ -34,7 +34,25 @@ class ParquetGroups:
 
     def table(self, group: int, names: Sequence[str]) -> ArrowTable:
         """Read columns of a row group as an Arrow table."""
-        return self._opened.read_row_group(group, columns=names, use_threads=False)
+        import pyarrow as pa
+
+        size = sum(
+            each.total_uncompressed_size
+            for each in self._columns(group)
+            if each.path_in_schema.split(".")[0] in names
+        )
+        if size < _MOST_AT_ONCE:
+            return self._opened.read_row_group(group, columns=names, use_threads=False)
+        # The library reads no nested columns of over 2 GiB at a time.
+        rows = self._opened.metadata.row_group(group).num_rows
+        parts = self._opened.iter_batches(
+            max(1, rows * _PART_BYTES // size), [group], names, use_threads=False
+        )
+        return pa.Table.from_batches(list(parts))
+
+    def _columns(self, group: int) -> list[Any]:
+        facts = self._opened.metadata.row_group(group)
+        return [facts.column(k) for k in range(facts.num_columns)]
 
     def check(self, group: int, names: Sequence[str]) -> int:
         """Return the rows of a row group, which may take some memory for its stored bytes.
@@ -43,7 +61,7 @@ class ParquetGroups:
         """
         metadata = self._opened.metadata
         facts = metadata.row_group(group)
-        columns = [facts.column(k) for k in range(facts.num_columns)]
+        columns = self._columns(group)
         widths = {
             each.path_in_schema: max(
                 _WIDTHS.get(each.physical_type, 8), metadata.schema.column(k).length
@@ -56,7 +74,7 @@ class ParquetGroups:
             for each in columns
         )
         if facts.num_rows < 0 or any(each.num_values < 0 for each in columns):
-            raise SourceError(f"{self._file.name}: its metadata are damaged: restore it")
+            raise SourceError(f"{self._file.name}: its metadata count fewer than no rows: refused")
         stored = sum(max(0, each.total_compressed_size) for each in columns)
         stored = min(stored, self._file.size)
         check_claim(declared, stored, f"{self._file.name}, row group {group},")
@@ -90,31 +108,15 @@ class ParquetGroups:
         ):
             for path in paths:
                 column = opened.read_row_group(group, columns=[path], use_threads=False).column(0)
-                check_claim(sum(map(_expanded, column.chunks)), stored, where)
-
-
-def _expanded(values: Any) -> int:
-    """Return the bytes of texts or bytes, perhaps in structs, without those of a dictionary."""
-    import pyarrow.compute as pc
-    import pyarrow.types as t
-
-    while t.is_struct(values.type):
-        values = values.field(0)
-    if not t.is_dictionary(values.type):
-        return int(values.nbytes)
-    lengths = pc.fill_null(pc.binary_length(values.dictionary), 0)
-    counts = np.bincount(
-        np.asarray(values.indices.drop_null()).astype(np.int64), minlength=len(lengths)
-    )
-    # Whole numbers of Python, which do not overflow.
-    return sum(n * size for n, size in zip(counts.tolist(), lengths.to_pylist(), strict=True))
+                check_claim(sum(map(expanded_bytes, column.chunks)), stored, where)
 
 
 class ParquetReader(RowGroupReader):
     """Read Parquet files. Samples are numbered in the order of files, row groups and rows.
 
     Columns of `struct<bytes, path>` or binary become images or bytes, depending on their content;
-    strings become text, numbers and booleans scalars, lists of numbers arrays.
+    strings become text, numbers and booleans scalars, lists of numbers arrays. A number that is
+    missing is NaN.
 
     Args:
         path: a file, a folder, a pattern or a list, with the names of columns after `::`.

@@ -17,6 +17,7 @@ from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.file_system_kind import file_system_of
 from dlio.util.arguments import nearest
+from dlio.util.limits import is_trusted, trusting
 
 # The same question about many files, put to a network's storage many at a time
 
@@ -46,7 +47,7 @@ def concurrently(function: Callable[[T], R], items: Sequence[T], path: str) -> l
 
 # Readers
 
-_Again = tuple[type["PathReader"], bool, tuple[object, ...], dict[str, object]]
+_Again = tuple[type["PathReader"], tuple[bool, bool], tuple[object, ...], dict[str, object]]
 
 
 class PathReader:
@@ -66,11 +67,16 @@ class PathReader:
         # as they are followed while the reader is opened.
         made = super().__new__(cls)
         made.path = path if isinstance(path, str) else " ".join(path)
-        made._again = cls, links_followed(), (path, *given), options
+        made._again = cls, (links_followed(), is_trusted()), (path, *given), options
         return made
 
     def __reduce__(self) -> tuple[Any, _Again]:
         return _opened, self._again
+
+    @property
+    def trusted(self) -> bool:
+        """True if the data set was trusted when it was opened."""
+        return self._again[1][1]
 
     def __len__(self) -> int:
         return int(self.layout.starts[-1])
@@ -101,11 +107,11 @@ class PathReader:
 
 def _opened(
     kind: type[PathReader],
-    follow_links: bool,
+    guards: tuple[bool, bool],
     given: tuple[Any, ...],
     options: dict[str, Any],
 ) -> PathReader:
-    with following_links(follow_links):
+    with following_links(guards[0]), trusting(guards[1]):
         return kind(*given, **options)
 
 

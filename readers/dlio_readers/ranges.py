@@ -11,6 +11,7 @@ from dlio.data.chunked_array import Box, ChunkedArray, plain_chunks
 from dlio.data.source import File
 from dlio.util.memory import new_memory
 
+_MOST_TOGETHER: Final = 16 << 20
 _LEAST_RUN: Final = 4096
 """Consecutive bytes of a part that are worth a request: storage reads no less than a page."""
 
@@ -97,3 +98,37 @@ class StoredArray:
                 into = memory[number * run : (number + 1) * run]
                 self._file.read_into(self._offset + at, into)
         return np.frombuffer(memory, self._stored).reshape(sides)
+
+
+class FortranArray:
+    """An array in Fortran order, without gaps in a file from a byte `offset` on, read in place.
+
+    The values of a row lie apart, so neighbouring rows are read together, `unit` of them.
+    """
+
+    def __init__(
+        self, file: File, offset: int, shape: tuple[int, ...], stored: npt.DTypeLike
+    ) -> None:
+        # The first dimension varies fastest.
+        self._array = StoredArray(file, offset, shape[::-1], stored)
+        self.shape, self.dtype = shape, self._array.dtype
+        size = self.dtype.itemsize
+        row = max(1, math.prod(shape[1:]) * size)
+        self.unit = max(1, min(shape[0], _LEAST_RUN // size, _MOST_TOGETHER // row))
+
+    def chunked(self, where: str) -> ChunkedArray:
+        """Return the array with parts of it in place of chunks."""
+        return ChunkedArray(where, self.shape, self.dtype, self._array.sides[::-1], self.read)
+
+    def read(self, box: Box) -> npt.NDArray[np.generic]:
+        """Read a part, as it is stored."""
+        return self._array.read(box[::-1]).T
+
+    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
+        parts = key if isinstance(key, tuple) else (key,)
+        if parts[0] is Ellipsis:
+            parts = (slice(None),)
+        first, last, _ = parts[0].indices(self.shape[0])
+        box = (slice(first, max(first, last)), *(slice(0, size) for size in self.shape[1:]))
+        read = self.read(box)[(slice(None), *parts[1:])]
+        return np.ascontiguousarray(read).astype(self.dtype, copy=False)

@@ -6,6 +6,7 @@ A group is decoded as a whole, and the last few are kept, for callers that read 
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -13,11 +14,11 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
-from dlio.data.schema import DTYPES, Schema, array_kind
+from dlio.data.schema import DTYPES, Schema, array_kind, parse_kind
 from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError
 from dlio.util.forks import new_rlock
-from dlio.util.limits import check_claim, parsing
+from dlio.util.limits import check_claim, parsing, trusting
 from dlio_readers.columns import looks_like
 from dlio_readers.path_reader import PathReader, check_names, joined_rows, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
@@ -25,7 +26,8 @@ from dlio_readers.rehearsal import note_opening, rehearse
 # Columns of Arrow tables as fields of samples: kinds, sizes, and values of rows
 #
 # Columns of `struct<bytes, path>` or binary become images or bytes, depending on their content;
-# strings become text, numbers and booleans scalars, lists of numbers arrays.
+# strings become text, numbers and booleans scalars, lists of numbers arrays, of as many dimensions
+# as they are deep. A number that is missing is NaN, and makes whole numbers floats.
 
 # pyarrow publishes no types.
 ArrowType: TypeAlias = Any
@@ -37,8 +39,10 @@ ArrowTable: TypeAlias = Any
 ArrowSchema: TypeAlias = Any
 """A pyarrow.Schema."""
 Decoded: TypeAlias = Any
-"""A column's values: a binary array of pyarrow, an array of rows, or (flat array, offsets)."""
+"""A column's values: a binary array of pyarrow, an array of rows, or (flat array, ends, shapes)."""
 _PROBES: Final = 8
+_NARROW: Final = 1 << 30
+"""Bytes up to which offsets of 32 bits are left as they are."""
 
 
 class ColumnFacts:
@@ -48,29 +52,32 @@ class ColumnFacts:
         import pyarrow.types as t
 
         self._name = name
-        self._type = kind
+        kind = _plain_type(kind)
         self.bodies: list[npt.NDArray[np.int64]] = []
-        self._lengths: set[int] = set()
+        self._sides: list[set[int]] = []
+        """Different sizes of each dimension, two of them at most."""
         self._images: set[str] = set()
-        inner = getattr(kind, "value_type", None)
-        lists = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
-        self._list = lists and _dtype(inner) is not None
-        self._bytes = _is_bytes(kind) or (
-            t.is_struct(kind) and any(f.name == "bytes" and _is_bytes(f.type) for f in kind)
+        self._nulls = False
+        inner, self._depth = _inner_type(kind)
+        self._dtype = _dtype(inner)
+        self._bytes = not self._depth and (
+            _is_bytes(kind)
+            or (t.is_struct(kind) and any(f.name == "bytes" and _is_bytes(f.type) for f in kind))
         )
-        self._text = t.is_string(kind) or t.is_large_string(kind)
+        self._text = not self._depth and _is_text(kind)
         self.whole = bool(t.is_integer(kind))
-        if not (self._list or self._bytes or self._text or _dtype(kind)):
+        if not (self._bytes or self._text or self._dtype):
             raise SourceError(
                 f"column {name!r} is {kind}, which samples cannot have: name those to read, as in "
                 "x.parquet::image,label"
             )
 
     def add(self, column: ArrowColumn, where: str) -> None:
+        """Look at the column's values in a row group, as `plain_values` returns them."""
         import pyarrow.compute as pc
 
         if self._bytes or self._text:
-            plain = _bytes_of(column, where)
+            plain = _bytes_of(column, where, self._text)
             self.bodies.append(np.asarray(pc.binary_length(plain)).astype(np.int64))
             step = max(1, len(plain) // _PROBES)
             if self._bytes:
@@ -79,12 +86,13 @@ class ColumnFacts:
                     for k in range(0, len(plain), step)
                 }
             return
-        _no_nulls(column, where)
-        if self._list:
-            lengths = np.asarray(pc.list_value_length(column)).astype(np.int64)
-            self._lengths |= set(np.unique(lengths).tolist()[:2])
-            width = np.dtype(_dtype(self._type.value_type)).itemsize
-            self.bodies.append(lengths * width)
+        flat, shapes = _arrays_of(column, where)
+        self._nulls = self._nulls or bool(flat.null_count)
+        if self._depth:
+            self._sides = self._sides or [set() for _ in range(self._depth)]
+            for sides, sizes in zip(self._sides, shapes.T, strict=True):
+                sides |= set(np.unique(sizes).tolist()[:2])
+            self.bodies.append(shapes.prod(axis=1))
 
     def kind(self) -> str:
         if self._text:
@@ -93,11 +101,17 @@ class ColumnFacts:
             if len(self._images) == 1:
                 return next(iter(self._images))
             return "bytes" if "bytes" in self._images or not self._images else "image"
-        if self._list:
-            fixed = len(self._lengths) == 1
-            size = next(iter(self._lengths)) if fixed else None
-            return array_kind(str(_dtype(self._type.value_type)), (size,))
-        return array_kind(str(_dtype(self._type)))
+        assert self._dtype is not None
+        dtype = np.dtype(self._dtype)
+        if self._nulls and dtype.kind != "f":
+            dtype = np.dtype(np.float64)  # Whose NaN stands for a missing number, as in pandas.
+        sides = [next(iter(each)) if len(each) == 1 else None for each in self._sides]
+        return array_kind(dtype, sides)
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Return the bytes of all values, shape (rows,), of a kind whose values differ in size."""
+        dtype = parse_kind(self.kind()).dtype
+        return np.concatenate(self.bodies) * (1 if dtype is None else dtype.itemsize)
 
 
 def _dtype(kind: Any) -> str | None:
@@ -112,51 +126,178 @@ def _dtype(kind: Any) -> str | None:
 def _is_bytes(kind: Any) -> bool:
     import pyarrow.types as t
 
-    return bool(t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind))
+    return bool(
+        t.is_binary(kind)
+        or t.is_large_binary(kind)
+        or t.is_fixed_size_binary(kind)
+        or t.is_binary_view(kind)
+    )
 
 
-def _bytes_of(column: Any, where: str) -> Any:
-    """Return a binary column; takes `bytes` out of a struct. Raises SourceError for nulls."""
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as t
+
+    return bool(t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow.types as t
+
+    views = (t.is_list_view, t.is_large_list_view)
+    kinds = (t.is_list, t.is_large_list, t.is_fixed_size_list, *views)
+    return any(is_kind(kind) for is_kind in kinds)
+
+
+def _plain_type(kind: Any) -> Any:
+    """Return the type of the values that a dictionary or an extension type, such as Hugging Face's
+    Array2D, stands for."""
+    import pyarrow as pa
+    import pyarrow.types as t
+
+    while t.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.value_type if t.is_dictionary(kind) else kind.storage_type
+    return kind
+
+
+def _inner_type(kind: Any) -> tuple[Any, int]:
+    """Return the type of the numbers in lists, and how deep they are nested."""
+    depth = 0
+    while _is_list(kind):
+        kind, depth = _plain_type(kind.value_type), depth + 1
+    return kind, depth
+
+
+def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
+    """Return a column as one array of plain values: without dictionaries, extensions and parts.
+
+    `stored` is the size of the column's group in the file. Raises SourceError if repeated values of
+    a dictionary become implausibly many bytes.
+    """
+    import pyarrow as pa
+    import pyarrow.types as t
+
+    chunks = []
+    for chunk in column.chunks:
+        plain = chunk
+        while t.is_dictionary(plain.type) or isinstance(plain.type, pa.BaseExtensionType):
+            if t.is_dictionary(plain.type):
+                values, size = plain.dictionary, 0
+                if _is_text(values.type) or _is_bytes(values.type):
+                    size = expanded_bytes(plain)
+                    check_claim(size, stored, where)
+                plain = _wide(values, size).take(plain.indices)
+            else:
+                plain = plain.storage
+        if t.is_struct(plain.type):
+            plain = plain.flatten()[plain.type.get_field_index("bytes")]
+        chunks.append(_wide(plain, column.nbytes))
+    if not chunks:
+        return pa.array([], _plain_type(column.type))
+    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+
+
+def _wide(array: Any, total: int) -> Any:
+    """Return texts or bytes with offsets of 64 bits if they are `total` bytes together, and 32 bits
+    do not reach."""
+    import pyarrow as pa
+    import pyarrow.types as t
+
+    views = t.is_string_view(array.type) or t.is_binary_view(array.type)
+    if views or (total > _NARROW and (t.is_string(array.type) or t.is_binary(array.type))):
+        return array.cast(pa.large_binary())
+    return array
+
+
+def expanded_bytes(values: ArrowColumn) -> int:
+    """Return the bytes of texts or bytes, perhaps in structs, without those of a dictionary."""
+    import pyarrow.compute as pc
+    import pyarrow.types as t
+
+    while t.is_struct(values.type):
+        values = values.field(0)
+    if not t.is_dictionary(values.type):
+        return int(values.nbytes)
+    # Views have no lengths of their own.
+    lengths = pc.fill_null(pc.binary_length(_wide(values.dictionary, 0)), 0)
+    counts = np.bincount(
+        np.asarray(values.indices.drop_null()).astype(np.int64), minlength=len(lengths)
+    )
+    # Whole numbers of Python, which do not overflow.
+    return sum(n * size for n, size in zip(counts.tolist(), lengths.to_pylist(), strict=True))
+
+
+def _bytes_of(plain: Any, where: str, text: bool) -> Any:
+    """Return texts or bytes as binary values; a missing text is empty, as in tables of text.
+
+    Raises SourceError for missing bytes.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as t
 
-    plain = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(plain, pa.ChunkedArray):
-        plain = plain.chunk(0) if plain.num_chunks else pa.array([], plain.type)
-    if t.is_struct(plain.type):
-        plain = pc.struct_field(plain, "bytes")
-        if plain.null_count:
+    if plain.null_count and text:
+        plain = pc.fill_null(plain, "")
+    if plain.null_count:
+        raise _missing(plain, where, "bytes: embed the files")
+    if t.is_binary(plain.type) or t.is_large_binary(plain.type):
+        return plain
+    wide = t.is_large_string(plain.type) or plain.nbytes > _NARROW
+    return plain.cast(pa.large_binary() if wide else pa.binary())
+
+
+def _missing(values: Any, where: str, lacking: str) -> SourceError:
+    first = int(np.flatnonzero(np.asarray(values.is_null()))[0])
+    return SourceError(
+        f"{where}: {values.null_count} rows, the first of them row {first}, have no {lacking}, or "
+        "drop those rows"
+    )
+
+
+def _arrays_of(plain: Any, where: str) -> tuple[Any, npt.NDArray[np.int64]]:
+    """Return the numbers of nested lists one after another, and the shape of each row's array.
+
+    The shapes are of shape (rows, depth). Raises SourceError for lists of lists of different
+    lengths.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(plain.type, pa.BaseExtensionType):
+        plain = plain.storage
+    if not _is_list(plain.type):
+        return plain, np.zeros((len(plain), 0), np.int64)
+    if plain.null_count:
+        raise _missing(plain, where, "list: write an empty one")
+    sizes = np.asarray(pc.list_value_length(plain)).astype(np.int64)
+    flat, inner = _arrays_of(plain.flatten(), where)
+    shapes = np.zeros((len(sizes), 1 + inner.shape[1]), np.int64)
+    shapes[:, 0] = sizes
+    if inner.shape[1] and len(inner):
+        full = np.flatnonzero(sizes)
+        starts = (np.cumsum(sizes) - sizes)[full]
+        shapes[full, 1:] = np.maximum.reduceat(inner, starts)
+        if (np.minimum.reduceat(inner, starts) != shapes[full, 1:]).any():
             raise SourceError(
-                f"{where}: {plain.null_count} rows have a path and no bytes: embed the files"
+                f"{where}: its lists of lists differ in length within a row, which arrays cannot: "
+                "pad them, or name the other columns to read, as in x.parquet::image,label"
             )
-    _no_nulls(plain, where)
-    if t.is_string(plain.type) or t.is_fixed_size_binary(plain.type):
-        plain = plain.cast(pa.binary())
-    elif t.is_large_string(plain.type):
-        plain = plain.cast(pa.large_binary())
-    return plain
+    return flat, shapes
 
 
-def _no_nulls(column: Any, where: str) -> None:
-    if column.null_count:
-        raise SourceError(f"{where}: {column.null_count} values are null: fill or drop those rows")
+def decoded(plain: ArrowColumn, kind: str, where: str) -> Decoded:
+    """Decode plain values: binary, an array of rows, or (flat array, ends, shapes)."""
+    import pyarrow as pa
 
-
-def decoded(column: ArrowColumn, kind: str, where: str) -> Decoded:
-    """Decode a column: binary, an array of rows, or (flat array, offsets)."""
     if "[" not in kind and kind not in DTYPES:
-        return _bytes_of(column, where)
-    _no_nulls(column, where)
-    if "[" in kind:
-        plain = column.combine_chunks()
-        plain = plain.chunk(0) if hasattr(plain, "num_chunks") else plain
-        flat = np.asarray(plain.flatten())
-        if kind.endswith("[?]"):
-            offsets = np.asarray(plain.offsets).astype(np.int64)
-            return flat, offsets - offsets[0]
-        return flat.reshape(len(column), -1)
-    return np.asarray(column)
+        return _bytes_of(plain, where, kind == "text")
+    flat, shapes = _arrays_of(plain, where)
+    parsed = parse_kind(kind)
+    if flat.null_count and pa.types.is_boolean(flat.type):
+        flat = flat.cast(pa.float64())
+    numbers = np.asarray(flat).astype(parsed.dtype, copy=False)
+    if parsed.fixed:
+        return numbers.reshape(len(plain), *[size or 0 for size in parsed.shape])
+    return numbers, np.concatenate([[0], np.cumsum(shapes.prod(axis=1))]), shapes
 
 
 def take(column: Decoded, rows: npt.NDArray[np.int64]) -> Decoded:
@@ -164,8 +305,8 @@ def take(column: Decoded, rows: npt.NDArray[np.int64]) -> Decoded:
     if isinstance(column, np.ndarray):
         return column[rows]
     if isinstance(column, tuple):
-        flat, offsets = column
-        return [flat[offsets[row] : offsets[row + 1]] for row in rows.tolist()]
+        flat, ends, shapes = column
+        return [flat[ends[row] : ends[row + 1]].reshape(shapes[row]) for row in rows.tolist()]
     return [memoryview(column[row].as_buffer()) for row in rows.tolist()]
 
 
@@ -181,7 +322,7 @@ def class_names(schema: ArrowSchema, label: str | None) -> list[str]:
 
 # Samples in groups of rows
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _KEPT_BYTES: Final = 64 << 20
 
 
@@ -276,8 +417,9 @@ class RowGroupReader(PathReader):
                 self._kept.move_to_end((file, group))
                 return kept[0]
             table = self._read_group(file, group, [name for name, _ in self.schema.fields])
+            where = partial(self._where, file, group)
             columns = {
-                name: decoded(table.column(name), kind, self._where(file, group, name))
+                name: decoded(self._plain(table, file, group, name), kind, where(name))
                 for name, kind in self.schema.fields
             }
             self._kept[file, group] = columns, table.nbytes
@@ -286,15 +428,21 @@ class RowGroupReader(PathReader):
             return columns
 
     def _read_group(self, file: int, group: int, names: Sequence[str]) -> Any:
-        with ReadErrors(f"{self._files[file].name}, row group {group},"):
+        where = f"{self._files[file].name}, row group {group},"
+        with ReadErrors(where), trusting(self.trusted):
             return self._open(file).table(group, list(names))
+
+    def _plain(self, table: ArrowTable, file: int, group: int, name: str) -> Any:
+        where, stored = self._where(file, group, name), self._files[file].size
+        return plain_values(table.column(name), stored, where)
 
     def _open(self, number: int) -> GroupedFile:
         with self._lock:
             if number not in self._opened:
                 file = self._files[number]
                 note_opening(file.name)
-                self._opened[number] = self._open_file(file)
+                with trusting(self.trusted):
+                    self._opened[number] = self._open_file(file)
             return self._opened[number]
 
     def _where(self, file: int, group: int, name: str) -> str:
@@ -327,15 +475,14 @@ class RowGroupReader(PathReader):
         for number, group in groups:
             table = self._read_group(number, group, chosen)
             for name, each in facts.items():
-                each.add(table.column(name), self._where(number, group, name))
-            if label is not None:
-                labels.append(np.asarray(table.column(label)).astype(np.int64))
+                plain = self._plain(table, number, group, name)
+                if name == label:
+                    if plain.null_count:
+                        raise _missing(plain, self._where(number, group, name), "label: fill it")
+                    labels.append(np.asarray(plain).astype(np.int64))
+                each.add(plain, self._where(number, group, name))
         fields = [(name, each.kind()) for name, each in facts.items()]
-        bodies = [
-            np.concatenate(each.bodies)
-            for each in facts.values()
-            if not Schema((("x", each.kind()),)).is_fixed
-        ]
+        bodies = [each.sizes() for each in facts.values() if not parse_kind(each.kind()).fixed]
         total = int(starts[-1])
         head = {"fields": fields, "classes": class_names(first, label)}
         return {

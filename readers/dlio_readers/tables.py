@@ -1,6 +1,7 @@
-"""The reader of NumPy files and text tables: `.npy`, `.npz`, `.csv`, `.tsv`; without pickle."""
+"""The reader of NumPy files and text tables (`.npy`, `.npz`, `.csv`, `.tsv`), without pickle."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
@@ -23,7 +24,7 @@ from dlio_readers.path_reader import concurrently, split_paths
 from dlio_readers.ranges import StoredArray
 from dlio_readers.texttable import open_text_tables
 
-_TEXTS: Final = (".csv", ".tsv")
+_TEXTS: Final = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _ARRAYS: Final = (".npy", ".npz")
 _SUFFIXES: Final = (*_ARRAYS, *_TEXTS)
 
@@ -32,9 +33,9 @@ class TablesReader(ColumnReader):
     """Read the rows of NumPy arrays, or of tables whose first line names their columns.
 
     Arrays are read in place, some rows at a time; compressed arrays of a `.npz` are decompressed
-    whole. Columns of a table are integers, floats or text; where a number is missing, the column's
-    numbers are floats, and that one is NaN. A label that is text becomes classes in alphabetical
-    order.
+    whole, and tables that gzip has compressed (`x.csv.gz`). Columns of a table are integers, floats
+    or text; where a number is missing, the column's numbers are floats, and that one is NaN. A
+    label that is text becomes classes in alphabetical order.
 
     Args:
         path: one or several files of one kind, with the names of arrays or columns after `::`:
@@ -79,7 +80,7 @@ class TablesReader(ColumnReader):
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
-        opened = concurrently(numpy_arrays, files, urls[0])
+        opened = concurrently(partial(numpy_arrays, names=names), files, urls[0])
         arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
         self._files_are_samples = volumes
         if volumes and select is None:
@@ -150,7 +151,11 @@ def _array_columns(
         counts.append(count)
         tables.append(
             {
-                name: PlainColumn(arrays[name], 1, slab(select, name, arrays[name].shape[1:]))
+                name: PlainColumn(
+                    arrays[name],
+                    getattr(arrays[name], "unit", 1),
+                    slab(select, name, arrays[name].shape[1:]),
+                )
                 for name in chosen
             }
         )

@@ -6,7 +6,8 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -16,8 +17,10 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
+from dlio.data.open_files import InMemoryFile
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
+from dlio.util.limits import check_claim
 from dlio_readers.columns import Column, ConcatColumn
 from dlio_readers.path_reader import check_names
 
@@ -26,7 +29,9 @@ FEATURES: Final = "features"
 _ALL: Final = "*"
 _VERSION: Final = 2
 _MAX_TEXT: Final = 4 << 30
-_MAX_LINE: Final = 1 << 24
+_STEP: Final = 1 << 24
+_MAX_HEADER: Final = 1 << 24
+_MAX_CELL: Final = (1 << 31) - 1
 _MAX_CLASSES: Final = 1 << 16
 _MOST_KEPT: Final = 1 << 13
 """Parsed rows that a thread keeps for the other columns, at most."""
@@ -38,6 +43,8 @@ _MISSING: Final = frozenset((
 ))
 # fmt: on
 """Texts that stand for a missing value in a column of numbers, as in pandas."""
+_MAX_DIGITS: Final = 64
+"""Characters of a whole number: Python converts no number of thousands of digits."""
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 
 
@@ -138,13 +145,34 @@ def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -
 
 
 def _part(file: File, separator: str | None) -> _TableFile:
-    if separator is None and own_name(file.name).endswith(".tsv"):
+    if separator is None and own_name(file.name).endswith((".tsv", ".tsv.gz")):
         separator = "\t"
+    if own_name(file.name).endswith(".gz"):
+        file = InMemoryFile(file, memoryview(_unzipped(file)))
     kind = "table" if separator is None else f"table{ord(separator)}"
     index = cached_index(kind, _VERSION, [file], lambda: _table_index(file, separator))
     head = json.loads(index["head"].tobytes())
     facts = tuple(_TextColumnFacts(*row) for row in head["columns"])
     return _TableFile(file, index, head["separator"], facts)
+
+
+def _unzipped(file: File) -> bytes:
+    """Decompress a table, members of gzip one after another. Raises SourceError."""
+    data, parts, done = file.read(), [], 0
+    try:
+        while data:
+            unpacker = zlib.decompressobj(47)
+            while data and not unpacker.eof:
+                parts.append(unpacker.decompress(data, _STEP))
+                data = unpacker.unconsumed_tail
+                done += len(parts[-1])
+                check_claim(done, file.size, file.name)
+            if not unpacker.eof:
+                raise SourceError(f"{file.name} is cut off: restore it")
+            data = unpacker.unused_data.lstrip(b"\0")
+    except zlib.error as error:
+        raise SourceError(f"{file.name} is damaged, or not of gzip: {error}; restore it") from error
+    return b"".join(parts)
 
 
 def _feature_names(
@@ -207,13 +235,24 @@ def _parsed(part: _TableFile, start: int, stop: int) -> Sequence[list[str]]:
         return last.rows
     low, high = int(part.index["starts"][start]), int(part.index["starts"][stop])
     text = part.file.read(low, high - low).decode("utf-8")
-    table = csv.reader(io.StringIO(text, newline=""), delimiter=part.separator)
+    table = _cells(io.StringIO(text, newline=""), part.separator)
     rows = [row for row in table if row]
     if len(rows) != stop - start:
         raise SourceError(f"{part.file.name} has changed since it was opened: run again")
     if stop - start <= _MOST_KEPT:
         last.key, last.rows = (start, stop), rows
     return rows
+
+
+def _cells(lines: Iterable[str], separator: str, strict: bool = False) -> Iterator[list[str]]:
+    """Parse lines into rows with cells of any length.
+
+    Python's module has one limit for all of a process, of 128 KiB, which only ever rises here:
+    other threads may parse meanwhile.
+    """
+    if csv.field_size_limit() < _MAX_CELL:
+        csv.field_size_limit(_MAX_CELL)
+    return csv.reader(lines, delimiter=separator, strict=strict)
 
 
 class _TextColumn:
@@ -295,7 +334,7 @@ def _table_index(file: File, separator: str | None) -> Arrays:
 
 def _separator(data: bytes) -> str:
     """Return the character that divides the first line into the most values, a comma at a tie."""
-    line = next(iter(data[:_MAX_LINE].splitlines()), b"").decode("utf-8", "replace")
+    line = next(iter(data[:_MAX_HEADER].splitlines()), b"").decode("utf-8", "replace")
     return max(_SEPARATORS, key=lambda each: len(next(csv.reader([line], delimiter=each), [])))
 
 
@@ -308,13 +347,11 @@ def _rows(data: bytes, shift: int, separator: str, name: str) -> tuple[list[int]
     def feed() -> Any:
         nonlocal at
         for line in lines:
-            if len(line) > _MAX_LINE:
-                raise SourceError(f"{name}: a line of {len(line)} bytes is too long")
             at += len(line)
             yield line.decode("utf-8")
 
     try:
-        for row in csv.reader(feed(), delimiter=separator, strict=True):
+        for row in _cells(feed(), separator, strict=True):
             if row:
                 starts.append(begin)
                 rows.append(row)
@@ -344,7 +381,8 @@ def _kind_of(values: Sequence[str]) -> str:
         return "none"
     if all(_WHOLE.fullmatch(value) for value in values):
         # Numbers such as keys of 20 digits would lose digits as floats.
-        return "int64" if all(abs(int(value)) < 2**63 for value in values) else "text"
+        short = all(len(value) <= _MAX_DIGITS for value in values)
+        return "int64" if short and all(abs(int(value)) < 2**63 for value in values) else "text"
     try:
         for value in values:
             float(value)

@@ -1,6 +1,7 @@
 """The reader of Zarr stores, version 2 and 3, sharded or not, with any codec that zarr supports."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -8,20 +9,23 @@ import numpy as np
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.identity import store_sample
+from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import ReadErrors, Source, own_name, redact, split_fields
+from dlio.data.source import File, ReadErrors, Source, is_remote, own_name, redact, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
-from dlio.util.limits import MAX_ABSENT_ROWS
+from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
     SHAPE,
+    ClassColumn,
     Column,
     ColumnReader,
     PlainColumn,
     RaggedColumn,
     Select,
+    TextArrayColumn,
     choose,
     parse_schema,
     slab,
@@ -30,12 +34,15 @@ from dlio_readers.columns import (
 
 # fmt: off
 _OBJECT_CODECS: Final = (
-    "pickle", "json", "json2", "msgpack", "msgpack2", "categorize", "vlen-utf8", "vlen-bytes",
-    "vlen-array",
+    "pickle", "json", "json2", "msgpack", "msgpack2", "categorize", "vlen-bytes", "vlen-array",
 )
 # fmt: on
+_TEXT_CODEC: Final = "vlen-utf8"
 _MAX_CHUNKS: Final = 1 << 22
 _MAX_CHUNK: Final = 256 << 20
+_MAX_TEXTS: Final = 16 << 20
+"""Bytes of a chunk of texts beyond those of its array; they may become eight times as many."""
+_ARCHIVE: Final = ".zarr.zip"
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
@@ -63,6 +70,7 @@ class ZarrReader(ColumnReader):
         missing: Literal["error", "fill"] | None = None,
     ) -> None:
         url, names = split_fields(path)
+        url, archive = _in_archive(url)
         root = self._open(url)
         arrays = self._arrays(root)
         packed = parse_schema(root.attrs.get(SCHEMA), redact(path))
@@ -90,6 +98,13 @@ class ZarrReader(ColumnReader):
                 sizes = None if shape is None else self._whole(shape, where).astype(np.int64)
                 columns[name] = RaggedColumn(array, ends, sizes, kind, where)
                 continue
+            if array.dtype.kind in "TUS" and len(array.shape) == 1:
+                texts = columns[name] = TextArrayColumn(array)
+                if name in LABEL_NAMES and not classes and select is None:
+                    with ReadErrors(where):
+                        made = columns[name] = ClassColumn(texts, count)
+                    classes = made.classes
+                continue
             if not storable(array.dtype):
                 raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
             part = slab(select, name, tuple(array.shape[1:]))
@@ -103,7 +118,7 @@ class ZarrReader(ColumnReader):
         self._setup(
             columns,
             count,
-            [url, self._stamp(url), repr(select)],
+            [url, archive, self._stamp(url), repr(select)],
             classes,
             schema.structure if schema is not None and whole else None,
             select,
@@ -113,7 +128,7 @@ class ZarrReader(ColumnReader):
     def recognises(path: str) -> str | None:
         url = split_fields(path)[0]
         source = Source(url)
-        if own_name(url).rstrip("/").endswith(".zarr") or any(
+        if own_name(url).rstrip("/").endswith((".zarr", _ARCHIVE)) or any(
             source.exists(mark) for mark in _MARKS
         ):
             return None
@@ -137,7 +152,7 @@ class ZarrReader(ColumnReader):
 
         if isinstance(root, zarr.Array):
             return {root.basename or "data": root}
-        with ReadErrors(self.path, "is damaged"):
+        with ReadErrors(self.path, "has an array that zarr cannot open"):
             return dict(sorted(root.arrays()))
 
     def _whole(self, array: Any, where: str) -> Any:
@@ -162,27 +177,32 @@ class ZarrReader(ColumnReader):
         """
         codecs = _codecs(array)
         bad = [each for each in codecs if each in _OBJECT_CODECS]
-        if bad or array.dtype.hasobject:
-            what = f"the codec {bad[0]}" if bad else "objects"
+        texts = array.dtype.kind == "T"
+        if bad or (array.dtype.hasobject and not texts) or (_TEXT_CODEC in codecs and not texts):
+            runs = (
+                ", whose data may run code when they are read: refused" if "pickle" in bad else ""
+            )
             raise SourceError(
-                f"{where} holds {what}, whose data may run code when they are read: refused; store "
-                "numbers, or bytes with their ends"
+                f"{where} holds objects ({', '.join(bad) or array.dtype}){runs}: store numbers or "
+                "texts, or name the other arrays to read, as in x.zarr::image,label"
             )
         size = array.dtype.itemsize
         chunk = size * math.prod(array.chunks)
         whole = size * math.prod(array.shards or array.chunks)
-        if whole > _MAX_CHUNK:
+        if texts:
+            chunk, whole = chunk + _MAX_TEXTS, whole + _MAX_TEXTS
+        elif whole > _MAX_CHUNK:
             raise SourceError(f"{where}: a chunk of {whole} bytes is too large: store smaller ones")
         self._store.limits.add(array.path, whole, chunk, codecs[-1] if codecs else "")
         if array.nchunks > _MAX_CHUNKS:
             raise SourceError(f"{where} has {array.nchunks} chunks: store larger ones")
         rows = array.shape[0] if array.shape else 0
-        if missing != "fill" and rows > MAX_ABSENT_ROWS:
+        if missing != "fill" and rows > MAX_ABSENT_ROWS and not is_trusted():
             absent = rows * (array.nchunks - array.nchunks_initialized) // max(1, array.nchunks)
             if absent > MAX_ABSENT_ROWS:
                 raise SourceError(
-                    f"{where}: {absent} of its {rows} rows are not stored: restore its chunks, or "
-                    'use the fill value for them with missing="fill"'
+                    f"{where}: {absent} of its {rows} rows are not stored: use the fill value for "
+                    'them with missing="fill", or restore its chunks'
                 )
 
     def _stamp(self, url: str) -> str:
@@ -197,6 +217,22 @@ class ZarrReader(ColumnReader):
         with ReadErrors(url):
             content = store_sample(source.root) if source.local else ""
         return " ".join([*metadata, *times, content])
+
+
+def _in_archive(url: str) -> tuple[str, str]:
+    """Return the place of a store, which may be in an archive (`x.zarr.zip`), and the archive's
+    stamp.
+    """
+    if not own_name(url).endswith(_ARCHIVE):
+        return url, ""
+    stamp = File(url).stamp
+    archive = url if is_remote(url) else os.path.abspath(os.path.expanduser(url))
+    with ReadErrors(url, "is not a zip archive, or is damaged"):
+        names = Source(f"zip://::{archive}").names()
+    own = ""
+    if not any(name in _MARKS for name, _ in names):
+        own = next((name for name, folder in names if folder), "")
+    return f"zip://{own}::{archive}", stamp
 
 
 def _codecs(array: Any) -> list[str]:

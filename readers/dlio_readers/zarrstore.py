@@ -54,8 +54,8 @@ class _ArrayLimits:
             if key.startswith(prefix):
                 if exceeds(codec, data, most):
                     raise SourceError(
-                        f"{key} becomes more than the bytes of a chunk when it is decompressed: it "
-                        "is damaged, or was made to take all memory; restore it"
+                        f"{key} becomes more than the bytes of a chunk when it is decompressed, "
+                        "which is a way to take all memory: refused"
                     )
                 return
 
@@ -118,7 +118,7 @@ class LocalFiles(LocalStore):
             size = os.fstat(descriptor).st_size
             begin, end = _span(part, size)
             if end - begin > self.limits.most(key):
-                raise SourceError(f"{path} of {size} bytes is larger than a chunk: restore it")
+                raise SourceError(f"{path} of {size} bytes is larger than a chunk: refused")
             data = os.pread(descriptor, end - begin, begin)
         finally:
             os.close(descriptor)
@@ -136,12 +136,14 @@ class RemoteFiles(FsspecStore):
     """A store behind fsspec."""
 
     limits: _ArrayLimits
+    archived: bool
+    """True for a store in a zip archive."""
 
     @classmethod
     def at(cls, source: Source) -> Self:
         """Return the store at a URL."""
         store: Any = cls.from_url(source.url, read_only=True)
-        store.limits = _ArrayLimits()
+        store.limits, store.archived = _ArrayLimits(), source.url.startswith("zip://")
         return cast("Self", store)
 
     async def get(
@@ -150,6 +152,14 @@ class RemoteFiles(FsspecStore):
         prototype: BufferPrototype,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
+        if self.archived:
+            # A member is decompressed as a whole when it is read.
+            try:
+                size = int((await self.fs._info(f"{self.path}/{key}".lstrip("/")))["size"])
+            except FileNotFoundError:
+                return None
+            if size > self.limits.most(key):
+                raise SourceError(f"{key} of {size} bytes is larger than a chunk: refused")
         data = await super().get(key, prototype, byte_range)
         if data is not None:
             self.limits.check(key, data.to_bytes())

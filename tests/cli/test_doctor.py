@@ -12,7 +12,7 @@ import pytest
 from dlio.cli import main
 from dlio.cli.doctor.examination import DoctorOptions, examine, merged
 from dlio.cli.doctor.findings import Finding, worst
-from dlio.cli.doctor.limit_checks import check_limits, check_shared_memory, memory_limit
+from dlio.cli.doctor.limit_checks import check_limits, check_shared_memory
 from dlio.cli.doctor.path_checks import check_place, check_source, check_tier, measure_folder
 from dlio.cli.doctor.probe import MpiFacts
 from dlio.cli.doctor.rank_checks import (
@@ -34,6 +34,7 @@ from dlio.cli.doctor.software import (
 from dlio.comm.single import SingleCommunicator
 from dlio.storage.file_system_kind import FileSystemKind
 from dlio.storage.tier_spec import TierSpec, parse_tiers
+from dlio.util.machine_memory import memory_limit
 from dlio.util.shared_folders import user_folder
 
 OPEN_MPI = MpiFacts("Open MPI v5.0.11", "multiple", survives=True, paths=["/a/libmpi.so.40"])

@@ -450,13 +450,15 @@ def test_pickles_and_objects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="needs pickle"):
         open_reader(str(tmp_path))
     (tmp_path / "index.json").write_text(index.replace("pkl", "jpeg").replace("shard.0", "../x"))
-    with pytest.raises(SourceError, match="outside of its folder"):
+    with pytest.raises(SourceError, match="not inside its folder"):
         open_reader(str(tmp_path))
 
 
 def test_nulls_and_unknown_columns_are_named(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": [1, None], "b": [b"x", b"y"]}), tmp_path / "a.parquet")
-    with pytest.raises(SourceError, match=r"column 'a': 1 values are null"):
+    pq.write_table(pa.table({"a": [b"x", None], "b": [b"x", b"y"]}), tmp_path / "a.parquet")
+    with pytest.raises(
+        SourceError, match=r"column 'a': 1 rows, the first of them row 1, have no b"
+    ):
         open_reader(f"{tmp_path}/a.parquet")
     assert len(open_reader(f"{tmp_path}/a.parquet::b")) == 2
     with pytest.raises(UsageError, match="no column 'c'"):

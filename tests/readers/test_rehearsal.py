@@ -1,9 +1,11 @@
 """HDF5 and Parquet files are first read by a process that may die of them."""
 
 import contextlib
+import mmap
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import h5py
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 
 from dlio.data.source import File
-from dlio.errors import SourceError
+from dlio.errors import SourceError, UsageError
+from dlio.util.limits import trusting
 from dlio_readers import rehearsal
 from dlio_readers.hdf5 import Hdf5Reader
 
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.cold
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[File]:
     """Two files, in a new cache."""
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(rehearsal, "_may_copy", lambda: False)
     for name in ("a.h5", "b.h5"):
         with h5py.File(tmp_path / name, "w") as file:
             file["x"] = np.arange(10.0)
@@ -34,10 +38,9 @@ def _act(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(rehearsal, "module_command", lambda *_: command)
 
 
-def test_files_are_rehearsed_until_they_are_known(
-    files: list[File], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = []
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return the commands of processes that are started from now on."""
+    started: list[object] = []
     real = subprocess.Popen
 
     def popen(*argv: object, **options: object) -> object:
@@ -45,6 +48,13 @@ def test_files_are_rehearsed_until_they_are_known(
         return real(*argv, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
+    return started
+
+
+def test_files_are_rehearsed_until_they_are_known(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = _counted(monkeypatch)
     path = [file.url for file in files]
     for _ in range(2):
         with contextlib.closing(Hdf5Reader(path)) as reader:
@@ -92,3 +102,55 @@ def test_it_is_said_that_a_rehearsal_is_not_possible(
     _act(monkeypatch, "raise SystemExit(1)")
     with pytest.warns(RuntimeWarning, match="check that dlio is installed"):
         assert len(Hdf5Reader(files[0].url)) == 10
+
+
+def test_a_file_with_an_ordinary_error_has_not_passed(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = _counted(monkeypatch)
+    with h5py.File(files[0].url, "a") as file:
+        file["y"] = np.zeros((3, 4))
+    for count in (1, 2):  # It is tried again.
+        with pytest.raises(UsageError, match="differ in rows"):
+            Hdf5Reader(files[0].url)
+        assert len(started) == count
+    for _ in range(2):
+        Hdf5Reader(f"{files[0].url}::y", select=(..., slice(0, 2))).close()
+
+
+def test_trusted_files_are_read_at_once(files: list[File], monkeypatch: pytest.MonkeyPatch) -> None:
+    _act(monkeypatch, "raise SystemExit(1)")
+    with trusting(True):
+        assert len(Hdf5Reader(files[0].url)) == 10
+
+
+@pytest.mark.parametrize("ending", ["passes", "dies", "waits", "refuses"])
+def test_a_copy_of_the_process_alone_lets_files_pass(
+    files: list[File], monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(rehearsal, "_may_copy", lambda: True)
+    monkeypatch.setattr(rehearsal, "_COPY_SILENT_S", 0.3)
+    monkeypatch.setattr(rehearsal, "_SILENT_S", 60.0)
+    started = _counted(monkeypatch)
+    memory = mmap.mmap(-1, 4096)  # Shared: the copy must not have it.
+
+    class Reader(Hdf5Reader):
+        def __init__(self, *given: object, **options: object) -> None:
+            if ending == "dies":
+                os.kill(os.getpid(), 11)
+            if ending == "waits":
+                threading.Event().wait()
+            maps = Path("/proc/self/maps").read_text()
+            assert not any(line.split()[1][1::2] == "ws" for line in maps.splitlines())
+            super().__init__(*given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rehearsal, "resolve_name", lambda _: Reader)
+    path = files[0].url
+    if ending == "refuses":
+        Path(path).write_bytes(Path(path).read_bytes()[:900])
+        with pytest.raises(SourceError, match=r"a\.h5 is cut off"):
+            Hdf5Reader(path)
+    else:
+        assert len(Hdf5Reader(path)) == 10
+    assert len(started) == (ending in ("dies", "waits"))
+    memory.close()

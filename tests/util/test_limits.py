@@ -11,11 +11,11 @@ from dlio.util.limits import parsing
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ValueError("bad header"), "is damaged"),
+        (ValueError("bad header"), "cannot be read: bad header; check it"),
         (OSError(errno.EMFILE, "Too many open files"), "ulimit"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "ulimit"),
         (RuntimeError("can't start new thread"), "ulimit"),
-        (RuntimeError("bad header"), "is damaged"),
+        (RuntimeError("bad header"), "cannot be read: bad header; check it"),
         (MemoryError(), "needs more memory"),
     ],
 )

@@ -8,10 +8,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from dlio.cli.doctor.limit_checks import control_groups, memory_limit
 from dlio.image import native
 from dlio.loader.planned_engine import native_pool
 from dlio.util.cores import available_cores
+from dlio.util.machine_memory import control_groups, memory_limit
 from dlio_bench.file_systems import file_system_of
 
 PACKAGES: Final = ("dlio", "torch", "numpy", "mpi4py", "simplejpeg", "opencv-python-headless")

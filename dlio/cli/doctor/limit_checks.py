@@ -1,14 +1,13 @@
 """Limits of this process: descriptors, processes, memory, shared memory."""
 
 import os
-import re
 import resource
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Final
 
 from dlio.cli.doctor.findings import Finding, FindingTopic
+from dlio.util.machine_memory import meminfo, memory_limit
 from dlio.util.shared_folders import SHARED_MEMORY
 from dlio.util.units import format_bytes
 
@@ -21,8 +20,6 @@ _PROCESSES: Final = 512
 _LOCKED: Final = 64 << 20
 _SHARED: Final = 64 << 20
 """Bytes of shared memory with which ranks of one node can exchange messages."""
-_CGROUPS: Final = Path("/sys/fs/cgroup")
-_UNLIMITED: Final = 1 << 60
 
 
 def check_limits(infiniband: bool | None = None) -> Iterator[Finding]:
@@ -66,9 +63,9 @@ def check_limits(infiniband: bool | None = None) -> Iterator[Finding]:
 
 def check_memory() -> Iterator[Finding]:
     """Yield the memory of this machine and of the job."""
-    total, limit = _meminfo("MemTotal"), memory_limit()
+    total, limit = meminfo("MemTotal"), memory_limit()
     if limit is None or limit >= total:
-        yield _TOPIC.ok("memory", f"{format_bytes(_meminfo('MemAvailable'))} available")
+        yield _TOPIC.ok("memory", f"{format_bytes(meminfo('MemAvailable'))} available")
         return
     yield _TOPIC.ok(
         "memory",
@@ -104,53 +101,6 @@ def check_shared_memory(wanted: int, ranks: int, path: str = SHARED_MEMORY) -> I
         )
     else:
         yield _TOPIC.ok(path, text)
-
-
-def memory_limit(root: Path = _CGROUPS) -> int | None:
-    """Return the bytes that this process's control groups allow it; None for no limit.
-
-    Of version 2 and of version 1, which have the least of all groups above.
-    """
-    names = ("memory.max", "memory.limit_in_bytes")
-    limits = [_limit(folder / name) for folder in control_groups("memory", root) for name in names]
-    return min(chain(*limits), default=None)
-
-
-def control_groups(controller: str, root: Path = _CGROUPS) -> list[Path]:
-    """Return the folders of this process's control groups that may limit something, such as `cpu`,
-    and of all above them.
-    """
-    try:
-        text = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:
-        return []
-    folders = []
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        # Version 2 has one tree, without names of controllers.
-        folder = root / controller if controllers else root
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        folders += [folder.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
-    return folders
-
-
-def _limit(path: Path) -> list[int]:
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return []
-    return [int(text)] if text.isdecimal() and int(text) < _UNLIMITED else []
-
-
-def _meminfo(name: str) -> int:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
-    return 0 if match is None else 1024 * int(match[1])
 
 
 def _is_below(limit: int, least: int) -> bool:

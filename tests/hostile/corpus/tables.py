@@ -158,6 +158,7 @@ def cases() -> Cases:
     yield Case("npz/understated", _understated)
     yield Case("npz/many", _many_members, ANY)
     yield Case("npz/names", _member_names, ANY)
+    odd = ("empty-name", "nul", "huge-field", "long-line")
     texts: dict[str, str | bytes] = {
         "one-line": "a,b\n",
         "no-newline": "a,b",
@@ -176,6 +177,6 @@ def cases() -> Cases:
         "commas": "," * 100_000 + "\n",
     }
     for name, text in texts.items():
-        yield Case(f"csv/{name}", _csv(text), ANY if name in ("empty-name", "nul") else ERROR)
+        yield Case(f"csv/{name}", _csv(text), ANY if name in odd else ERROR)
     yield Case("csv/number-digits", _csv("a,b\n" + "9" * 5000 + ",2\n"), ANY)
     yield Case("csv/many-rows", _csv("a\n" + "1\n" * 200_000), RIGHT, "200000 samples")
