@@ -50,11 +50,11 @@ class DatasetDescription(TypedDict):
     structure: "Structure | None"
     classes: dict[str, int]
     understood: str
-    """What the path was taken for, with counts."""
+    """The interpretation of the path, with counts."""
     split: str
     """The split that is read; "" without one."""
     left_out: list[str]
-    """What lies there and is not read, with counts."""
+    """Files that lie there and are not read, with counts."""
     fields: dict[str, str]
     """Type and range of each field, of the first samples."""
     blocks: int

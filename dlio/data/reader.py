@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeGuard, cast
 
 from dlio.data.concatenation import ConcatReader
-from dlio.data.links import following_links
-from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
-from dlio.data.reader_contract import ReaderType, path_rules_of
-from dlio.data.reading import (
+from dlio.data.interpretation import (
+    Interpretation,
     Kinds,
-    Reading,
     best_fit,
     check_pattern,
     files_of_split,
     lone_folder,
     split_folder,
 )
+from dlio.data.links import following_links
+from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
+from dlio.data.reader_contract import ReaderType, path_rules_of
 from dlio.data.source import Source, expand, last_name, listed_once, redact, split_fields
 from dlio.data.splits import WHOLE, chosen_split, splits_among
 from dlio.errors import SourceError, UsageError
@@ -45,10 +45,10 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
 
 def open_reading(
     path: object, *, follow_links: bool | None = None, **options: object
-) -> tuple[Reader, Reading]:
+) -> tuple[Reader, Interpretation]:
     """Find the reader that fits `path` best, open it, and return it with how `path` is understood.
 
-    What it leaves out of a folder is told once.
+    Files of a folder that it leaves out are told once.
 
     Args:
         path: a path or URL, several of them, or an object that a reader takes, such as torch's
@@ -67,7 +67,7 @@ def open_reading(
     if isinstance(path, Reader):
         if options:
             raise UsageError(f"{next(iter(options))}=: the data set is open already: give its path")
-        return path, Reading(path.format, type(path), path)
+        return path, Interpretation(path.format, type(path), path)
     form, split = (_text_of(options, name) for name in ("format", "split"))
     options = {each: value for each, value in options.items() if each not in ("format", "split")}
     named = False
@@ -91,12 +91,12 @@ def open_reading(
             name, kind, reasons = _recognised(path, kinds)
             if kind is None:
                 raise _unknown(f"this {type(path).__name__}", reasons, named=False)
-            reading = Reading(name, kind, path, options)
+            reading = Interpretation(name, kind, path, options)
         reading.tell()
         return _opened(reading, named), reading
 
 
-def _opened(reading: Reading, named: bool) -> Reader:
+def _opened(reading: Interpretation, named: bool) -> Reader:
     name, kind, path, options = reading.format, reading.kind, reading.path, reading.options
     single = named and path_rules_of(kind).one_path
     urls = _each(cast("str | Sequence[str]", path)) if single else []
@@ -107,7 +107,7 @@ def _opened(reading: Reading, named: bool) -> Reader:
 
 def _understood(
     path: str | Sequence[str], kinds: Kinds, split: str | None, options: dict[str, object]
-) -> Reading:
+) -> Interpretation:
     """Return how one or several paths are read. Raises as `open_reading` does."""
     several = expand(path)
     first = path if isinstance(path, str) else path[0]
@@ -135,12 +135,14 @@ def _understood(
     own = "split" in inspect.signature(kind).parameters
     if split is not None and split != WHOLE and not own:
         raise UsageError(f"split={split!r}: {shown} has no splits: leave split= out")
-    return Reading(name, kind, path, {**options, "split": split} if own and split else options)
+    return Interpretation(
+        name, kind, path, {**options, "split": split} if own and split else options
+    )
 
 
 def _of_folder(
     url: str, fields: str, kinds: Kinds, split: str | None, options: dict[str, object]
-) -> Reading:
+) -> Interpretation:
     """Return how a folder is read; `fields` is "" or the names of fields with `::` before them."""
     fitting, reasons = _fitting_of(url + fields, kinds)
     if fields and not fitting:
@@ -166,9 +168,9 @@ def _of_folder(
             made = _of_folder(inner[0], fields, kinds, None, options)
             made.split = inner[1]
             return made
-        lone = lone_folder(url) if reading is None or not reading.weight else None
-        found = _fitting_of(lone + fields, kinds)[0] if lone is not None else []
-        if lone is not None and found and not path_rules_of(found[0][1]).is_fallback:
+        lone = lone_folder(url, has_data=reading is not None and reading.weight > 0)
+        inner_kinds = _fitting_of(lone + fields, kinds)[0] if lone is not None else []
+        if lone is not None and inner_kinds and not path_rules_of(inner_kinds[0][1]).is_fallback:
             return _of_folder(lone, fields, kinds, split, options)
         if split is not None and split != WHOLE:
             raise UsageError(f"split={split!r}: {redact(url)} has no splits: leave split= out")

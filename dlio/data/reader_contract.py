@@ -78,7 +78,7 @@ class Reader(Protocol):
         """
 
     def close(self) -> None:
-        """Close files. Reading afterwards opens them again."""
+        """Close files. Interpretation afterwards opens them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class Fit:
     """How well a folder fits a reader, to compare with others that recognise it as well."""
 
     words: str
-    """What the reader would read, with counts, such as `2 class folders with 5 images`."""
+    """Its samples, with counts, such as `2 class folders with 5 images`."""
     weight: float
     """Files that it would read; fewer for those that may be there by chance."""
     is_marked: bool = False
@@ -248,7 +248,7 @@ class Fit:
     in_folders: bool = False
     """True if its samples lie in folders, which may also be splits."""
     left_out: tuple[str, ...] = ()
-    """What the reader would leave out of what it can read, with counts."""
+    """Files that it could read and would leave out, with counts."""
     used: tuple[str, ...] = ()
     """Files at the top that it reads besides samples, such as a table of labels."""
 

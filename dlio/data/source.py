@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Final
 
 import xxhash
 
-from dlio.data.hidden import is_hidden
+from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
 from dlio.data.requests import pread, pread_into, request
@@ -163,7 +163,7 @@ class Source(FsspecHandle):
         return 0
 
     def listing(self, name: str = "") -> list[Entry]:
-        """List a folder, sorted by name, without what tools leave behind (`is_hidden`).
+        """List a folder, sorted by name, without hidden files (`is_hidden`).
 
         Raises SourceError when it cannot be listed.
         """
@@ -186,7 +186,7 @@ class Source(FsspecHandle):
     def names(self, name: str = "") -> list[tuple[str, bool]]:
         """List (name, True if it is a folder) of a folder's entries, sorted.
 
-        What tools leave behind (`is_hidden`) is left out. Attributes of local files are not read,
+        Hidden files (`is_hidden`) are left out. Attributes of local files are not read,
         which would take a request each over a network.
 
         Raises SourceError when the folder cannot be listed.

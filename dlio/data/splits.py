@@ -39,12 +39,12 @@ def split_of(name: str, *, folder: bool = False) -> str | None:
 
 def splits_among(names: Iterable[str], *, folder: bool = False) -> dict[str, list[str]]:
     """Return the names that say which part they are, by part, in their order."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         split = split_of(name, folder=folder)
         if split is not None:
-            found.setdefault(split, []).append(name)
-    return found
+            groups.setdefault(split, []).append(name)
+    return groups
 
 
 def chosen_split(split: str, have: Sequence[str], where: str) -> str:

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.interpretation import counted, counted_below
 from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
-from dlio.data.reading import counted, counted_below
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name
 from dlio.errors import SourceError, UsageError

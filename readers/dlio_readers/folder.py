@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names
+from dlio.data.interpretation import counted, counted_below
 from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
-from dlio.data.reading import counted, counted_below
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
 from dlio.errors import SourceError, UsageError
@@ -246,7 +246,7 @@ def plan_of(source: Source, layout: object = None) -> FolderPlan:
             layout = "classes"
         else:
             raise UsageError(
-                f"{source.path()} is {words}, or {len(here)} pictures beside them: choose with "
+                f"{source.path()} is {words}, or {len(here)} pictures next to them: choose with "
                 "layout='classes' or layout='flat'"
             )
     if layout == "flat":
@@ -254,7 +254,7 @@ def plan_of(source: Source, layout: object = None) -> FolderPlan:
         flat = Fit(f"{len(here):,} pictures", len(here) / 2, left_out=lost, used=(table,))
         return FolderPlan(flat, is_flat=True)
     if here:
-        others.append(f"{shown} beside them, which layout='flat' reads")
+        others.append(f"{shown} next to them, which layout='flat' reads")
     used = (table,) if table else ()
     return FolderPlan(Fit(words, weight, in_folders=True, left_out=tuple(others), used=used))
 

@@ -46,30 +46,30 @@ def yolo_split(
     pictures outside of the folder.
     """
     entries = {key: value for key, value in described.items() if split_of(key, folder=True)}
-    found: dict[str, list[str]] = {}
+    known: dict[str, list[str]] = {}
     for key, value in entries.items():
         given = value if isinstance(value, list) else [value]
         places = [_place(source, described, each) for each in given if isinstance(each, str)]
         existing = [each for each in places if each is not None]
         if existing:
-            found[key] = existing
-    if not found:
+            known[key] = existing
+    if not known:
         return None
     shown = source.path(yaml)
     if split is None or split == WHOLE:
-        keys = list(found)
-        if split is None and any(found[key] != found[keys[0]] for key in keys):
+        keys = list(known)
+        if split is None and any(known[key] != known[keys[0]] for key in keys):
             raise UsageError(
-                f"{shown} names the splits {', '.join(found)}: choose with split={keys[0]!r}, or "
+                f"{shown} names the splits {', '.join(known)}: choose with split={keys[0]!r}, or "
                 f"split={WHOLE!r} for all of them as one data set"
             )
         name = split or keys[0]
     else:
-        name = chosen_split(split, list(found), shown)
+        name = chosen_split(split, list(known), shown)
         keys = [name]
     pictures: dict[str, None] = {}
     lists: dict[str, None] = {}
-    for place in dict.fromkeys(place for key in keys for place in found[key]):
+    for place in dict.fromkeys(place for key in keys for place in known[key]):
         if place.endswith(".txt"):
             lists[place] = None
             pictures.update(dict.fromkeys(_listed(source, place)))

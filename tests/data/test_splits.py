@@ -1,4 +1,4 @@
-"""Splits are recognised by their names, as folders and as files, and are no classes."""
+"""Splits are recognised by their names, as folders and as files, and never become classes."""
 
 import shutil
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""What a folder is: which reader fits it best, which split of it is meant, and what is left out.
+"""The interpretation of a folder: the reader that fits it best, the split that is meant, the rest.
 
 Every reader that recognises a folder says how well it fits, in files (`Fit`). An index or
-annotations decide; else the reader with at least twice the files of any other. What it leaves out
-is told once; a tie is an error that shows both and the option that chooses.
+annotations decide; else the reader with at least twice the files of any other. The rest is told
+once; a tie is an error that shows both and the option that chooses.
 """
 
 import logging
@@ -31,7 +31,7 @@ Kinds = Sequence[tuple[str, Any]]
 
 
 @dataclass(slots=True)
-class Reading:
+class Interpretation:
     """How dlio understands a path."""
 
     format: str
@@ -43,7 +43,7 @@ class Reading:
     split: str = ""
     """The split that is read, as the data set spells it; "" if it has none."""
     left_out: list[str] = field(default_factory=list)
-    """What lies there and is not read, with counts."""
+    """Files that lie there and are not read, with counts."""
     has_files: bool = False
     """True if it reads files of the folder itself, whose names may say their splits."""
     has_folders: bool = False
@@ -52,7 +52,7 @@ class Reading:
     """Of its `Fit`; 0 if nothing that it reads was found."""
 
     def tell(self) -> None:
-        """Warn of what is left out, once in a process."""
+        """Warn of the files that are left out, once in a process."""
         if not self.left_out:
             return
         shown = redact(self.path if isinstance(self.path, str) else str(self.path))
@@ -67,7 +67,7 @@ def tell_once(text: str) -> None:
         _log.warning("%s", text)
 
 
-def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]) -> Reading:
+def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]) -> Interpretation:
     """Return the clearly best of the readers `fitting` of a folder, out of all `kinds`.
 
     Raises UsageError if two fit about as well.
@@ -79,7 +79,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
         fallback = path_rules_of(kind).is_fallback
         if fallback and any(fit.is_marked for fit, _, _ in fits):
             continue  # Its pictures are those of the annotations, and its folders the format's.
-        fit = fit_of(name, kind, path, files, options)
+        fit = _fit_of(name, kind, path, files, options)
         if fit is not None:
             fits.append((fit, name, kind))
     if not fits:
@@ -107,7 +107,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
     for fit, rival, each in fits[1:]:
         if path_rules_of(each).owns is None:
             left.append(f"{fit.words}, which format={rival!r} reads")
-    return Reading(
+    return Interpretation(
         name,
         kind,
         path,
@@ -119,7 +119,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
     )
 
 
-def fit_of(
+def _fit_of(
     name: str, kind: Any, path: str, files: Sequence[str], options: dict[str, object]
 ) -> Fit | None:
     """Return how well a folder with some `files` fits a reader that recognises it."""
@@ -150,7 +150,7 @@ def count_below(source: Source, folder: str, suffixes: tuple[str, ...], most: in
             source.check_link(source.path(here))
             rows = source.names(here)
         except SourceError:
-            return max(count, 1)  # Its reader says what is wrong with it.
+            return max(count, 1)  # Its reader gives the reason.
         for name, is_folder in rows:
             if is_folder and depth < _DEEPEST:
                 stack.append((f"{here}/{name}" if here else name, depth + 1))
@@ -175,7 +175,7 @@ def counted_below(
     return counts, not left
 
 
-def files_of_split(path: str, fields: str, reading: Reading, split: str | None) -> None:
+def files_of_split(path: str, fields: str, reading: Interpretation, split: str | None) -> None:
     """Have a reader of a folder's files read those of one split.
 
     Raises UsageError when there are several and none is chosen, or no such one.
@@ -260,7 +260,14 @@ def _first_suffix(source: Source, folders: Sequence[str]) -> str:
     return ""
 
 
-def lone_folder(path: str) -> str | None:
-    """Return the only folder of a folder, such as `data` of a repository of Hugging Face's Hub."""
-    folders = [name for name, folder in Source(path).names() if folder]
-    return inside(path, folders[0]) if len(folders) == 1 else None
+def lone_folder(path: str, *, has_data: bool) -> str | None:
+    """Return the only folder of a folder, such as `data` of a repository of Hugging Face's Hub.
+
+    None if there are others, or if it `has_data`, which may be of one class, not of several splits.
+    """
+    source = Source(path)
+    folders = [name for name, folder in source.names() if folder]
+    if len(folders) != 1:
+        return None
+    names = [name for name, folder in source.names(folders[0]) if not folder]
+    return None if has_data and len(splits_among(names)) < 2 else inside(path, folders[0])

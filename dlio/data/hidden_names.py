@@ -1,4 +1,4 @@
-"""Files and folders that systems and tools leave behind, which are no part of a data set."""
+"""Files and folders that systems and tools leave behind, beyond the data set itself."""
 
 from typing import Final
 
