@@ -12,6 +12,7 @@ from dlio.util.units import format_bytes
 from dlio.util.whole_files import check_writable
 
 if TYPE_CHECKING:
+    from dlio.data.reader_contract import Reader
     from dlio.data.schema import Structure
     from dlio.loader.gallery.histograms import Histogram
 
@@ -20,6 +21,10 @@ _ONE_SIDED: Final = 2.0
 _IMAGES: Final = ("jpeg", "image")
 """Kinds of fields that may hold JPEGs."""
 _MOST_CLASSES: Final = 1 << 20
+_LOOKED_AT: Final = 64
+"""Samples whose numbers are looked at for their range."""
+_MOST_LOOKED_AT: Final = 64 << 20
+"""Bytes of these, about, at most."""
 _BAR: Final = 40
 """Width of the longest bar, in characters."""
 
@@ -44,6 +49,14 @@ class DatasetDescription(TypedDict):
     schema: list[list[str]]
     structure: "Structure | None"
     classes: dict[str, int]
+    understood: str
+    """The interpretation of the path, with counts."""
+    split: str
+    """The split that is read; "" without one."""
+    left_out: list[str]
+    """Files that lie there and are not read, with counts."""
+    fields: dict[str, str]
+    """Type and range of each field, of the first samples."""
     blocks: int
     block_bytes: int
     class_mix: float | None
@@ -53,8 +66,10 @@ class DatasetDescription(TypedDict):
     batches: str
 
 
-def describe(path: str) -> DatasetDescription:
+def describe(path: str, **options: object) -> DatasetDescription:
     """Return a description of the data set at `path`, as `dlio ls --json` prints it.
+
+    `options` are those of `dlio.open`, such as `split` and `format`.
 
     `class_mix` measures how evenly classes are spread over blocks: the mean count of each block's
     most frequent class, divided by the mean for as many randomly chosen samples. It is 1 for
@@ -65,13 +80,13 @@ def describe(path: str) -> DatasetDescription:
     """
     import numpy as np
 
-    from dlio.data.reader import open_reader
+    from dlio.data.reader import open_reading
     from dlio.data.reader_contract import abilities_of, data_bytes
     from dlio.image import native
     from dlio.loader.planned_engine import native_pool
     from dlio.storage.file_system_kind import file_system_of
 
-    reader = open_reader(path)
+    reader, reading = open_reading(path, follow_links=None, trust=None, **options)
     layout = reader.layout
     size = data_bytes(reader)
     labels = reader.labels
@@ -97,6 +112,10 @@ def describe(path: str) -> DatasetDescription:
         "schema": [list(field) for field in reader.schema.fields],
         "structure": reader.schema.structure,
         "classes": counts,
+        "understood": reading.words,
+        "split": reading.split,
+        "left_out": reading.left_out,
+        "fields": _ranges(reader),
         "blocks": layout.blocks,
         "block_bytes": size // layout.blocks,
         "class_mix": mix,
@@ -110,6 +129,27 @@ def describe(path: str) -> DatasetDescription:
         "decoder": native.name(),
         "batches": native_pool.name(),
     }
+
+
+def _ranges(reader: "Reader") -> dict[str, str]:
+    """Return the type of each field, and of numbers the range that some first samples have."""
+    import numpy as np
+
+    from dlio.data.reader_contract import data_bytes
+
+    mean = max(1, data_bytes(reader) // max(1, len(reader)))
+    count = min(len(reader), _LOOKED_AT, max(1, _MOST_LOOKED_AT // mean))
+    rows = [reader.schema.split(each) for each in reader.read(np.arange(count, dtype=np.int64))]
+    shown: dict[str, str] = {}
+    for name, kind in reader.schema.fields:
+        shown[name] = kind
+        values = [row[name] for row in rows]
+        parts = [np.asarray(v) for v in values if not isinstance(v, bytes | memoryview | str)]
+        parts = [part for part in parts if part.size and part.dtype.kind in "iufb"]
+        if parts:
+            low, high = min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)
+            shown[name] += f", {low:g} to {high:g} in {len(parts):,} samples"
+    return shown
 
 
 def _class_mix(labels: Any, layout: Any) -> float:
@@ -133,6 +173,12 @@ class ListOptions:
     path: Annotated[
         str, Option("Data set of any format: a path or a URL.", positional=True, metavar="PATH")
     ]
+    split: Annotated[
+        str | None, Option("Split to show where there are several: train, val, ...", metavar="NAME")
+    ] = None
+    format: Annotated[
+        str | None, Option("Reader of a folder that fits several.", metavar="READER")
+    ] = None
     as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
     plot: Annotated[
         bool, Option("Draw histograms of bytes, pixels and classes, in the terminal.")
@@ -142,25 +188,36 @@ class ListOptions:
     ] = None
 
 
+def _choice(options: ListOptions) -> dict[str, object]:
+    given = {"split": options.split, "format": options.format}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def command(options: ListOptions) -> None:
     """Show the contents of a data set and its division into blocks."""
     if options.html is not None:
         check_writable("--html", options.html)
-    path, about = options.path, describe(options.path)
+    path, about = options.path, describe(options.path, **_choice(options))
     if options.as_json:
         print(json_text(about, indent=2))
         _draw(replace(options, plot=False))
         return
     counts = about["classes"]
-    schema = ", ".join(f"{name}: {kind}" for name, kind in about["schema"])
     print_line(
         f"{path}: {about['format']}, {about['samples']:,} samples, {format_bytes(about['bytes'])}"
     )
+    if about["understood"]:
+        print_line(f"  read as      {about['understood']}")
+    if about["split"]:
+        print_line(f"  split        {about['split']}")
+    for text in about["left_out"]:
+        print_line(f"  left out     {text}")
+    schema = "; ".join(f"{name}: {shown}" for name, shown in about["fields"].items())
     print_line(f"  fields       {schema}")
     if counts:
         names = list(counts)
-        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        print_line(f"  classes      {len(names)}: {shown}")
+        shown = ", ".join(f"{name} ({counts[name]:,})" for name in names[:6])
+        print_line(f"  classes      {len(names)}: {shown}{', ...' if len(names) > 6 else ''}")
         things = "boxes" if ["boxes", "float32[?,4]"] in about["schema"] else "samples"
         print_line(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} {things}")
     print_line(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
@@ -188,7 +245,7 @@ def _draw(options: ListOptions) -> None:
     from dlio.loader.gallery.sample_page import SamplePage
     from dlio.loader.gallery.value_html import shortened
 
-    reader = open_reader(options.path)
+    reader = open_reader(options.path, follow_links=None, trust=None, **_choice(options))
     made = histograms(reader)
     reader.close()
     if options.plot:

@@ -8,11 +8,20 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeGuard, cast
 
 from dlio.data.concatenation import ConcatReader
+from dlio.data.interpretation import (
+    Interpretation,
+    Kinds,
+    best_fit,
+    check_pattern,
+    files_of_split,
+    lone_folder,
+    split_folder,
+)
 from dlio.data.links import following_links
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, path_rules_of
-from dlio.data.source import Source, expand, listed_once, redact, split_fields
-from dlio.data.splits import warn_of_splits
+from dlio.data.source import Source, expand, last_name, listed_once, redact, split_fields
+from dlio.data.splits import WHOLE, chosen_split, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
@@ -23,7 +32,7 @@ from dlio.util.plugins import plugins
 OPEN_ARGUMENTS: Final = (
     "tiers", "image_size", "train", "crops", "transform", "seed", "on_error", "replicas",
     "follow_links", "trust", "requests", "patch", "patches_per_volume", "patch_stride", "pad",
-    "window", "min_visible",
+    "window", "min_visible", "format", "split",
 )
 # fmt: on
 """Arguments of `dlio.open` that readers do not see, for suggestions."""
@@ -36,7 +45,20 @@ def open_reader(
     trust: bool | None = None,
     **options: object,
 ) -> Reader:
-    """Find the reader that recognises `path`, and open it.
+    """Find the reader that fits `path` best, and open it; see `open_reading`."""
+    return open_reading(path, follow_links=follow_links, trust=trust, **options)[0]
+
+
+def open_reading(
+    path: object,
+    *,
+    follow_links: bool | None = None,
+    trust: bool | None = None,
+    **options: object,
+) -> tuple[Reader, Interpretation]:
+    """Find the reader that fits `path` best, open it, and return it with how `path` is understood.
+
+    Files of a folder that it leaves out are told once.
 
     Args:
         path: a path or URL, several of them, or an object that a reader takes, such as torch's
@@ -44,47 +66,142 @@ def open_reader(
         follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
             None for DLIO_FOLLOW_LINKS.
         trust: lift the guards against strangers; None for DLIO_TRUST. See `dlio.util.limits`.
-        options: for the reader, such as `select` for HDF5 and Zarr.
+        options: for the reader, such as `select` for HDF5 and Zarr. For all readers there are
+            `format`, the name of the reader of a folder that several fit, and `split`, the one of
+            several splits to read: `train` or `val`, or `all` for all as one data set.
 
     Raises SourceError when the path does not exist or no reader recognises it, with the reason of
-    each; UsageError for an option that the reader does not have.
+    each; UsageError for an option that the reader does not have, for several splits of which none
+    is chosen, and if two readers fit a folder as well.
     """
     path = _as_text(path)
     if isinstance(path, Reader):
         if options:
             raise UsageError(f"{next(iter(options))}=: the data set is open already: give its path")
-        return path
+        return path, Interpretation(path.format, type(path), path)
+    form, split = (_text_of(options, name) for name in ("format", "split"))
+    options = {each: value for each, value in options.items() if each not in ("format", "split")}
     named = False
     if _are_names(path):
         named = True
         for each in expand(path):
             if not Source(split_fields(each)[0]).exists():
                 raise SourceError(f"{redact(each)}: no such file or folder: check the path")
-    shown = redact(str(path)) if named else f"this {type(path).__name__}"
-    first = path[0] if isinstance(path, list | tuple) else path
     kinds = [(entry.name, entry.load()) for entry in plugins("dlio.readers")]
     kinds.sort(key=lambda item: (path_rules_of(item[1]).is_fallback, item[0]))
     kinds = [each for each in kinds if path_rules_of(each[1]).takes_objects != named]
+    if form is not None:
+        one_of("format", form, [name for name, _ in kinds])
+        kinds = [each for each in kinds if each[0] == form]
     with listed_once(), following_links(follow_links), trusting(trust):
-        name, kind, reasons = _recognised(first, kinds, named)
-        if kind is not None:
-            single = named and path_rules_of(kind).one_path
-            urls = _each(cast("str | Sequence[str]", path)) if single else []
-            if len(urls) > 1:
-                return ConcatReader([_made(name, kind, url, options) for url in urls])
-            return _made(name, kind, urls[0] if urls else path, options)
-        if named and (fields := split_fields(cast(str, first))[1]):
-            bare = split_fields(cast(str, first))[0]
-            name, kind, reasons = _recognised(bare, kinds, named)
+        if named:
+            reading = _understood(cast("str | Sequence[str]", path), kinds, split, options)
+        else:
+            if split is not None:
+                raise UsageError("split=: this is not a path: give dlio.split the data set")
+            name, kind, reasons = _recognised(path, kinds)
+            if kind is None:
+                raise _unknown(f"this {type(path).__name__}", reasons, named=False)
+            reading = Interpretation(name, kind, path, options)
+        reading.tell()
+        return _opened(reading, named), reading
+
+
+def _opened(reading: Interpretation, named: bool) -> Reader:
+    name, kind, path, options = reading.format, reading.kind, reading.path, reading.options
+    single = named and path_rules_of(kind).one_path
+    urls = _each(cast("str | Sequence[str]", path)) if single else []
+    if len(urls) > 1:
+        return ConcatReader([_made(name, kind, url, options) for url in urls])
+    return _made(name, kind, urls[0] if urls else path, options)
+
+
+def _understood(
+    path: str | Sequence[str], kinds: Kinds, split: str | None, options: dict[str, object]
+) -> Interpretation:
+    """Return how one or several paths are read. Raises as `open_reading` does."""
+    several = expand(path)
+    first = path if isinstance(path, str) else path[0]
+    if len(several) == 1:
+        url, fields = split_fields(several[0])
+        if Source(url).is_folder():
+            return _of_folder(url, several[0][len(url) :], kinds, split, options)
+    elif isinstance(path, str):
+        if split is not None and split != WHOLE:
+            groups = splits_among([last_name(each) for each in several])
+            chosen = chosen_split(split, list(groups), redact(path))
+            several = [each for each in several if last_name(each) in groups[chosen]]
+            return _understood(several, kinds, None, options)
+        if split is None:
+            check_pattern(path, several)
+    name, kind, reasons = _recognised(first, kinds, one=True)
+    shown = redact(str(path))
+    if kind is None:
+        bare, fields = split_fields(first)
+        if fields:
+            name, kind, reasons = _recognised(bare, kinds, one=True)
             if kind is not None:
-                raise SourceError(
-                    f"{shown} names {', '.join(fields)}, but {redact(bare)} ({name}) has no such "
-                    "parts to choose from: give the path alone"
-                )
+                raise _without_parts(shown, fields, bare, name)
+        raise _unknown(shown, reasons, named=True)
+    own = "split" in inspect.signature(kind).parameters
+    if split is not None and split != WHOLE and not own:
+        raise UsageError(f"split={split!r}: {shown} has no splits: leave split= out")
+    return Interpretation(
+        name, kind, path, {**options, "split": split} if own and split else options
+    )
+
+
+def _of_folder(
+    url: str, fields: str, kinds: Kinds, split: str | None, options: dict[str, object]
+) -> Interpretation:
+    """Return how a folder is read; `fields` is "" or the names of fields with `::` before them."""
+    fitting, reasons = _fitting_of(url + fields, kinds)
+    if fields and not fitting:
+        bare, _ = _fitting_of(url, kinds)
+        if bare:
+            names = split_fields(url + fields)[1]
+            raise _without_parts(redact(url + fields), names, url, bare[0][0])
+    reading = best_fit(url, fitting, kinds, options) if fitting else None
+    if reading is not None:
+        reading.options = options
+        reading.path = url + fields
+        if "split" in inspect.signature(reading.kind).parameters:
+            reading.split = split or ""
+            if split is not None:
+                reading.options = {**options, "split": split}
+            return reading
+        if reading.has_files:
+            files_of_split(url, fields, reading, split)
+            return reading
+    if reading is None or reading.has_folders or split is not None:
+        inner = split_folder(url, split) if split != WHOLE else None
+        if inner is not None:
+            made = _of_folder(inner[0], fields, kinds, None, options)
+            made.split = inner[1]
+            return made
+        lone = lone_folder(url, has_data=reading is not None and reading.weight > 0)
+        inner_kinds = _fitting_of(lone + fields, kinds)[0] if lone is not None else []
+        if lone is not None and inner_kinds and not path_rules_of(inner_kinds[0][1]).is_fallback:
+            return _of_folder(lone, fields, kinds, split, options)
+        if split is not None and split != WHOLE:
+            raise UsageError(f"split={split!r}: {redact(url)} has no splits: leave split= out")
+    if reading is None:
+        raise _unknown(redact(url + fields), reasons, named=True)
+    return reading
+
+
+def _without_parts(shown: str, fields: Sequence[str], bare: str, name: str) -> SourceError:
+    return SourceError(
+        f"{shown} names {', '.join(fields)}, but {redact(bare)} ({name}) has no such parts to "
+        "choose from: give the path alone"
+    )
+
+
+def _unknown(shown: str, reasons: Sequence[str], named: bool) -> SourceError:
     if not reasons:
-        raise SourceError(f"no readers are installed: install dlio, {how_to_install('')}")
+        return SourceError(f"no readers are installed: install dlio, {how_to_install('')}")
     remedy = "" if named else ": give a path, a list of paths, or a map-style data set of torch"
-    raise SourceError(
+    return SourceError(
         f"{shown} is not a data set that dlio can read ({'; '.join(reasons)}){remedy}"
     )
 
@@ -105,21 +222,42 @@ def open_parts(
     return [open_reader(one, follow_links=follow_links, trust=trust, **options) for one in each]
 
 
-def _recognised(
-    path: object, kinds: Sequence[tuple[str, Any]], named: bool
-) -> tuple[str, Any, list[str]]:
-    """Return name and class of the first reader that recognises a path, and why others do not."""
+def _text_of(options: dict[str, object], name: str) -> str | None:
+    """Return an option that is text or left out. Raises UsageError."""
+    value = options.get(name)
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{named(name, value)}: give text")
+    return value
+
+
+def _recognised(path: object, kinds: Kinds, one: bool = False) -> tuple[str, Any, list[str]]:
+    """Return name and class of the first reader that recognises a path, and why others do not.
+
+    `one` for a path, of whose files the first is asked about if the reader takes one.
+    """
     reasons: list[str] = []
     for name, kind in kinds:
-        single = named and path_rules_of(kind).one_path
-        try:
-            reason = kind.recognises(expand(cast(str, path))[0] if single else path)
-        except SourceError as error:
-            reason = str(error)
+        single = one and path_rules_of(kind).one_path
+        reason = _reason(kind, expand(cast(str, path))[0] if single else path)
         if reason is None:
             return name, kind, reasons
         reasons.append(f"{name}: {reason}")
     return "", None, reasons
+
+
+def _fitting_of(path: str, kinds: Kinds) -> tuple[Kinds, list[str]]:
+    """Return the readers that recognise a folder, and why others do not."""
+    reasons = [(name, kind, _reason(kind, path)) for name, kind in kinds]
+    fitting = [(name, kind) for name, kind, reason in reasons if reason is None]
+    return fitting, [f"{name}: {reason}" for name, _, reason in reasons if reason is not None]
+
+
+def _reason(kind: Any, path: object) -> str | None:
+    try:
+        reason: str | None = kind.recognises(path)
+    except SourceError as error:
+        return str(error)
+    return reason
 
 
 def _as_text(path: object) -> object:
@@ -164,10 +302,7 @@ def _made(name: str, kind: ReaderType, path: object, options: dict[str, object])
     if path_rules_of(kind).takes_objects:
         return kind(path, **options)
     with parsing(redact(str(path))):
-        reader = kind(path, **options)
-    if reader.format == "folder":
-        warn_of_splits(reader.path, reader.classes)
-    return reader
+        return kind(path, **options)
 
 
 def _fitting(name: str, value: object, hint: object) -> object:

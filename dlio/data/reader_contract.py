@@ -78,7 +78,7 @@ class Reader(Protocol):
         """
 
     def close(self) -> None:
-        """Close files. Reading afterwards opens them again."""
+        """Close files. Interpretation afterwards opens them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +235,24 @@ class StoredBlocks(Protocol):
         """Check the bytes of a whole block. Raises CorruptBlock when they are damaged."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How well a folder fits a reader, to compare with others that recognise it as well."""
+
+    words: str
+    """Its samples, with counts, such as `2 class folders with 5 images`."""
+    weight: float
+    """Files that it would read; fewer for those that may be there by chance."""
+    is_marked: bool = False
+    """True if the folder says that it is of the format, by its index or annotations."""
+    in_folders: bool = False
+    """True if its samples lie in folders, which may also be splits."""
+    left_out: tuple[str, ...] = ()
+    """Files that it could read and would leave out, with counts."""
+    used: tuple[str, ...] = ()
+    """Files at the top that it reads besides samples, such as a table of labels."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathRules:
     """How `dlio.open` uses a reader's class; the defaults are those of most formats."""
@@ -245,10 +263,17 @@ class PathRules:
     """True if it is asked after all others, since others know better what it recognises."""
     takes_objects: bool = False
     """True if it reads no paths but Python objects, such as data sets of torch."""
+    owns: Callable[[str], bool] | None = None
+    """True for the name of a file, in lower case, that it reads out of a folder: these are counted
+    and have splits. None if the format has an index, or folders of its own."""
 
 
 class ReaderType(Protocol):
-    """A reader's class, as entry points name it. It may have an attribute `path_rules`."""
+    """A reader's class, as entry points name it.
+
+    It may have an attribute `path_rules`, and a static method `fit(path, options)` that returns the
+    `Fit` of a folder that it recognises, or None if that was by chance.
+    """
 
     def __call__(self, path: object, **options: object) -> Reader: ...
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Final
 
 import xxhash
 
+from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
 from dlio.data.requests import pread, pread_into, request
@@ -165,7 +166,10 @@ class Source(FsspecHandle):
         return 0
 
     def listing(self, name: str = "") -> list[Entry]:
-        """List a folder, sorted by name. Raises SourceError when it cannot be listed."""
+        """List a folder, sorted by name, without hidden files (`is_hidden`).
+
+        Raises SourceError when it cannot be listed.
+        """
         with ReadErrors(self.path(name)):
             if self._files is None:
                 return sorted(self._scan(name), key=lambda entry: entry.name)
@@ -179,12 +183,14 @@ class Source(FsspecHandle):
             )
             for row in rows
         ]
+        entries = [entry for entry in entries if not is_hidden(entry.name)]
         return sorted(entries, key=lambda entry: entry.name)
 
     def names(self, name: str = "") -> list[tuple[str, bool]]:
         """List (name, True if it is a folder) of a folder's entries, sorted.
 
-        Attributes of local files are not read, which would take a request each over a network.
+        Hidden files (`is_hidden`) are left out. Attributes of local files are not read,
+        which would take a request each over a network.
 
         Raises SourceError when the folder cannot be listed.
         """
@@ -196,7 +202,7 @@ class Source(FsspecHandle):
             rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
             with ReadErrors(self.path(name)), os.scandir(self.path(name)) as entries:
-                rows = sorted((entry.name, entry.is_dir()) for entry in entries)
+                rows = sorted((e.name, e.is_dir()) for e in entries if not is_hidden(e.name))
         if seen is not None:
             seen[key] = rows
         return rows
@@ -269,6 +275,8 @@ class Source(FsspecHandle):
         entries = []
         with os.scandir(self.path(name)) as rows:
             for row in rows:
+                if is_hidden(row.name):
+                    continue
                 try:
                     status = row.stat()
                 except FileNotFoundError:
@@ -397,6 +405,11 @@ def is_remote(url: str) -> bool:
 def own_name(url: str) -> str:
     """Return the first link of a chained URL in lower case, to compare its suffix."""
     return url.split("::")[0].lower()
+
+
+def last_name(url: str) -> str:
+    """Return a file's name without its folder, of a chained URL the one of its first link."""
+    return url.split("::")[0].rstrip("/").rsplit("/", 1)[-1]
 
 
 def split_fields(path: str) -> tuple[str, tuple[str, ...]]:

@@ -1,30 +1,66 @@
-"""Folders that hold the parts of a data set, such as `train` and `val`, next to each other."""
+"""The names that people give the parts of a data set: `train`, `val`, `test` and their like.
 
-import logging
-from collections.abc import Sequence
+One function knows them, for all formats: folders (`train/`), files (`train-00000-of-00003.parquet`,
+`mnist_test.h5`), files of annotations (`instances_val2017.json`) and data.yaml.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
 from typing import Final
+
+from dlio.errors import UsageError
+from dlio.util.arguments import nearest
 
 TRAIN_FOLDERS: Final = ("train", "training")
 VAL_FOLDERS: Final = ("val", "validation", "valid", "dev", "eval", "test", "testing")
+WHOLE: Final = "all"
+"""`split=` that reads all parts as one data set."""
+SPLITS: Final = ("train", "validation", "test")
+_SPLITS: Final = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+    "test": ("testing", "test"),
+}
+_CANONICAL: Final = {name: split for split, names in _SPLITS.items() for name in names}
+_WORD: Final = "|".join(sorted(_CANONICAL, key=len, reverse=True))
+_FOLDER: Final = re.compile(rf"({_WORD})([-_]?(19|20)\d\d)?", re.IGNORECASE)
+_FILE: Final = re.compile(rf"(?:^|[-._ 0-9])({_WORD})(?=$|[-._ 0-9])", re.IGNORECASE)
 
-_log = logging.getLogger("dlio")
+
+def split_of(name: str, *, folder: bool = False) -> str | None:
+    """Return the part of a data set that a file or folder holds by its name: `train`, `validation`
+    or `test`; None if its name does not say so.
+
+    A folder's name is such a word, perhaps with a year; a file's name has one between other words.
+    """
+    match = _FOLDER.fullmatch(name) if folder else _FILE.search(name)
+    return _CANONICAL[match[1].lower()] if match else None
 
 
-def is_split(name: str) -> bool:
-    """True for the name of a folder that usually holds a part of a data set, such as `train`."""
-    return name.lower() in (*TRAIN_FOLDERS, *VAL_FOLDERS)
+def splits_among(names: Iterable[str], *, folder: bool = False) -> dict[str, list[str]]:
+    """Return the names that say which part they are, by part, in their order."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        split = split_of(name, folder=folder)
+        if split is not None:
+            groups.setdefault(split, []).append(name)
+    return groups
 
 
-def warn_of_splits(path: str, classes: Sequence[str]) -> None:
-    """Warn if the classes of a data set are the names of its parts."""
-    names = [name.lower() for name in classes]
-    train = [name for name, low in zip(classes, names, strict=True) if low in TRAIN_FOLDERS]
-    held_out = [low for low in names if low in VAL_FOLDERS]
-    if train and len(train) + len(held_out) == len(names):
-        _log.warning(
-            "%s holds %s, read as classes, not as parts of a data set: open %s/%s",
-            path,
-            " and ".join(classes),
-            path.rstrip("/"),
-            train[0],
-        )
+def chosen_split(split: str, have: Sequence[str], where: str) -> str:
+    """Return the one of the splits `have`, as a data set spells them, that `split` names.
+
+    `val` also chooses `validation`, `train` also `train2017`, if there is one such. Raises
+    UsageError if none or several are meant.
+    """
+    if split in have:
+        return split
+    meant = split_of(split, folder=True)
+    fits = [name for name in have if meant is not None and split_of(name, folder=True) == meant]
+    if len(fits) == 1:
+        return fits[0]
+    shown = ", ".join(filter(None, have)) or "no splits"
+    raise UsageError(
+        f"split={split!r}: {where} has {shown}: "
+        + (f"choose one of these{nearest(split, have)}" if any(have) else "leave split= out")
+    )

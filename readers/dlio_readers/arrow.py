@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, expand, files_below, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_claim, parsing
@@ -289,6 +290,7 @@ class ArrowReader(RowGroupReader):
     """
 
     format = "arrow"
+    path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
     def __init__(self, path: str | Sequence[str]) -> None:
         files: list[str] = []

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, inside, own_name
+from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio_readers.annotations import (
     MAX_BOXES,
@@ -378,11 +379,8 @@ def _annotation_file(path: str, split: str | None) -> tuple[str, str]:
         return folder or ".", name
     files = _files(Source(path))
     if split is not None:
-        chosen = [name for name in files if _split_of(name) == split]
-        if not chosen:
-            have = ", ".join(map(_split_of, files))
-            raise UsageError(f"split={split!r}: {path} has {have}: choose one of these")
-        return path, chosen[0]
+        chosen = chosen_split(split, [_split_of(name) for name in files], path)
+        return path, next(name for name in files if _split_of(name) == chosen)
     if len(files) > 1:
         raise SourceError(
             f"{path} has several files of annotations: open one of them, such as "

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.interpretation import counted, counted_below
 from dlio.data.open_files import InMemoryFile
-from dlio.data.reader_contract import Abilities
+from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name
 from dlio.errors import SourceError, UsageError
@@ -295,6 +296,23 @@ class FilesReader(PathReader):
             if any(name.endswith(_SUFFIXES) for name in inside):
                 return None
         return "its folders hold no arrays or scans"
+
+    @staticmethod
+    def fit(path: str, _: Mapping[str, object]) -> Fit:
+        """Return how well a folder fits: class folders count, and pairs are marked."""
+        source = Source(path)
+        rows = source.names()
+        here = [n for n, folder in rows if not folder and n.lower().endswith(_SCANS)]
+        folders = [name for name, folder in rows if folder]
+        if any(name in _INPUTS for name in folders):
+            return Fit("inputs and their targets, one a file", 1, is_marked=True)
+        if here:
+            return Fit(f"{counted(here)}, one a sample", len(here))
+        counts, more = counted_below(source, folders, _SUFFIXES)
+        total = sum(counts.values())
+        over = "over " if more else ""
+        words = f"{len(counts)} class folders with {over}{total:,} arrays or scans"
+        return Fit(words, total, in_folders=True)
 
     def name(self, sample: int) -> str:
         return self._rows[sample].name

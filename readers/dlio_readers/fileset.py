@@ -19,6 +19,7 @@ from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_in
 from dlio.data.links import links_followed
 from dlio.data.requests import request
 from dlio.data.source import ReadErrors, Source
+from dlio.data.splits import chosen_split, split_of
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
@@ -32,8 +33,6 @@ from dlio.util.limits import check_regular, open_unchecked
 # They are opened by the root, by the root and a split (`train`), or by the folder of pictures.
 
 _IMAGES: Final = "images"
-_SPLITS: Final = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
-"""Folders that are looked into for the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]
             ]
         return [("", SideFolders(path, _IMAGES, other))]
     for name in folders:
-        if name.lower() not in _SPLITS:
+        if not split_of(name, folder=True):
             continue
         inside = [each for each, folder in source.names(name) if folder]
         other = next((each for each in wanted if each in inside), None)
@@ -111,11 +110,8 @@ def side_folders(path: str, wanted: Sequence[str], split: str | None) -> SideFol
     """
     sides = find_sides(path, wanted)
     names = [name for name, _ in sides]
-    if split in names:
-        return dict(sides)[split]
     if split is not None:
-        have = ", ".join(filter(None, names)) or "no splits"
-        raise SourceError(f"{path} has {have}: choose one of these in place of split={split!r}")
+        return dict(sides)[chosen_split(split, names, path)]
     if len(sides) > 1:
         first = sides[0][1]
         raise SourceError(

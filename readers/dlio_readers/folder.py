@@ -10,38 +10,40 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names
+from dlio.data.interpretation import counted, counted_below
 from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.links import FolderLinks, links_followed
-from dlio.data.reader_contract import PathRules
+from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
-from dlio.data.splits import is_split
-from dlio.errors import SourceError
+from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
-from dlio_readers.fileset import PICTURES, FileSet, ListedReader
+from dlio_readers.fileset import PICTURES, FileSet, ListedReader, files_in
 
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
 """Files per task of reading file sizes."""
 # fmt: off
 _TABLES: Final = (
-    "labels.csv", "labels.tsv", "labels.json", "labels.jsonl", "metadata.csv", "metadata.jsonl"
+    "labels.csv", "labels.tsv", "labels.json", "labels.jsonl", "labels.parquet", "metadata.csv",
+    "metadata.jsonl", "metadata.parquet",
 )
 # fmt: on
 _FILE_COLUMNS: Final = ("file_name", "filename", "file", "image", "path", "name")
 _MAX_TABLE: Final = 128 << 20
+_MOST_ROWS: Final = 1 << 24
 _IMAGE: Final = Schema((("image", "image"),))
 
 
@@ -68,7 +70,13 @@ class FolderReader(ListedReader):
 
     A sample is the bytes of an image file and its label, or the image alone without labels.
     A label table has a column of file names and a column of labels, which are class numbers or
-    class names. In JSON it is an object from names to labels, or a list of rows.
+    class names. In JSON it is an object from names to labels, or a list of rows. One that names the
+    pictures of folders gives the labels in place of the folders' names.
+
+    Args:
+        path: the folder.
+        layout: `classes` for folders that are classes, `flat` for the pictures of the folder
+            itself; None for the one that clearly has more.
 
     Raises SourceError if the folder, or a class folder, holds no images, or if the table and the
     images disagree.
@@ -76,12 +84,13 @@ class FolderReader(ListedReader):
 
     format = "folder"
     path_rules = PathRules(one_path=True, is_fallback=True)
-    version = 4
+    version = 5
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, layout: Literal["classes", "flat"] | None = None) -> None:
         self.path = path
+        self._layout = layout
         # A listing that followed links elsewhere is not used by those who do not.
-        kind = "folder-links" if links_followed() else "folder"
+        kind = "-".join(["folder", *["links"] * links_followed(), *([layout] if layout else [])])
         index, head = self._open(Source(path), kind)
         self.schema = IMAGE_LABEL if head["labelled"] else _IMAGE
         self.labels = index["labels"]
@@ -106,6 +115,12 @@ class FolderReader(ListedReader):
             return None  # Links to class folders that are gone: listing them says so.
         return "holds neither images nor class folders: sort images into one folder per class"
 
+    @staticmethod
+    def fit(path: str, options: Mapping[str, object]) -> Fit:
+        """Return how well a folder fits: as class folders, or pictures with or without a table."""
+        source = Source(path)
+        return plan_of(source, options.get("layout")).fit
+
     def _read(self, sample: int) -> bytes | memoryview:
         label = b""
         if self.schema.overhead:
@@ -126,7 +141,10 @@ class FolderReader(ListedReader):
         source, started = self._source, time.time()
         rows = source.names()
         classes = [name for name, folder in rows if folder]
-        if any(not folder and name.lower().endswith(PICTURES) for name, folder in rows):
+        plan = plan_of(source, self._layout)
+        if plan.labels:
+            index, head = _by_table(source, plan.table, plan.labels, plan.pictures)
+        elif plan.is_flat:
             index, head = _flat(source, rows)
         elif classes:
             _look_for_folders(source, "", rows)
@@ -163,8 +181,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
         if not count:
             raise SourceError(
                 f"{source.path(name)} is a class folder without images "
-                f"({', '.join(PICTURES)}): "
-                + ("open it by itself" if is_split(name) else "fill it, or remove it")
+                f"({', '.join(PICTURES)}): fill it, or remove it"
             )
         parts += own
         labels.append(np.full(count, label, np.int64))
@@ -189,6 +206,114 @@ def _index_of(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class FolderPlan:
+    """How a folder of images is read."""
+
+    fit: Fit
+    is_flat: bool = False
+    table: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Labels of pictures of folders, by their names, out of the table; {} without."""
+    pictures: list[str] = field(default_factory=list)
+    """All pictures below the folder, where a table names some."""
+
+
+def plan_of(source: Source, layout: object = None) -> FolderPlan:
+    """Return how a folder is read: with a table, as class folders, or flat.
+
+    Raises UsageError if it holds about as many pictures as its folders do.
+    """
+    rows = source.names()
+    here = [name for name, folder in rows if not folder and name.lower().endswith(PICTURES)]
+    folders = [name for name, folder in rows if folder]
+    table = next((name for name in _TABLES if (name, False) in rows), "")
+    if not folders:
+        words = f"{len(here):,} pictures" + (f" with {table}" if table else "")
+        weight = len(here) if table else len(here) / 2
+        return FolderPlan(Fit(words, weight, used=(table,)), is_flat=bool(here))
+    if table:
+        plan = _table_plan(source, table)
+        if plan is not None:
+            return plan
+    others = [f"{table}, which has no labels of the pictures"] if table and not here else []
+    words, weight = _class_words(source, folders)
+    shown = counted(here)
+    if layout is None and here:
+        if table or len(here) >= 2 * weight:
+            layout = "flat"
+        elif weight >= 2 * len(here):
+            layout = "classes"
+        else:
+            raise UsageError(
+                f"{source.path()} is {words}, or {len(here)} pictures next to them: choose with "
+                "layout='classes' or layout='flat'"
+            )
+    if layout == "flat":
+        lost = (f"{words}, which layout='classes' reads",) if weight >= 1 else ()
+        flat = Fit(f"{len(here):,} pictures", len(here) / 2, left_out=lost, used=(table,))
+        return FolderPlan(flat, is_flat=True)
+    if here:
+        others.append(f"{shown} next to them, which layout='flat' reads")
+    used = (table,) if table else ()
+    return FolderPlan(Fit(words, weight, in_folders=True, left_out=tuple(others), used=used))
+
+
+def _class_words(source: Source, folders: Sequence[str]) -> tuple[str, float]:
+    """Return ("2 class folders with 5 images", 5); a lone folder may be there by chance."""
+    counts, more = counted_below(source, folders, PICTURES)
+    total = sum(counts.values())
+    plural = "s" * (len(counts) != 1)
+    words = f"{len(counts):,} class folder{plural} with {'over ' * more}{total:,} images"
+    return words, total if len(counts) > 1 else 0.5 * bool(total)
+
+
+def _table_plan(source: Source, table: str) -> FolderPlan | None:
+    """Return how a folder is read by a table of labels; None if it names no pictures of folders."""
+    pictures = list(files_in(source, "", PICTURES))
+    try:
+        rows = {os.path.normpath(name): each for name, each in _read_table(source, table).items()}
+    except SourceError:
+        if any("/" not in name for name in pictures):
+            raise
+        return None
+    known = set(pictures)
+    if not any("/" in name and name in known for name in rows):
+        return None
+    words = f"{len(rows):,} pictures with the labels of {table}"
+    fit = Fit(words, len(rows), is_marked=True, used=(table,))
+    return FolderPlan(fit, table=table, labels=rows, pictures=pictures)
+
+
+def _by_table(
+    source: Source, table: str, labels: dict[str, str], pictures: Sequence[str]
+) -> tuple[Arrays, dict[str, Any]]:
+    """List the pictures of folders that a table names. Raises SourceError if they do not agree."""
+    _check_agreement(source, table, labels, pictures)
+    names = sorted(pictures)
+    index = FileSet.listing(source, names)
+    index["sizes"] = index["sizes"] + IMAGE_LABEL.overhead
+    index["labels"], classes = _numbered([labels[name] for name in names])
+    below = {name.rpartition("/")[0] for name in names}
+    places = ["", table, *sorted(below - {""})]
+    folders = {place: source.modified_ns(place) for place in places}
+    return index, {"classes": classes, "labelled": True, "folders": folders}
+
+
+def _check_agreement(
+    source: Source, table: str, labels: Mapping[str, str], names: Sequence[str]
+) -> None:
+    """Raise SourceError unless a table has a label for each picture, and for no other file."""
+    own = set(names)
+    lost = [name for name in labels if name not in own]
+    left = [name for name in names if name not in labels]
+    if lost or left:
+        raise SourceError(
+            f"{source.path(table)}: {len(lost)} of its files are not in the folder "
+            f"{lost[:3]}, {len(left)} images have no label {left[:3]}: make both agree"
+        )
+
+
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:
     """List one folder of images, whose entries are `top`, and its label table if there is one."""
     if source.local:
@@ -205,14 +330,7 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     if table is not None:
         folders[table] = source.modified_ns(table)
         label_of = _read_table(source, table)
-        own = {entry.name for entry in images}
-        lost = [name for name in label_of if name not in own]
-        left = [entry.name for entry in images if entry.name not in label_of]
-        if lost or left:
-            raise SourceError(
-                f"{source.path(table)}: {len(lost)} of its files are not in the folder "
-                f"{lost[:3]}, {len(left)} images have no label {left[:3]}: make both agree"
-            )
+        _check_agreement(source, table, label_of, [entry.name for entry in images])
         labels, classes = _numbered([label_of[entry.name] for entry in images])
     files = _listed("", folders[""], images)
     overhead = IMAGE_LABEL.overhead if table is not None else 0
@@ -226,8 +344,10 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
     try:
         if len(data) > _MAX_TABLE:
             raise ValueError(f"it has over {_MAX_TABLE} bytes")
-        text = data.decode("utf-8-sig")
-        if table.endswith(".json"):
+        text = "" if table.endswith(".parquet") else data.decode("utf-8-sig")
+        if table.endswith(".parquet"):
+            rows: list[Any] = _parquet_rows(data)
+        elif table.endswith(".json"):
             table_data = json.loads(text)
             rows = (
                 [{"file": name, "label": label} for name, label in table_data.items()]
@@ -255,6 +375,23 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
         return _labels_of(rows, file, label)
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
         raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
+
+
+def _parquet_rows(data: bytes) -> list[Any]:
+    """Return the rows of a Parquet file, of its columns of names and labels alone."""
+    import pyarrow
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(io.BytesIO(data)) as file:
+            if file.metadata.num_rows > _MOST_ROWS:
+                raise ValueError(f"it has over {_MOST_ROWS} rows")
+            wanted = (*_FILE_COLUMNS, *TABLE_LABEL_NAMES)
+            columns = [name for name in file.schema_arrow.names if name in wanted]
+            rows: list[Any] = file.read(columns=columns).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+    return rows
 
 
 def _labels_of(rows: Sequence[Any], file: str, label: str) -> dict[str, str]:

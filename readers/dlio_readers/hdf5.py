@@ -8,6 +8,7 @@ from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.open_files import PersistentFile
+from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, expand, files_below, split_fields
 from dlio.errors import SourceError
 from dlio_readers.columns import (
@@ -42,6 +43,7 @@ class Hdf5Reader(ColumnReader):
     """
 
     format = "hdf5"
+    path_rules = PathRules(owns=lambda name: name.endswith(HDF5_SUFFIXES))
 
     def __init__(
         self,

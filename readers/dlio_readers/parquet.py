@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
+from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, ReadErrors, files_below
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
@@ -125,6 +126,7 @@ class ParquetReader(RowGroupReader):
     """
 
     format = "parquet"
+    path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
     def __init__(self, path: str | Sequence[str]) -> None:
         self._setup(path, files_below(split_paths(path)[0], _SUFFIXES), ParquetGroups)

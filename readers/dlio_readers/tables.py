@@ -5,6 +5,7 @@ from functools import partial
 from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
+from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import UsageError
 from dlio_readers.columns import (
@@ -52,6 +53,7 @@ class TablesReader(ColumnReader):
     """
 
     format = "tables"
+    path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
     def __init__(
         self,

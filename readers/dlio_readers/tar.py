@@ -25,7 +25,7 @@ from dlio.data.index import Arrays, Names, cached_index
 from dlio.data.labels import TAR_LABEL_NAMES
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader_contract import Abilities
+from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import LABEL, Schema, array_kind
 from dlio.data.source import File, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
@@ -286,6 +286,7 @@ class TarReader(PathReader):
     """
 
     format = "tar"
+    path_rules = PathRules(owns=lambda name: name.endswith(SUFFIXES))
     abilities = Abilities(random_access=True)
 
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader_contract import Abilities
+from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
@@ -581,6 +581,7 @@ class TfRecordReader(PathReader):
     """
 
     format = "tfrecord"
+    path_rules = PathRules(owns=lambda name: _named(name) or bool(_SHARD.fullmatch(name)))
     abilities = Abilities(random_access=True)
 
     def __init__(self, path: str | Sequence[str]) -> None:

@@ -7,6 +7,7 @@ and its keypoints. Pictures without a label file have no boxes.
 
 import math
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -32,6 +33,7 @@ from dlio_readers.fileset import (
     index_kind,
     side_folders,
 )
+from dlio_readers.yolosplits import YoloSplit, yolo_split
 
 _LABELS: Final = ("labels",)
 _YAML: Final = (".yaml", ".yml")
@@ -46,7 +48,8 @@ class YoloReader(AnnotatedReader):
 
     Args:
         path: its folder, its data.yaml, or the folder of pictures of one split.
-        split: which of several splits, such as `train`.
+        split: which of several splits, such as `train`, of data.yaml or of folders; `all` for all
+            that data.yaml names.
         masks: give a mask of each polygon; of each box that has none, its own area.
         outside: `error` for a box that lies outside of its picture, or `clip`.
 
@@ -63,10 +66,16 @@ class YoloReader(AnnotatedReader):
         masks: bool = False,
         outside: Literal["error", "clip"] = "error",
     ) -> None:
-        sides = side_folders(_folder_of(path), _LABELS, split)
-        source = Source(sides.root)
-        kind = index_kind("yolo", sides.images, masks, outside)
-        super().__init__(source, kind, lambda: _annotations(source, sides, masks, outside))
+        listed = _listed_split(path, split)
+        if listed is not None:
+            sides = SideFolders(_folder_of(path), "images", "labels")
+            kind = index_kind("yolo", listed, masks, outside)
+            source = Source(sides.root)
+        else:
+            sides = side_folders(_folder_of(path), _LABELS, split)
+            source = Source(sides.root)
+            kind = index_kind("yolo", sides.images, masks, outside)
+        super().__init__(source, kind, lambda: _annotations(source, sides, masks, outside, listed))
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -95,13 +104,42 @@ class _DataDescription:
     files: list[str] = field(default_factory=list)
 
 
-def _annotations(source: Source, sides: SideFolders, masks: bool, outside: str) -> Annotations:
+def _listed_split(path: str, split: str | None) -> YoloSplit | None:
+    """Return the split of the data.yaml in a folder; None where it names none of the folder's."""
+    source = Source(_folder_of(path))
+    if own_name(path).endswith(_YAML):
+        yamls = [path.rsplit("/", 1)[-1]]
+    else:
+        yamls = _yamls(name for name, folder in source.names() if not folder)
+    for name in yamls:
+        whole = _parsed_yaml(source, name)
+        if isinstance(whole, dict) and "names" in whole:
+            return yolo_split(source, name, {str(k): v for k, v in whole.items()}, split)
+    return None
+
+
+def _yamls(names: Iterable[str]) -> list[str]:
+    """Return the YAML files among some names, data.yaml before others."""
+    yamls = [name for name in names if name.endswith(_YAML)]
+    return sorted(yamls, key=lambda name: (not name.startswith(("data", "dataset")), name))
+
+
+def _annotations(
+    source: Source, sides: SideFolders, masks: bool, outside: str, listed: YoloSplit | None
+) -> Annotations:
     described = _described(source, sides)
-    pictures = list(files_in(source, sides.images, PICTURES))
+    if listed is not None:
+        pictures = list(listed.pictures)
+        notes = [listed.note(name) for name in pictures]
+        places = {os.path.dirname(name) for name in notes}
+        places = {place for place in places if source.is_folder(place)}
+        labels = {name for place in places for name in files_in(source, place, (".txt",))}
+    else:
+        pictures = list(files_in(source, sides.images, PICTURES))
+        labels = set(files_in(source, sides.others, (".txt",)))
+        notes = [sides.other(name, ".txt") for name in pictures]
     if not pictures:
         raise SourceError(f"{source.path(sides.images)} holds no pictures")
-    labels = set(files_in(source, sides.others, (".txt",)))
-    notes = [sides.other(name, ".txt") for name in pictures]
     own = [note if note in labels else None for note in notes]
     if not any(own):
         raise SourceError(
@@ -237,10 +275,7 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
     beside = os.path.dirname(sides.images)
     for folder in dict.fromkeys(["", beside]):
         names = [name for name, is_folder in source.names(folder) if not is_folder]
-        # data.yaml before others.
-        yamls = [name for name in names if name.endswith(_YAML)]
-        yamls.sort(key=lambda name: (not name.startswith(("data", "dataset")), name))
-        for name in yamls:
+        for name in _yamls(names):
             path = f"{folder}/{name}" if folder else name
             made = _read_yaml(source, path, inside(sides.root, path))
             if made is not None:
@@ -256,14 +291,7 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
 def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
     """Read names and keypoints; None if the file has no names. Raises SourceError."""
     shown = source.path(name)
-    data = source.read(name, 0, _MOST_YAML + 1)
-    if len(data) > _MOST_YAML:
-        raise SourceError(f"{shown} has over {_MOST_YAML} bytes: it does not describe a data set")
-    try:
-        whole = yaml.safe_load(data)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise SourceError(f"{shown} is not YAML: {reason}: correct it") from error
+    whole = _parsed_yaml(source, name)
     if not isinstance(whole, dict) or "names" not in whole:
         return None
     names = whole["names"]
@@ -285,3 +313,17 @@ def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
         if pairs is not None and sorted(map(str, pairs)) != sorted(map(str, range(shape[0]))):
             raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
     return _DataDescription([str(each) for each in names], points, pairs, [url])
+
+
+def _parsed_yaml(source: Source, name: str) -> object:
+    """Return what a YAML file holds. Raises SourceError."""
+    shown = source.path(name)
+    data = source.read(name, 0, _MOST_YAML + 1)
+    if len(data) > _MOST_YAML:
+        raise SourceError(f"{shown} has over {_MOST_YAML} bytes: it does not describe a data set")
+    try:
+        whole: object = yaml.safe_load(data)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SourceError(f"{shown} is not YAML: {reason}: correct it") from error
+    return whole

@@ -182,7 +182,7 @@ def test_an_invalid_variable_is_an_error_and_an_unknown_one_a_warning(
 def test_ls_prints_samples_and_classes(dlio: Dlio, pictures: Path) -> None:
     said = dlio("ls", str(pictures)).stdout
     assert "folder, 12 samples" in said
-    assert "checkers, crosses, dots" in said
+    assert "checkers (4), crosses (4), dots (4)" in said
     summary = json.loads(dlio("ls", str(pictures), "--json").stdout)
     assert summary["samples"] == 12
     assert summary["classes"] == {"checkers": 4, "crosses": 4, "dots": 4}

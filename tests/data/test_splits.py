@@ -1,6 +1,5 @@
-"""Folders train/ and val/ that are opened as two classes are warned of."""
+"""Splits are recognised by their names, as folders and as files, and never become classes."""
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -8,21 +7,44 @@ import pytest
 
 import dlio
 from dlio.data.reader import open_reader
+from dlio.data.splits import split_of
+from dlio.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    "names", [("train", "val"), ("Training", "test"), ("train", "valid"), ("train", "dev")]
+    "names", [("train", "val"), ("Training", "test"), ("train", "valid"), ("train", "eval")]
 )
 def test_parts_of_a_data_set_are_no_classes(
-    pictures: Path, tmp_path: Path, names: tuple[str, str], caplog: pytest.LogCaptureFixture
+    pictures: Path, tmp_path: Path, names: tuple[str, str]
 ) -> None:
     for name in names:
         shutil.copytree(pictures, tmp_path / "both" / name)
-    with caplog.at_level(logging.WARNING, "dlio"):
-        open_reader(str(tmp_path / "both")).close()
-    (said,) = [each.getMessage() for each in caplog.records]
-    assert f"{names[0]} and {names[1]}" in said or f"{names[1]} and {names[0]}" in said
-    assert said.endswith(f"open {tmp_path}/both/{names[0]}")
+    with pytest.raises(UsageError, match=f"split='{names[0]}'.*or open {tmp_path}/both/{names[0]}"):
+        open_reader(str(tmp_path / "both"))
+    for name in names:
+        reader = open_reader(str(tmp_path / "both"), split=name)
+        assert list(reader.classes) == sorted(each.name for each in pictures.iterdir())
+    assert list(open_reader(str(tmp_path / "both"), split="all").classes) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "split"),
+    [
+        ("train-00000-of-00003.parquet", False, "train"),
+        ("mnist_test.h5", False, "test"),
+        ("valid.csv", False, "validation"),
+        ("dev_0.tar", False, "validation"),
+        ("training.npz", False, "train"),
+        ("trainer.h5", False, None),
+        ("latest.tar", False, None),
+        ("val2017", True, "validation"),
+        ("Testing", True, "test"),
+        ("train set", True, None),
+        ("test1", True, None),
+    ],
+)
+def test_names_say_which_part_they_are(name: str, folder: bool, split: str | None) -> None:
+    assert split_of(name, folder=folder) == split
 
 
 def test_classes_are_not_warned_of(
@@ -49,5 +71,5 @@ def test_parts_of_another_format_are_to_be_opened_by_themselves(tmp_path: Path) 
     for name in ("train", "val"):
         (tmp_path / "packed" / name).mkdir(parents=True)
         (tmp_path / "packed" / name / "000000.dlio").write_bytes(b"a shard")
-    with pytest.raises(dlio.SourceError, match=r"packed/train .*: open it by itself"):
+    with pytest.raises(UsageError, match="holds the splits train, val: choose"):
         open_reader(str(tmp_path / "packed"))

@@ -264,8 +264,16 @@ def test_what_is_not_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "both").mkdir()
     for name in ("train", "validation"):
         write(tmp_path / "both" / f"{name}-00000-of-00001", map(example, _records()))
-    with pytest.raises(UsageError, match=r"2 data sets, train, validation: name one, as in .*tra"):
+    with pytest.raises(UsageError, match=r"train \(1 file\), validation \(1 file\): choose"):
         dlio.open(tmp_path / "both")
+    assert len(dlio.open(tmp_path / "both", split="val")) * 2 == len(
+        dlio.open(tmp_path / "both", split="all")
+    )
+    for name in ("birds", "fish"):
+        (tmp_path / "sets").mkdir(exist_ok=True)
+        write(tmp_path / "sets" / f"{name}-00000-of-00001", map(example, _records()))
+    with pytest.raises(UsageError, match=r"2 data sets, birds, fish: name one, as in .*bir"):
+        dlio.open(tmp_path / "sets")
 
 
 def test_packed_shards_hold_the_same_samples(tmp_path: Path) -> None:

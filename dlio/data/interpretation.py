@@ -1,0 +1,273 @@
+"""The interpretation of a folder: the reader that fits it best, the split that is meant, the rest.
+
+Every reader that recognises a folder says how well it fits, in files (`Fit`). An index or
+annotations decide; else the reader with at least twice the files of any other. The rest is told
+once; a tie is an error that shows both and the option that chooses.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dlio.data.reader_contract import Fit, path_rules_of
+from dlio.data.source import Source, inside, last_name, redact
+from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, splits_among
+from dlio.errors import SourceError, UsageError
+
+_CLEAR: Final = 2
+"""How many times the files of the next reader the chosen one has, at least."""
+_NAMED: Final = 3
+"""Files that a message names."""
+_MOST_COUNTED: Final = 10_000
+_LISTED: Final = 64
+"""Folders that are listed to count their files; the others count as one file each."""
+_DEEPEST: Final = 32
+_log = logging.getLogger("dlio")
+_told: set[str] = set()
+
+Kinds = Sequence[tuple[str, Any]]
+
+
+@dataclass(slots=True)
+class Interpretation:
+    """How dlio understands a path."""
+
+    format: str
+    kind: Any
+    path: object
+    """Path or paths that the reader opens."""
+    options: dict[str, object] = field(default_factory=dict)
+    words: str = ""
+    split: str = ""
+    """The split that is read, as the data set spells it; "" if it has none."""
+    left_out: list[str] = field(default_factory=list)
+    """Files that lie there and are not read, with counts."""
+    has_files: bool = False
+    """True if it reads files of the folder itself, whose names may say their splits."""
+    has_folders: bool = False
+    """True if it reads folders of the folder, which may be splits in place of classes."""
+    weight: float = 1
+    """Of its `Fit`; 0 if nothing that it reads was found."""
+
+    def tell(self) -> None:
+        """Warn of the files that are left out, once in a process."""
+        if not self.left_out:
+            return
+        shown = redact(self.path if isinstance(self.path, str) else str(self.path))
+        text = f"{shown}: read as {self.words or self.format}; left out: {', '.join(self.left_out)}"
+        tell_once(text)
+
+
+def tell_once(text: str) -> None:
+    """Log a warning that this process has not logged before."""
+    if text not in _told:
+        _told.add(text)
+        _log.warning("%s", text)
+
+
+def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]) -> Interpretation:
+    """Return the clearly best of the readers `fitting` of a folder, out of all `kinds`.
+
+    Raises UsageError if two fit about as well.
+    """
+    source = Source(path)
+    files = [name for name, folder in source.names() if not folder]
+    fits: list[tuple[Fit, str, Any]] = []
+    for name, kind in fitting:
+        fallback = path_rules_of(kind).is_fallback
+        if fallback and any(fit.is_marked for fit, _, _ in fits):
+            continue  # Its pictures are those of the annotations, and its folders the format's.
+        fit = _fit_of(name, kind, path, files, options)
+        if fit is not None:
+            fits.append((fit, name, kind))
+    if not fits:
+        name, kind = fitting[0]
+        fits = [(Fit(name, 1), name, kind)]
+    fits.sort(key=lambda each: (not each[0].is_marked, -each[0].weight))
+    best, name, kind = fits[0]
+    if len(fits) > 1:
+        other, rival, _ = fits[1]
+        alike = other.is_marked if best.is_marked else best.weight < _CLEAR * other.weight
+        if alike:
+            raise UsageError(
+                f"{redact(path)} is {best.words}, or {other.words}: choose with "
+                f"format={name!r} or format={rival!r}"
+            )
+    left = list(best.left_out)
+    taken = path_rules_of(kind).owns
+    for rival, each in kinds:
+        owns = path_rules_of(each).owns
+        if owns is not None and each is not kind:
+            others = [f for f in files if owns(f.lower()) and not (taken and taken(f.lower()))]
+            others = [f for f in others if f not in best.used]
+            if others:
+                left.append(f"{counted(others)}, which format={rival!r} reads")
+    for fit, rival, each in fits[1:]:
+        if path_rules_of(each).owns is None:
+            left.append(f"{fit.words}, which format={rival!r} reads")
+    return Interpretation(
+        name,
+        kind,
+        path,
+        words=best.words,
+        left_out=left,
+        has_files=taken is not None and not best.is_marked,
+        has_folders=best.in_folders,
+        weight=best.weight,
+    )
+
+
+def _fit_of(
+    name: str, kind: Any, path: str, files: Sequence[str], options: dict[str, object]
+) -> Fit | None:
+    """Return how well a folder with some `files` fits a reader that recognises it."""
+    own_fit = getattr(kind, "fit", None)
+    if own_fit is not None:
+        fit: Fit | None = own_fit(path, options)
+        return fit
+    owns = path_rules_of(kind).owns
+    own = [file for file in files if owns is not None and owns(file.lower())]
+    if not own:
+        return Fit(f"a data set of {name}", 1, is_marked=True)
+    return Fit(f"{counted(own)} of {name}", len(own))
+
+
+def counted(files: Sequence[str]) -> str:
+    """Return `2 files (a.tar, b.tar)`."""
+    shown = ", ".join(files[:_NAMED]) + (", ..." if len(files) > _NAMED else "")
+    return f"{len(files):,} file{'s' * (len(files) != 1)} ({shown})"
+
+
+def count_below(source: Source, folder: str, suffixes: tuple[str, ...], most: int) -> int:
+    """Return the files at and below a folder with one of some suffixes; `most`, if so many."""
+    count = 0
+    stack = [(folder, 0)]
+    while stack and count < most:
+        here, depth = stack.pop()
+        try:
+            source.check_link(source.path(here))
+            rows = source.names(here)
+        except SourceError:
+            return max(count, 1)  # Its reader gives the reason.
+        for name, is_folder in rows:
+            if is_folder and depth < _DEEPEST:
+                stack.append((f"{here}/{name}" if here else name, depth + 1))
+            elif not is_folder and name.lower().endswith(suffixes):
+                count += 1
+    return min(count, most)
+
+
+def counted_below(
+    source: Source, folders: Sequence[str], suffixes: tuple[str, ...]
+) -> tuple[dict[str, int], bool]:
+    """Return (files below each folder that has some, True if not all were counted)."""
+    counts: dict[str, int] = {}
+    left = _MOST_COUNTED
+    for number, folder in enumerate(folders):
+        if number == _LISTED:
+            left = 0
+        count = count_below(source, folder, suffixes, left) if left else 1
+        left = max(0, left - count)
+        if count:
+            counts[folder] = count
+    return counts, not left
+
+
+def files_of_split(path: str, fields: str, reading: Interpretation, split: str | None) -> None:
+    """Have a reader of a folder's files read those of one split.
+
+    Raises UsageError when there are several and none is chosen, or no such one.
+    """
+    owns = path_rules_of(reading.kind).owns
+    names = [name for name, folder in Source(path).names() if not folder]
+    own = [name for name in names if owns is not None and owns(name.lower())]
+    splits = splits_among(own)
+    if split == WHOLE:
+        reading.path = [inside(path, name) + fields for name in own]
+        return
+    if split is None:
+        if len(splits) > 1:
+            raise UsageError(_several(path, {name: len(each) for name, each in splits.items()}))
+        return
+    chosen = chosen_split(split, list(splits), redact(path))
+    reading.split = chosen
+    reading.path = [inside(path, name) + fields for name in splits[chosen]]
+    rest = len(own) - len(splits[chosen])
+    reading.words += f", split {chosen}: {len(splits[chosen])} of {rest + len(splits[chosen])}"
+
+
+def _several(path: str, counts: dict[str, int]) -> str:
+    names = [name for name in SPLITS if name in counts]
+    shown = ", ".join(f"{n} ({counts[n]} file{'s' * (counts[n] != 1)})" for n in names)
+    return (
+        f"{redact(path)} holds the splits {shown}: choose one, as with "
+        f"split={names[0]!r}, or split={WHOLE!r} for all of them as one data set"
+    )
+
+
+def check_pattern(pattern: str, paths: Sequence[str]) -> None:
+    """Warn once if a pattern stands for files of several splits."""
+    splits = splits_among([last_name(path) for path in paths])
+    if len(splits) > 1:
+        text = f"{redact(pattern)} stands for the splits {', '.join(splits)}, read as one data set"
+        tell_once(f"{text}: choose one with split=")
+
+
+def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
+    """Return (path of the folder of a split, its name) in a folder of split folders, such as
+    `train` and `val`; None if the folder is not one.
+
+    A folder with others that hold such files as well, such as `bus` next to `train`, has classes.
+
+    Raises UsageError when there are several and none is chosen, or no such one.
+    """
+    source = Source(path)
+    folders = [name for name, folder in source.names() if folder]
+    splits = [name for name in folders if split_of(name, folder=True)]
+    if not splits:
+        return None
+    if split is not None:
+        chosen = chosen_split(split, splits, redact(path))
+        return inside(path, chosen), chosen
+    suffix = _first_suffix(source, splits)
+    if any(count_below(source, n, (suffix,), 1) for n in folders if n not in splits):
+        return None
+    full = [name for name in splits if source.names(name)]
+    if len(full) == 1:
+        tell_once(f"{redact(path)} holds one split alone: open {inside(redact(path), full[0])}")
+        return inside(path, full[0]), full[0]
+    first = next((name for name in splits if split_of(name, folder=True) == "train"), splits[0])
+    raise UsageError(
+        f"{redact(path)} holds the splits {', '.join(splits)}: choose one with split={first!r}, "
+        f"or open {inside(redact(path), first)}"
+    )
+
+
+def _first_suffix(source: Source, folders: Sequence[str]) -> str:
+    """Return the suffix of the first file at or below some folders, "" without one."""
+    stack = [(name, 0) for name in reversed(folders)]
+    while stack:
+        here, depth = stack.pop()
+        below = []
+        for name, is_folder in source.names(here):
+            if not is_folder:
+                return os.path.splitext(name)[1].lower()
+            if depth < _DEEPEST:
+                below.append((f"{here}/{name}", depth + 1))
+        stack += reversed(below)
+    return ""
+
+
+def lone_folder(path: str, *, has_data: bool) -> str | None:
+    """Return the only folder of a folder, such as `data` of a repository of Hugging Face's Hub.
+
+    None if there are others, or if it `has_data`, which may be of one class, not of several splits.
+    """
+    source = Source(path)
+    folders = [name for name, folder in source.names() if folder]
+    if len(folders) != 1:
+        return None
+    names = [name for name, folder in source.names(folders[0]) if not folder]
+    return None if has_data and len(splits_among(names)) < 2 else inside(path, folders[0])

@@ -1,0 +1,129 @@
+"""The splits that a data.yaml of YOLO names: folders of pictures, or lists of them (`.txt`).
+
+path: .                        # from where the others count; the file's own folder without it
+train: images/train            # a folder, a list of pictures (train.txt), or several of them
+val: val.txt
+"""
+
+import os
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dlio.data.source import Source
+from dlio.data.splits import WHOLE, chosen_split, split_of
+from dlio.errors import SourceError, UsageError
+from dlio_readers.fileset import PICTURES, files_in
+
+_MOST_LIST: Final = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class YoloSplit:
+    """The pictures of a split, and where their labels lie."""
+
+    name: str
+    pictures: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    """Lists of pictures that were read, below the source."""
+
+    def note(self, picture: str) -> str:
+        """Return the label file of a picture: `images` in its path becomes `labels`."""
+        parts = posixpath.splitext(picture)[0].split("/")
+        places = [k for k, part in enumerate(parts[:-1]) if part == "images"]
+        if places:
+            parts[places[-1]] = "labels"
+        return "/".join(parts) + ".txt"
+
+
+def yolo_split(
+    source: Source, yaml: str, described: Mapping[str, object], split: str | None
+) -> YoloSplit | None:
+    """Return the split of a data.yaml that is chosen, or None if its splits lie elsewhere.
+
+    Raises UsageError when there are several and none is chosen, SourceError for lists that name
+    pictures outside of the folder.
+    """
+    entries = {key: value for key, value in described.items() if split_of(key, folder=True)}
+    known: dict[str, list[str]] = {}
+    for key, value in entries.items():
+        given = value if isinstance(value, list) else [value]
+        places = [_place(source, described, each) for each in given if isinstance(each, str)]
+        existing = [each for each in places if each is not None]
+        if existing:
+            known[key] = existing
+    if not known:
+        return None
+    shown = source.path(yaml)
+    if split is None or split == WHOLE:
+        keys = list(known)
+        if split is None and any(known[key] != known[keys[0]] for key in keys):
+            raise UsageError(
+                f"{shown} names the splits {', '.join(known)}: choose with split={keys[0]!r}, or "
+                f"split={WHOLE!r} for all of them as one data set"
+            )
+        name = split or keys[0]
+    else:
+        name = chosen_split(split, list(known), shown)
+        keys = [name]
+    pictures: dict[str, None] = {}
+    lists: dict[str, None] = {}
+    for place in dict.fromkeys(place for key in keys for place in known[key]):
+        if place.endswith(".txt"):
+            lists[place] = None
+            pictures.update(dict.fromkeys(_listed(source, place)))
+        else:
+            pictures.update(dict.fromkeys(files_in(source, place, PICTURES)))
+    if not pictures:
+        raise SourceError(f"{shown}: its split {name} has no pictures: correct its {keys[0]}:")
+    return YoloSplit(name, tuple(pictures), tuple(lists))
+
+
+def _place(source: Source, described: Mapping[str, object], entry: str) -> str | None:
+    """Return a folder or list below the source that an entry means; None if it is not there."""
+    base = described.get("path")
+    base = base if isinstance(base, str) else "."
+    plain = entry
+    while plain.startswith("../"):  # As Roboflow writes them, for a file one folder further down.
+        plain = plain[3:]
+    for tried in (posixpath.join(base, entry), entry, plain):
+        name = _below(source, tried)
+        if name is not None and source.exists(name):
+            return name
+    return None
+
+
+def _below(source: Source, name: str) -> str | None:
+    """Return a path relative to the source, None if it leads out of it."""
+    if name.startswith("/"):
+        if not source.local:
+            return None
+        name = os.path.relpath(name, source.root)
+    name = posixpath.normpath(name)
+    if name == ".." or name.startswith("../"):
+        return None
+    return "" if name == "." else name
+
+
+def _listed(source: Source, name: str) -> list[str]:
+    """Return the pictures of a list, whose lines count from its own folder, or the source's."""
+    data = source.read(name, 0, _MOST_LIST + 1)
+    if len(data) > _MOST_LIST:
+        raise SourceError(f"{source.path(name)} has over {_MOST_LIST} bytes: it is not a list")
+    pictures = []
+    folder = posixpath.dirname(name)
+    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+        entry = line.strip()
+        if not entry:
+            continue
+        inside = _below(source, posixpath.join(folder, entry))
+        if inside is not None and folder and not source.exists(inside):
+            inside = _below(source, entry)
+        if inside is None:
+            raise SourceError(
+                f"{source.path(name)}, line {number}: {entry} lies outside of the data set's "
+                "folder: name pictures below it"
+            )
+        pictures.append(inside)
+    return pictures
