@@ -617,7 +617,7 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     whole = pixels >> 8 if pixels.dtype == np.uint16 else pixels
     shares = whole[..., 3:].astype(np.uint32)
     divided = whole[..., :3].astype(np.uint32) * 255 // np.maximum(shares, 1)
-    return _rgb(np.where(shares > 0, np.minimum(divided, 255), whole[..., :3]))
+    return _rgb(np.where(shares > 0, np.minimum(divided, 255), 0))
 
 
 def tiff_header(image: Buffer, name: object) -> TiffHeader:

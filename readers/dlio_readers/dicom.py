@@ -23,7 +23,6 @@ from dlio.util.limits import check_claim, parsing
 DICOM_SUFFIXES: Final = (".dcm", ".dicom")
 _MAGIC: Final = b"DICM"
 _MAGIC_AT: Final = 128
-_MOST_FRAMES: Final = 1 << 24
 _DIRECTORY: Final = "DICOMDIR"
 """Names a file that lists others, and has no pixels."""
 
@@ -58,17 +57,16 @@ def dicom_array(file: File) -> ChunkedArray:
         if "Rows" not in head or "Columns" not in head:
             raise SourceError(f"{file.name} is a DICOM file without pixels: leave it out")
         shape, dtype, frames = _shape(head)
-        slopes, intercepts = _rescaling(head, frames)
-        table = _is_present(head, "ModalityLUTSequence")
-        plain = bool((slopes == 1).all() and (intercepts == 0).all())
-        if table:
-            bits = int(head.ModalityLUTSequence[0].LUTDescriptor[2])
-            own = np.dtype(f"u{max(1, bits // 8)}")
-        else:
-            own = np.dtype(dtype if plain else np.float32)
     if min(shape) < 1:
         raise SourceError(f"{file.name} has the shape {shape}: it is damaged; restore it")
     check_claim(math.prod(shape) * dtype.itemsize, file.size, file.name)
+    with parsing(file.name):
+        slopes, intercepts = _rescaling(head, frames)
+        table = _is_present(head, "ModalityLUTSequence")
+        plain = bool((slopes == 1).all() and (intercepts == 0).all())
+        own = np.dtype(dtype if plain else np.float32)
+        if table:
+            own = np.dtype(f"u{max(1, int(head.ModalityLUTSequence[0].LUTDescriptor[2]) // 8)}")
 
     def read(box: Box) -> npt.NDArray[Any]:
         with parsing(file.name):
@@ -85,7 +83,7 @@ def dicom_array(file: File) -> ChunkedArray:
                 part = pydicom.pixels.apply_modality_lut(part, whole)
         if table or plain:
             return part.astype(own, copy=False)
-        chosen = box[0] if frames > 1 else slice(0, 1)
+        chosen = box[0] if len(slopes) > 1 else slice(0, 1)
         sides = (-1,) + (1,) * (part.ndim - 1)
         slope, intercept = slopes[chosen].reshape(sides), intercepts[chosen].reshape(sides)
         scaled: npt.NDArray[Any] = (part.astype(np.float64) * slope + intercept).astype(own)
@@ -110,20 +108,18 @@ def _shape(head: Any) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
 
 
 def _rescaling(head: Any, frames: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return slope and intercept of each frame; shape (frames,)."""
-    if not 0 < frames <= _MOST_FRAMES:
-        raise ValueError(f"{frames} frames")
+    """Return slope and intercept, shape (frames,) if frames have their own and else (1,)."""
     shared = head.get("SharedFunctionalGroupsSequence") or []
     every = _transformation(shared[0]) if len(shared) else None
-    if every is None:
-        every = head
-    slopes = np.full(frames, _number(every, "RescaleSlope", 1.0))
-    intercepts = np.full(frames, _number(every, "RescaleIntercept", 0.0))
-    for k, group in enumerate((head.get("PerFrameFunctionalGroupsSequence") or [])[:frames]):
-        own = _transformation(group)
-        if own is not None:
-            slopes[k] = _number(own, "RescaleSlope", 1.0)
-            intercepts[k] = _number(own, "RescaleIntercept", 0.0)
+    groups = head.get("PerFrameFunctionalGroupsSequence") or []
+    if len(groups) not in (0, frames):
+        raise ValueError(f"{frames} frames have {len(groups)} functional groups")
+    pairs = [
+        (_number(own, "RescaleSlope", 1.0), _number(own, "RescaleIntercept", 0.0))
+        for group in groups or [head]
+        for own in [_transformation(group) or every or head]
+    ]
+    slopes, intercepts = np.array(pairs, np.float64).T
     return slopes, intercepts
 
 
