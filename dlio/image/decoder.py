@@ -76,6 +76,8 @@ from dlio.util.settings import settings
 MAX_PIXELS: Final = settings().max_pixels
 """Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
 
+StoredPixels = npt.NDArray[Any]
+"""Pixels of a file's own type: grey, or BGR and alpha."""
 _JPEG: Final = b"\xff\xd8"
 _MOST_16_BITS: Final = 0xFFFF
 _MOST_CHANNELS: Final = 4
@@ -640,7 +642,7 @@ def tiff_numbers(image: Buffer, name: object, header: TiffHeader) -> npt.NDArray
     return header.unpack(image, pixels)
 
 
-def opencv_pixels(image: Buffer, name: object, as_stored: bool = False) -> npt.NDArray[Any]:
+def opencv_pixels(image: Buffer, name: object, as_stored: bool = False) -> StoredPixels:
     """Return the pixels of OpenCV: uint8 in BGR, or of the file's own type, depth and channels.
     Raises DecodeError."""
     cv2 = opencv()
@@ -652,22 +654,16 @@ def opencv_pixels(image: Buffer, name: object, as_stored: bool = False) -> npt.N
         raise damaged(name, str(error).strip().splitlines()[-1]) from error
     if pixels is None:
         raise damaged(name, "OpenCV cannot decode it")
-    decoded: npt.NDArray[Any] = pixels
+    decoded: StoredPixels = pixels
     return decoded
 
 
-def _rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def _rgb(pixels: StoredPixels) -> npt.NDArray[np.uint8]:
     """Return grey, BGR or BGRA pixels from 0 to 255 as RGB."""
     cv2 = opencv()
     whole = pixels.astype(np.uint8, copy=False)
-    grey = cv2.COLOR_GRAY2RGB
-    way = (
-        grey
-        if whole.ndim == 2
-        else cv2.COLOR_BGRA2RGB
-        if whole.shape[2] == 4
-        else cv2.COLOR_BGR2RGB
-    )
+    ways = {3: cv2.COLOR_BGR2RGB, 4: cv2.COLOR_BGRA2RGB}
+    way = cv2.COLOR_GRAY2RGB if whole.ndim == 2 else ways[whole.shape[2]]
     rgb: npt.NDArray[np.uint8] = cv2.cvtColor(np.ascontiguousarray(whole), way)
     return rgb
 

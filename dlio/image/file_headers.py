@@ -1,4 +1,4 @@
-"""Headers of picture files that OpenCV decodes to other pixels than are meant, and what helps.
+"""Headers of picture files that OpenCV decodes to other pixels than are meant, and the remedies.
 
 Copies of a file with another header make it give the pixels as they are stored: the numbers of a
 palette in place of its colours, RGB that is not multiplied by alpha, and the still picture of an
@@ -232,14 +232,14 @@ _LONGEST_HEAD: Final = 1 << 12
 
 def pnm_most(image: Buffer) -> int:
     """Return the number that is white in a PGM or PPM; 0 for other images."""
-    found = _PNM.match(bytes(image[:_LONGEST_HEAD]))
-    return 0 if found is None else int(found[1])
+    head = _PNM.match(bytes(image[:_LONGEST_HEAD]))
+    return 0 if head is None else int(head[1])
 
 
 def pnm_as_stored(image: Buffer) -> Buffer:
     """Return a PGM or PPM of which OpenCV returns the stored numbers, be they text or not."""
-    found = _PNM.match(bytes(image[:_LONGEST_HEAD]))
-    if found is None or int(found[1]) > 255:
+    head = _PNM.match(bytes(image[:_LONGEST_HEAD]))
+    if head is None or int(head[1]) > 255:
         return image
-    first, last = found.span(1)
+    first, last = head.span(1)
     return b"".join([memoryview(image)[:first], b"255", memoryview(image)[last:]])

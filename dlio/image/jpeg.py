@@ -172,7 +172,7 @@ def interval_starts(image: Buffer, frame: JpegFrame) -> npt.NDArray[np.int64] | 
     marks, kinds = marks[is_marker], kinds[is_marker]
     is_restart = (kinds >= 0xD0) & (kinds <= 0xD7)
     restarts, ends = marks[is_restart], marks[kinds == 0xD9]
-    # Of another marker among them only decoding the whole tells what it does.
+    # Only decoding the whole tells the effect of another marker among them.
     if len(restarts) != count - 1 or not is_restart[: count - 1].all() or not len(ends):
         return None
     if marks[count - 1] != ends[0]:
@@ -183,22 +183,22 @@ def interval_starts(image: Buffer, frame: JpegFrame) -> npt.NDArray[np.int64] | 
 
 
 def ends(image: Buffer) -> bool:
-    """True if a JPEG has its end behind the header of its first scan: what lies before may be the
+    """True if a JPEG has its end behind the header of its first scan: one before may be the
     end of its thumbnail."""
     data, at = bytes(image), 2
-    while (found := _MARKER.search(data, at)) is not None and found[0] != _END:
-        at = found.end()
+    while (mark := _MARKER.search(data, at)) is not None and mark[0] != _END:
+        at = mark.end()
         if data[at - 1] not in _BARE:
             at += int.from_bytes(data[at : at + 2], "big")
-        if found[0] == _SCAN:
+        if mark[0] == _SCAN:
             return data.find(_END, at) >= 0
-    return found is not None
+    return mark is not None
 
 
 def ends_after(image: Buffer, frame: JpegFrame) -> bool:
     """True if the first marker in the coded data is that of the end."""
-    found = _MARKER.search(bytes(image), frame.scan_at)
-    return found is not None and found[0] == _END
+    mark = _MARKER.search(bytes(image), frame.scan_at)
+    return mark is not None and mark[0] == _END
 
 
 def without_markers(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
-from dlio.image.decoder import image_size, opencv_pixels, tiff_header, tiff_numbers
+from dlio.image.decoder import StoredPixels, image_size, opencv_pixels, tiff_header, tiff_numbers
 from dlio.image.file_headers import (
     ALPHA,
     ASSOCIATED,
@@ -67,7 +67,7 @@ def decode_mask(image: Buffer, name: object) -> Mask:
     return numbers
 
 
-def _stored(image: Buffer, name: object) -> tuple[npt.NDArray[Any], int]:
+def _stored(image: Buffer, name: object) -> tuple[StoredPixels, int]:
     """Return (pixels, bits of each): below 8 bits they are stretched to 255. Raises DecodeError."""
     head, bits = bytes(image[:4]), 8
     if head in TIFF:

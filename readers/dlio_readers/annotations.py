@@ -106,7 +106,7 @@ class AnnotatedReader(ListedReader, PathReader):
             self._told = True
             _log.warning(
                 "%s is turned by EXIF: dlio returns the stored pixels of such pictures, and turns "
-                "what is annotated on the upright ones to these",
+                "their annotations to these",
                 self._files.path(sample),
             )
         index = self._index

@@ -1,4 +1,4 @@
-"""DICOM files: their pixels, as their headers say what they mean. pydicom reads them.
+"""DICOM files: their pixels, in the units that their headers give. pydicom reads them.
 
 A file is read as a whole, bounded by its header. Stored values are rescaled to float32 by slope and
 intercept: those of a frame, of the frames that share them (an enhanced scan keeps them in its

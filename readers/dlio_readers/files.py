@@ -508,18 +508,18 @@ def _files(source: Source, url: str, folder: str) -> list[str]:
 def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:
     """Return the DICOM files of a folder that have no suffix, of the first `most` files alone.
 
-    Those that are no DICOM files are left out, with a warning if others are.
+    Others are left out, with a warning if there are some of each.
     """
     names = [name for name, inner in source.names(folder) if not inner and may_be_dicom(name)]
     names, prefix = names[:most], f"{folder}/" if folder else ""
-    told = concurrently(lambda name: is_dicom(source, prefix + name), names, source.path(folder))
-    others = [name for name, is_one in zip(names, told, strict=True) if not is_one]
-    if most is None and others and any(told):
+    is_one = concurrently(lambda name: is_dicom(source, prefix + name), names, source.path(folder))
+    others = [name for name, known in zip(names, is_one, strict=True) if not known]
+    if most is None and others and any(is_one):
         _log.warning(
-            "%s: %d files without a suffix are left out, as they are no DICOM files, such as %s",
+            "%s: %d files without a suffix are left out, as they are not DICOM, such as %s",
             *(source.path(folder), len(others), others[0]),
         )
-    return [name for name, is_one in zip(names, told, strict=True) if is_one]
+    return [name for name, known in zip(names, is_one, strict=True) if known]
 
 
 def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleFiles]:

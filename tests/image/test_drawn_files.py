@@ -1,8 +1,8 @@
 """Pictures and masks of drawn formats, depths, palettes and orientations are those of Pillow.
 
-Where Pillow is no judge the stored numbers are: it limits pictures of 16 bits to 255 in place of
-scaling them, and stretches the numbers of masks of 2 and 4 bits. TIFFs of such depths are written
-here, byte by byte.
+The stored numbers are the judge where Pillow differs: it limits pictures of 16 bits to 255 in place
+of scaling them, and stretches the numbers of masks of 2 and 4 bits. TIFFs of such depths are
+written here, byte by byte.
 """
 
 import io
@@ -25,12 +25,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Drawn(NamedTuple):
-    """A file, and what is in it."""
+    """A file, and its contents."""
 
     about: str
     data: bytes
     numbers: npt.NDArray[Any] | None = None
-    """The stored numbers of a mask, as shown; None for what is in colour."""
+    """The stored numbers of a mask, as shown; None for colours."""
     picture: Bytes | None = None
     """RGB; None if Pillow is the judge."""
 
@@ -102,7 +102,7 @@ def _pillows(generator: np.random.Generator, form: str) -> _Drawn:
 
 
 def _turned(pixels: npt.NDArray[Any], turn: int) -> npt.NDArray[Any]:
-    """By Pillow's names of what shows each orientation."""
+    """Turn by the EXIF standard's table, another way than dlio does."""
     ways = {
         2: lambda p: np.fliplr(p),
         3: lambda p: np.rot90(p, 2),

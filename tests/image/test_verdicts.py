@@ -1,5 +1,5 @@
-"""Whether a picture is read depends on the picture alone: not on the crop, the epoch, the decoder
-or the command; and what Pillow reads with a warning is read."""
+"""A verdict about a picture depends on the picture alone: not on the crop, the epoch, the decoder
+or the command; and a picture that Pillow reads with a warning is read."""
 
 import io
 import logging
@@ -50,24 +50,24 @@ def _is_read(call: Callable[[], object]) -> bool:
 
 
 def _verdicts(image: bytes, monkeypatch: pytest.MonkeyPatch) -> set[bool]:
-    """Of whole decodes and of crops of many sizes and places, with both decoders."""
-    found = set()
+    """Decode the whole and crops of many sizes and places, with both decoders."""
+    verdicts = set()
     for size in (0, 8, 40):
         for with_native in (True, False):
             with monkeypatch.context() as context:
                 if not with_native:
                     context.setattr(native, "find", lambda: None)
                 if not size:
-                    found.add(_is_read(lambda: decode_whole(image, "x")))
-                    found.add(_is_read(lambda: check_image(image, "x")))
+                    verdicts.add(_is_read(lambda: decode_whole(image, "x")))
+                    verdicts.add(_is_read(lambda: check_image(image, "x")))
                     continue
                 crops = Decoder(Crop(size, True), seed=1)
                 for row in crops.draw(0, np.arange(5)):
                     out = np.empty((size, size, 3), np.uint8)
                     made = decode_all(crops, [image], ["x"], [row], [out])[0]
                     assert not isinstance(made, Exception) or isinstance(made, DecodeError)
-                    found.add(not isinstance(made, Exception))
-    return found
+                    verdicts.add(not isinstance(made, Exception))
+    return verdicts
 
 
 def _compare(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
