@@ -7,6 +7,9 @@ gives the same pixels on any number of ranks and threads; and because it is know
 at least twice the size it is shrunk to is decoded at a half, a quarter or an eighth, which the
 inverse DCT does for less than nothing.
 
+A JPEG for which libjpeg has a warning is read, as every other loader reads it; one whose end is
+missing is not. Neither depends on the crop: of a JPEG with unexpected markers the whole is decoded.
+
 dlio's own decoder transforms no other blocks than the crop's. Huffman coding forces libjpeg-turbo
 through every row above the crop, but not through those below it: the copy of a plain baseline JPEG
 (one scan, no restart markers) that it decodes has its height lowered to the crop's last row, and it
@@ -35,13 +38,35 @@ from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
 from dlio.image import native
 from dlio.image.crop import Box, Crop, CropRegion, are_near, enclosing
+from dlio.image.file_headers import (
+    ALPHA,
+    ASSOCIATED,
+    BITS,
+    COLOURS,
+    FORMAT,
+    PALETTE,
+    PHOTOMETRIC,
+    RGB,
+    SAMPLES,
+    TIFF,
+    UNASSOCIATED,
+    WHITE_IS_ZERO,
+    TiffHeader,
+    pnm_as_stored,
+    pnm_most,
+    without_animation,
+)
+from dlio.image.image_warnings import WARNINGS
 from dlio.image.jpeg import (
     cut,
+    ends,
+    ends_after,
     good_interval,
     interval_starts,
     parse_frame,
     touched,
     with_kept_starts,
+    without_markers,
 )
 from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
@@ -51,16 +76,24 @@ from dlio.util.settings import settings
 MAX_PIXELS: Final = settings().max_pixels
 """Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
 
+StoredPixels = npt.NDArray[Any]
+"""Pixels of a file's own type: grey, or BGR and alpha."""
+_JPEG: Final = b"\xff\xd8"
+_MOST_16_BITS: Final = 0xFFFF
+_MOST_CHANNELS: Final = 4
 _FACTORS = (8, 4, 2)
 """Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
+_READABLE = (
+    "Corrupt JPEG data",
+    "Inconsistent progression sequence",
+    "Invalid SOS parameters",
+    "Unknown Adobe color transform",
+    "Warning: unknown JFIF revision",
+)
+"""Beginnings of libjpeg's warnings, after which it goes on to the last row, and so do all loaders.
+Its errors and the missing end of a file are none of them."""
 _SKIPPED = "extraneous bytes before marker 0xd9"
 """libjpeg's warning about rows below a lowered height. In a whole image it means damage."""
-
-_TIFF_WIDTH: Final = 256
-_TIFF_HEIGHT: Final = 257
-_TIFF_ORIENTATION: Final = 274
-_ON_ITS_SIDE: Final = range(5, 9)
-"""Orientations of which the rows become columns. Decoders follow those of TIFF."""
 
 
 class Decoder:
@@ -294,10 +327,20 @@ def decode_whole(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     return _decode_other(image, name)
 
 
+def check_image(image: Buffer, name: object) -> None:
+    """Raise DecodeError for an image that `decode_whole` refuses; of most JPEGs only the first rows
+    are decoded for that, as the verdict is the same for every part."""
+    size = _jpeg_size(image, name)
+    if size is None:
+        _decode_other(image, name)
+    else:
+        _decode_jpeg(image, name, size, Box(0, 0, 1, 1, flip=False), 1)
+
+
 def image_size(image: Buffer, name: object) -> tuple[int, int]:
     """Return (height, width) of an image, of most formats from its header. Raises DecodeError."""
     size = _jpeg_size(image, name)
-    if size is None and bytes(image[:2]) != b"\xff\xd8":
+    if size is None and bytes(image[:2]) != _JPEG:
         size = _declared_size(image, name)
     if size is None:
         pixels = _decode_other(image, name)
@@ -356,14 +399,14 @@ def scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
 def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
     """(height, width) of a JPEG that simplejpeg decodes; None for everything else. Raises
     DecodeError when the header declares more pixels than the limit."""
-    if bytes(image[:2]) == b"\xff\xd8":
+    if bytes(image[:2]) == _JPEG:
         library = native.find()
         shape = None if library is None else library.shape(image)
         if shape is not None:
             check_size(shape.height, shape.width, name)
             return shape.height, shape.width
         try:
-            height, width, colours, _ = simplejpeg.decode_jpeg_header(image)
+            height, width, colours, _ = jpeg_header(image)
         except ValueError as error:
             raise damaged(name, f"its JPEG header cannot be read: {error}") from error
         except KeyError:
@@ -374,6 +417,19 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
     if size is not None:
         check_size(*size, name)
     return None
+
+
+def jpeg_header(image: Buffer) -> tuple[int, int, str, str]:
+    """Return (height, width, colours, subsampling) of a JPEG. Raises ValueError for one without,
+    KeyError for subsampling that has no name."""
+    header: tuple[int, int, str, str]
+    try:
+        header = simplejpeg.decode_jpeg_header(image)
+    except ValueError as error:
+        if not str(error).startswith(_READABLE):
+            raise
+        header = simplejpeg.decode_jpeg_header(image, strict=False)
+    return header
 
 
 def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
@@ -387,35 +443,12 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
     if head[:2] == b"BM" and len(head) >= 26:
         width, height = struct.unpack("<ii", head[18:26])
         return abs(height), width
-    if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        try:
-            return _tiff_size(image)
-        except (struct.error, KeyError) as error:
-            raise damaged(name, "its TIFF header cannot be read") from error
+    if head[:4] in TIFF:
+        return tiff_header(image, name).size(image)
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
     if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
         return None
     raise damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")
-
-
-def _tiff_size(image: Buffer) -> tuple[int, int]:
-    """(height, width) of a TIFF's first picture, decoded. Raises struct.error or KeyError."""
-    order = "<" if bytes(image[:2]) == b"II" else ">"
-    big = 43 in (image[2], image[3])
-    (at,) = struct.unpack_from(order + ("Q" if big else "I"), image, 8 if big else 4)
-    (entries,) = struct.unpack_from(order + ("Q" if big else "H"), image, min(at, len(image)))
-    first, entry = (at + 8, 20) if big else (at + 2, 12)
-    wanted = (_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_ORIENTATION)
-    values: dict[int, int] = {}
-    for k in range(min(entries, (len(image) - first) // entry)):
-        tag, kind = struct.unpack_from(order + "HH", image, first + k * entry)
-        if tag in wanted:
-            value = first + k * entry + (12 if big else 8)
-            # Kind 3 is 16 bits wide; 16, in the large form alone, 64; otherwise 32.
-            letter = {3: "H", 16: "Q"}.get(kind, "I")
-            (values[tag],) = struct.unpack_from(order + letter, image, value)
-    height, width = values[_TIFF_HEIGHT], values[_TIFF_WIDTH]
-    return (width, height) if values.get(_TIFF_ORIENTATION) in _ON_ITS_SIDE else (height, width)
 
 
 def damaged(name: object, reason: str) -> DecodeError:
@@ -461,9 +494,18 @@ def _decode_jpeg(
     try:
         simplejpeg.decode_jpeg(small.image, "RGB", buffer=memory, **options)
     except ValueError as error:
-        # libjpeg reports its first warning alone: the expected one must not hide another.
-        if not small.lowered or not str(error).endswith(_SKIPPED):
-            raise damaged(name, str(error)) from error
+        reason = str(error)
+        if not reason.startswith(_READABLE):
+            clean = _without_stray_markers(image)
+            if clean is None:
+                raise damaged(name, reason) from error
+            WARNINGS.note(name, reason)
+            return _decode_jpeg(clean, name, size, box, factor)
+        # libjpeg reports its first warning alone: it must not hide that the end is missing.
+        if small.image is image and not ends(image):
+            raise damaged(name, "it is cut off: its end is missing") from error
+        if not small.lowered or not reason.endswith(_SKIPPED):
+            WARNINGS.note(name, reason)
     shape = (-(-height // factor), -(-width // factor), 3)
     return memory[: math.prod(shape)].reshape(shape), small.top, small.left
 
@@ -487,7 +529,8 @@ def _smaller(image: Buffer, size: tuple[int, int], box: Box) -> _PartialJpeg:
 
     If rows are restart intervals, the needed ones are cut out. Of another baseline JPEG a copy
     gets a header that ends the image below the box. The image itself is returned if nothing is
-    saved, or if skipped data could not be distinguished from damage.
+    saved, or if a marker that does not belong there may be an error: whether an image is read must
+    not depend on the part of it that is needed.
     """
     frame = parse_frame(image)
     if frame is None:
@@ -504,12 +547,23 @@ def _smaller(image: Buffer, size: tuple[int, int], box: Box) -> _PartialJpeg:
         made = cut(image, frame, starts, part, _copy_memory)
         return _PartialJpeg(*made, part.top * frame.block_height, part.left * frame.interval_width)
     lower = -(-bottom // frame.block_height) * frame.block_height
-    if lower >= frame.height:
+    if lower >= frame.height or not ends_after(image, frame):
         return _PartialJpeg(image, *size)
     copy = _copy_memory(len(image))
     copy[:] = memoryview(image)
     copy[frame.height_at : frame.height_at + 2] = lower.to_bytes(2, "big")
     return _PartialJpeg(copy, lower, size[1], lowered=True)
+
+
+def _without_stray_markers(image: Buffer) -> Buffer | None:
+    """Return a copy of a JPEG whose restart intervals have their places in the file, with no other
+    markers in them: a crop of other intervals does not meet these. None if there are none."""
+    frame = parse_frame(image)
+    starts = interval_starts(image, frame) if frame is not None else None
+    if frame is None or starts is None:
+        return None
+    clean = without_markers(image, frame, starts)
+    return None if np.array_equal(clean, np.frombuffer(image, np.uint8)) else clean.data
 
 
 def _copy_memory(count: int) -> memoryview:
@@ -523,15 +577,94 @@ def _copy_memory(count: int) -> memoryview:
 def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     """Decode PNG, WebP, TIFF, BMP, PPM and JPEGs in CMYK. EXIF rotation is ignored, as by
     torchvision's loader."""
+    if bytes(image[:2]) == _JPEG and not ends(image):
+        raise damaged(name, "it is cut off: its end is missing")
+    if bytes(image[:4]) in TIFF:
+        return _decode_tiff(image, name)
+    if most := pnm_most(image):
+        stored = opencv_pixels(pnm_as_stored(image), name, as_stored=True)
+        if most == _MOST_16_BITS:
+            return _rgb(stored >> 8)  # As of other pictures of 16 bits.
+        scaled = (stored.astype(np.uint32) * 255 + most // 2) // most
+        return _rgb(np.minimum(scaled, 255))
+    return _rgb(opencv_pixels(without_animation(image), name))
+
+
+def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
+    """Decode a TIFF to the pixels of Pillow: alpha is dropped, numbers beyond 8 bits that are
+    signed or no whole numbers are limited to 0 to 255."""
+    header = tiff_header(image, name)
+    bits, kind = header.packed_bits(image), header.value(image, PHOTOMETRIC, RGB)
+    if bits > 1:
+        numbers = tiff_numbers(image, name, header)
+        if kind == PALETTE:
+            colours = np.array(header.values(image, COLOURS), np.uint16)
+            if len(colours) != 3 << bits:
+                raise damaged(name, "its palette is missing, or has not a colour for each number")
+            return (colours.reshape(3, -1).T[numbers] >> 8).astype(np.uint8)
+        most = (1 << bits) - 1
+        return _rgb((most - numbers if kind == WHITE_IS_ZERO else numbers) * (255 // most))
+    samples, bits = header.value(image, SAMPLES, 1), header.value(image, BITS, 1)
+    if samples > _MOST_CHANNELS:
+        raise damaged(name, f"it has {samples} channels, and pictures have up to {_MOST_CHANNELS}")
+    alpha = header.value(image, ALPHA, 0) if samples == 4 and kind == RGB else 0
+    if alpha == UNASSOCIATED:  # libtiff would multiply by it.
+        image = header.changed(image, {ALPHA: ASSOCIATED})
+    is_whole = header.value(image, FORMAT, 1) == 1 and bits <= 16
+    if alpha != ASSOCIATED and (is_whole or bits <= 8):
+        return _rgb(opencv_pixels(image, name))
+    pixels = opencv_pixels(image, name, as_stored=True)
+    if not is_whole:
+        return _rgb(np.clip(np.nan_to_num(pixels), 0, 255))
+    whole = pixels >> 8 if pixels.dtype == np.uint16 else pixels
+    shares = whole[..., 3:].astype(np.uint32)
+    divided = whole[..., :3].astype(np.uint32) * 255 // np.maximum(shares, 1)
+    return _rgb(np.where(shares > 0, np.minimum(divided, 255), 0))
+
+
+def tiff_header(image: Buffer, name: object) -> TiffHeader:
+    """Return the header of a TIFF. Raises DecodeError."""
+    try:
+        header = TiffHeader.parse(image)
+    except (struct.error, IndexError) as error:
+        raise damaged(name, "its TIFF header cannot be read") from error
+    if 0 in header.size(image):
+        raise damaged(name, "its TIFF header cannot be read")
+    return header
+
+
+def tiff_numbers(image: Buffer, name: object, header: TiffHeader) -> npt.NDArray[np.uint8]:
+    """Return the stored numbers of a TIFF with `packed_bits`; shape (height, width). Raises
+    DecodeError."""
+    pixels = opencv_pixels(header.as_bytes(image), name, as_stored=True)
+    if pixels.dtype != np.uint8 or pixels.ndim != 2:
+        raise damaged(name, "its pixels are not as its header says")
+    return header.unpack(image, pixels)
+
+
+def opencv_pixels(image: Buffer, name: object, as_stored: bool = False) -> StoredPixels:
+    """Return the pixels of OpenCV: uint8 in BGR, or of the file's own type, depth and channels.
+    Raises DecodeError."""
     cv2 = opencv()
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+    data = np.frombuffer(image, np.uint8)
     try:
-        pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
+        pixels = cv2.imdecode(data, cv2.IMREAD_UNCHANGED if as_stored else flags)
     except cv2.error as error:
         raise damaged(name, str(error).strip().splitlines()[-1]) from error
     if pixels is None:
         raise damaged(name, "OpenCV cannot decode it")
-    rgb: npt.NDArray[np.uint8] = cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
+    decoded: StoredPixels = pixels
+    return decoded
+
+
+def _rgb(pixels: StoredPixels) -> npt.NDArray[np.uint8]:
+    """Return grey, BGR or BGRA pixels from 0 to 255 as RGB."""
+    cv2 = opencv()
+    whole = pixels.astype(np.uint8, copy=False)
+    ways = {3: cv2.COLOR_BGR2RGB, 4: cv2.COLOR_BGRA2RGB}
+    way = cv2.COLOR_GRAY2RGB if whole.ndim == 2 else ways[whole.shape[2]]
+    rgb: npt.NDArray[np.uint8] = cv2.cvtColor(np.ascontiguousarray(whole), way)
     return rgb
 
 

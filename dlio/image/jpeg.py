@@ -12,6 +12,7 @@ its length (2 bytes, big-endian), `dlio-rows`, the bytes of a number (2 or 4), a
 length including its marker, little-endian. It is used only if the markers are at these offsets.
 """
 
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -26,6 +27,11 @@ from dlio.data.schema import Buffer
 _TOOL: Final = "jpegtran"
 _TOOL_TIMEOUT_S: Final = 60.0
 _END: Final = b"\xff\xd9"
+_SCAN: Final = b"\xff\xda"
+_MARKER: Final = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
+"""In coded data, any but a restart's; a byte of 255 is followed by zero there."""
+_BARE: Final = (0x01, 0xD8)
+"""Markers without a length, besides those of restarts and of the end."""
 _APP9: Final = 0xE9
 _MAX_SEGMENT: Final = 0xFFFF
 _BEFORE: Final = np.array([2, 1])
@@ -162,13 +168,50 @@ def interval_starts(image: Buffer, frame: JpegFrame) -> npt.NDArray[np.int64] | 
     data = np.frombuffer(image, np.uint8)
     marks = np.flatnonzero(data[frame.scan_at : -1] == 0xFF) + frame.scan_at
     kinds = data[marks + 1]
-    restarts = marks[(kinds >= 0xD0) & (kinds <= 0xD7)]
-    ends = marks[kinds == 0xD9]
-    if len(restarts) != count - 1 or not len(ends):
+    is_marker = (kinds != 0) & (kinds != 0xFF)
+    marks, kinds = marks[is_marker], kinds[is_marker]
+    is_restart = (kinds >= 0xD0) & (kinds <= 0xD7)
+    restarts, ends = marks[is_restart], marks[kinds == 0xD9]
+    # Only decoding the whole tells the effect of another marker among them.
+    if len(restarts) != count - 1 or not is_restart[: count - 1].all() or not len(ends):
+        return None
+    if marks[count - 1] != ends[0]:
         return None
     if not np.array_equal(data[restarts + 1] & 7, np.arange(len(restarts)) & 7):
         return None
     return np.concatenate([[frame.scan_at], restarts + 2, [int(ends[0]) + 2]])
+
+
+def ends(image: Buffer) -> bool:
+    """True if a JPEG has its end behind the header of its first scan: one before may be the
+    end of its thumbnail."""
+    data, at = bytes(image), 2
+    while (mark := _MARKER.search(data, at)) is not None and mark[0] != _END:
+        at = mark.end()
+        if data[at - 1] not in _BARE:
+            at += int.from_bytes(data[at : at + 2], "big")
+        if mark[0] == _SCAN:
+            return data.find(_END, at) >= 0
+    return mark is not None
+
+
+def ends_after(image: Buffer, frame: JpegFrame) -> bool:
+    """True if the first marker in the coded data is that of the end."""
+    mark = _MARKER.search(bytes(image), frame.scan_at)
+    return mark is not None and mark[0] == _END
+
+
+def without_markers(
+    image: Buffer, frame: JpegFrame, starts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
+    """Return a copy whose coded data have no markers but those at the ends of `starts`, which is
+    the result of `interval_starts`: others are damage, and become data."""
+    data = np.array(np.frombuffer(image, np.uint8))
+    marks = np.flatnonzero(data[frame.scan_at : int(starts[-1]) - 1] == 0xFF) + frame.scan_at
+    kinds = data[marks + 1]
+    wrong = marks[(kinds != 0) & (kinds != 0xFF) & ~np.isin(marks + 2, starts[1:])]
+    data[wrong + 1] = 0
+    return data
 
 
 def _kept_starts(image: Buffer, frame: JpegFrame, count: int) -> npt.NDArray[np.int64] | None:

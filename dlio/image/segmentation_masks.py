@@ -14,12 +14,28 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
-from dlio.image.decoder import image_size, opencv
+from dlio.image.decoder import StoredPixels, image_size, opencv_pixels, tiff_header, tiff_numbers
+from dlio.image.file_headers import (
+    ALPHA,
+    ASSOCIATED,
+    BITS,
+    PALETTE,
+    PHOTOMETRIC,
+    PNG,
+    RGB,
+    TIFF,
+    UNASSOCIATED,
+    WHITE_IS_ZERO,
+    pnm_as_stored,
+    with_numbers,
+    without_animation,
+)
 
-_PNG: Final = b"\x89PNG\r\n\x1a\n"
+_BLACK_IS_ZERO: Final = 1
 _GREY, _PALETTE = 0, 3
 _UPSAMPLED: Final = 5
 """Times that COCO's tools refine polygons before they draw them."""
+_LEAST_POINTS: Final = 3
 _FURTHEST: Final = 1 << 20
 _MOST_POINTS: Final = 1 << 24
 """Points on a polygon's outline, at most; the outline of a picture of 8,192 pixels has 2**18."""
@@ -32,26 +48,48 @@ def decode_mask(image: Buffer, name: object) -> Mask:
     Raises DecodeError when the file is damaged, in colour, or has numbers above 255.
     """
     height, width = image_size(image, name)
-    cv2 = opencv()
-    made, bits = _as_grey(image)
     try:
-        pixels = cv2.imdecode(np.frombuffer(made, np.uint8), cv2.IMREAD_UNCHANGED)
-    except cv2.error as error:
-        raise _invalid(name, str(error).strip().splitlines()[-1]) from error
-    if pixels is None:
-        raise _invalid(name, "OpenCV cannot decode it")
+        pixels, bits = _stored(image, name)
+    except DecodeError as error:
+        raise _invalid(name, str(error).partition(": ")[2].partition(" (repair")[0]) from error
     if pixels.shape[:2] != (height, width):
         raise _invalid(name, "its pixels are not as many as its header says")
     if pixels.ndim == 3:
         if (pixels[..., 0] != pixels[..., 1]).any() or (pixels[..., 0] != pixels[..., 2]).any():
             raise _invalid(name, "it is in colour: store the number of each pixel's class")
         pixels = pixels[..., 0]
-    if pixels.dtype != np.uint8 and int(pixels.max(initial=0)) > 255:
-        raise _invalid(name, f"it has the number {int(pixels.max())}, and masks are of 8 bits")
     numbers: Mask = np.ascontiguousarray(pixels, np.uint8)
+    if pixels.dtype != np.uint8 and (wrong := pixels != numbers).any():
+        number = pixels[wrong][0]
+        raise _invalid(name, f"it has the number {number:g}, and masks are of 0 to 255")
     if bits < 8:  # The decoder has stretched them to the full range of grey.
         numbers //= 255 // ((1 << bits) - 1)
     return numbers
+
+
+def _stored(image: Buffer, name: object) -> tuple[StoredPixels, int]:
+    """Return (pixels, bits of each): below 8 bits they are stretched to 255. Raises DecodeError."""
+    head, bits = bytes(image[:4]), 8
+    if head in TIFF:
+        header = tiff_header(image, name)
+        kind, packed = header.value(image, PHOTOMETRIC, RGB), header.packed_bits(image)
+        if packed > 1 or (packed and kind == PALETTE):
+            numbers = tiff_numbers(image, name, header)
+            return (1 << packed) - 1 - numbers if kind == WHITE_IS_ZERO else numbers, 8
+        bits = 1 if header.value(image, BITS, 1) == 1 else 8
+        changes = {PHOTOMETRIC: _BLACK_IS_ZERO} if kind == PALETTE else {}
+        if header.value(image, ALPHA, 0) == UNASSOCIATED:
+            changes[ALPHA] = ASSOCIATED
+        image = header.changed(image, changes)
+    elif head[:2] in (b"P1", b"P4"):
+        bits = 1
+    elif head[:1] == b"P":
+        image = pnm_as_stored(image)
+    elif head[:2] == b"BM":
+        image = with_numbers(image)
+    else:
+        image, bits = _as_grey(without_animation(image))
+    return opencv_pixels(image, name, as_stored=True), bits
 
 
 def draw_instance(shape: object, height: int, width: int, name: object) -> Mask:
@@ -59,7 +97,7 @@ def draw_instance(shape: object, height: int, width: int, name: object) -> Mask:
 
     `shape` is polygons, each a list of x and y in turn; or `{"size", "counts"}`, run lengths down
     the columns as a list or as COCO's text; or `{"relative"}`, polygons in shares of the picture's
-    width and height.
+    width and height. Polygons of fewer than three points are left out.
 
     Returns ones and zeros, of shape (height, width). Raises DecodeError.
     """
@@ -84,7 +122,7 @@ def _as_grey(image: Buffer) -> tuple[Buffer, int]:
     Both store one number a pixel in the same way: only the header differs.
     """
     head = bytes(image[:29])
-    if head[:8] != _PNG or head[12:16] != b"IHDR" or len(head) < 29:
+    if head[:8] != PNG or head[12:16] != b"IHDR" or len(head) < 29:
         return image, 8
     bits, colours = head[24], head[25]
     if colours == _GREY:
@@ -109,11 +147,17 @@ def _polygons(shape: object) -> list[npt.NDArray[np.float64]]:
         raise TypeError("it is neither polygons nor run lengths")
     polygons = [np.asarray(each, np.float64) for each in shape]
     for each in polygons:
-        if each.ndim != 1 or len(each) < 6 or len(each) % 2 or not np.isfinite(each).all():
-            raise ValueError("a polygon needs three points at least, as x, y, x, y, ...")
-        if np.abs(each).max() > _FURTHEST:
+        if each.ndim != 1 or not np.isfinite(each).all():
+            raise ValueError("a polygon is numbers in a row, as x, y, x, y, ...")
+        if np.abs(each).max(initial=0) > _FURTHEST:
             raise ValueError("a polygon reaches far beyond the picture")
-    return [each.reshape(-1, 2) for each in polygons]
+    return [each[: len(each) // 2 * 2].reshape(-1, 2) for each in polygons if has_area(each)]
+
+
+def has_area(polygon: Sequence[float] | npt.NDArray[np.float64]) -> bool:
+    """True for a polygon of three points or more; COCO's tools draw nothing of one of fewer, and
+    leave out a last number that has no partner."""
+    return len(polygon) // 2 >= _LEAST_POINTS
 
 
 def _fill(mask: Mask, points: npt.NDArray[np.float64]) -> None:

@@ -5,6 +5,7 @@ are the ones that were listed, and makes payloads of the fields of `dlio.loader.
 """
 
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from dlio.data.schema import Schema
 from dlio.data.source import File, Source
 from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
+from dlio.image.file_headers import exif_orientation, stored_places
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio_readers.fileset import FileSet, ListedReader
 from dlio_readers.path_reader import PathReader
@@ -30,6 +32,7 @@ _BEYOND: Final = 0.01
 """Share of a picture's side by which a box may reach beyond it: it is cut off without an error."""
 _BEYOND_PIXELS: Final = 2.0
 _SIDE: Final = re.compile(r"(?<![a-z])(left|right|l|r)(?![a-z])", re.IGNORECASE)
+_log = logging.getLogger("dlio")
 _OTHER: Final = {"left": "right", "right": "left", "l": "r", "r": "l"}
 
 
@@ -78,7 +81,7 @@ class AnnotatedReader(ListedReader, PathReader):
     prefixes = ("", "note_")
 
     def __init__(self, source: Source, kind: str, build: Callable[[], Annotations]) -> None:
-        self._build = build
+        self._build, self._told = build, False
         self.abilities = Abilities(box_counts=self._box_counts)
         index, head = self._open(source, kind)
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
@@ -98,20 +101,27 @@ class AnnotatedReader(ListedReader, PathReader):
         return {name: count for name, count in zip(self.classes, counts, strict=True) if count}
 
     def _read(self, sample: int) -> bytes | memoryview:
-        picture = self._content(self._files, sample)
+        picture, turn = self._content(self._files, sample), 1
+        if self._relative and (turn := exif_orientation(picture)) != 1 and not self._told:
+            self._told = True
+            _log.warning(
+                "%s is turned by EXIF: dlio returns the stored pixels of such pictures, and turns "
+                "their annotations to these",
+                self._files.path(sample),
+            )
         index = self._index
         mine = slice(int(self._ends[sample]), int(self._ends[sample + 1]))
         values: dict[str, Any] = {
             "image": picture,
-            "boxes": self._in_pixels(sample, picture, index["boxes"][mine]),
+            "boxes": self._in_pixels(sample, picture, index["boxes"][mine], turn),
             "box_labels": index["box_labels"][mine],
         }
         if "keypoints" in index:
-            values["keypoints"] = self._in_pixels(sample, picture, index["keypoints"][mine])
+            values["keypoints"] = self._in_pixels(sample, picture, index["keypoints"][mine], turn)
         if self._pairs is not None:
             values["keypoint_pairs"] = np.array(self._pairs, np.uint8)
         if self._segments is not None:
-            values["segments"] = self._segments[sample]
+            values["segments"] = _turned_segments(self._segments[sample], turn)
         if "crowds" in index:
             values["box_iscrowd"] = index["crowds"][mine]
         if "ids" in index:
@@ -119,9 +129,14 @@ class AnnotatedReader(ListedReader, PathReader):
         return self.schema.join(values)
 
     def _in_pixels(
-        self, sample: int, picture: bytes | memoryview, values: npt.NDArray[np.float32]
+        self,
+        sample: int,
+        picture: bytes | memoryview,
+        values: npt.NDArray[np.float32],
+        turn: int,
     ) -> npt.NDArray[np.float32]:
-        """Return coordinates in pixels of the picture, whose size must be the declared one."""
+        """Return coordinates in pixels of the picture, whose size must be the declared one; those
+        in shares are of the picture as the orientation `turn` shows it."""
         declared = self._index["declared"][sample].tolist() if "declared" in self._index else [0, 0]
         # Of JPEG and PNG a few bytes tell the size.
         is_quick = bytes(picture[:2]) in (b"\xff\xd8", b"\x89P")
@@ -139,6 +154,8 @@ class AnnotatedReader(ListedReader, PathReader):
                     "was annotated; turning by EXIF is not applied"
                 )
             return values
+        if turn != 1:
+            values = _turned_back(values, turn)
         scale = [width, height, 1] if values.ndim == 3 else [width, height, width, height]
         return (values * np.array(scale, np.float32)).astype(np.float32)
 
@@ -204,6 +221,34 @@ class AnnotatedReader(ListedReader, PathReader):
             *[array for name, array in sorted(index.items()) if not name.endswith("changed")],
             *FileSet(source, index).content_samples(),
         )
+
+
+def _turned_back(values: npt.NDArray[np.float32], turn: int) -> npt.NDArray[np.float32]:
+    """Return boxes or keypoints of a shown picture in its stored pixels, in shares."""
+    if values.ndim == 3:
+        places = stored_places(values[..., :2].astype(np.float64), turn)
+        # What is not labelled lies at 0, 0.
+        made = np.where(values[..., 2:] > 0, places, values[..., :2])
+        return np.concatenate([made, values[..., 2:]], axis=-1).astype(np.float32)
+    corners = stored_places(values.reshape(-1, 2, 2).astype(np.float64), turn)
+    ordered = np.concatenate([corners.min(axis=1), corners.max(axis=1)], axis=-1)
+    return ordered.astype(np.float32)
+
+
+def _turned_segments(text: str, turn: int) -> str:
+    """Return polygons of a shown picture in its stored pixels, as JSON."""
+    if turn == 1:
+        return text
+    made = [
+        {
+            "relative": [
+                stored_places(np.reshape(each, (-1, 2)), turn).reshape(-1).tolist()
+                for each in shape["relative"]
+            ]
+        }
+        for shape in json.loads(text)
+    ]
+    return json.dumps(made, separators=(",", ":"))
 
 
 def check_boxes(

@@ -6,10 +6,12 @@ coco/train2017/*.jpg                                  or images/train2017, image
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Sequence
 from typing import Any, Final, Literal, NoReturn
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, inside, own_name
 from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
+from dlio.image.segmentation_masks import has_area
 from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
@@ -35,6 +38,7 @@ _MOST_KEYPOINTS: Final = 255
 _MOST_SIDE: Final = 1 << 24
 _FURTHEST: Final = 1e9
 _MAX_ID: Final = 2**63 - 1
+_log = logging.getLogger("dlio")
 Record = dict[str, Any]
 """A record as JSON has it, whose values may be of any type."""
 
@@ -206,9 +210,9 @@ def _pictures(
     known: dict[int, int] = {}
     seen: set[str] = set()
     for k, record in enumerate(file.images):
-        name = record.get("file_name")
+        name = record.get("file_name") or _name_of(record.get("coco_url"))
         if not isinstance(name, str) or not name or "\0" in name:
-            file.fail("images", k, "it has no file_name")
+            file.fail("images", k, "it has no file_name, nor a coco_url that ends in one")
         name = os.path.normpath(name)
         if os.path.isabs(name) or name.startswith("..") or "://" in name:
             file.fail("images", k, f"its file_name {name!r} leads out of the data set's folder")
@@ -225,6 +229,13 @@ def _pictures(
     if not names:
         raise SourceError(f"{file.name} has no images: nothing can be read")
     return names, ids, sizes
+
+
+def _name_of(url: object) -> str:
+    """Return the name of a picture of LVIS, which has a URL alone: its folder and its file."""
+    if not isinstance(url, str):
+        return ""
+    return "/".join(unquote(urlsplit(url).path).strip("/").split("/")[-2:])
 
 
 def _categories(file: CocoFile, labels: str) -> tuple[list[str], dict[int, int], list[str]]:
@@ -267,11 +278,24 @@ def _segments(file: CocoFile, numbers: list[int], counts: npt.NDArray[np.int64])
         if not isinstance(shape, list | dict):
             file.fail("annotations", number, "it has no segmentation, and masks=True needs one")
         shapes.append(shape)
+    poor = [n for n, shape in zip(numbers, shapes, strict=True) if _lacks_area(shape)]
+    if poor:
+        _log.warning(
+            "%s: %d of %d instances have polygons of fewer than three points, of which nothing is "
+            "drawn, as by COCO's tools; the first is %s",
+            *(file.name, len(poor), len(numbers), file.at("annotations", poor[0])),
+        )
     ends = np.cumsum(counts).tolist()
     return [
         json.dumps(shapes[end - count : end], separators=(",", ":"))
         for count, end in zip(counts.tolist(), ends, strict=True)
     ]
+
+
+def _lacks_area(shape: list[Any] | Record) -> bool:
+    """True if nothing is drawn of a polygon of an instance."""
+    polygons = shape if isinstance(shape, list) else []
+    return any(isinstance(each, list) and not has_area(each) for each in polygons)
 
 
 # Samples

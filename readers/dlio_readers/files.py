@@ -7,8 +7,8 @@
 Shapes and types are read from the files' headers, once: they are kept as other indexes are.
 """
 
-import io
 import json
+import logging
 import math
 import zlib
 from collections import OrderedDict
@@ -34,19 +34,19 @@ from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio.util.memory import new_memory
 from dlio_readers.columns import storable
+from dlio_readers.dicom import DICOM_SUFFIXES, dicom_array, is_dicom, may_be_dicom
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
 from dlio_readers.ranges import StoredArray
 from dlio_readers.rehearsal import rehearse
 
-# Medical images, one a file: NIfTI, as it is or gzipped, and DICOM; their headers are read first
+# Medical images, one a file: NIfTI, as it is or gzipped; its header is read first
 #
-# A NIfTI file is read in place, a gzipped one or a DICOM file as a whole, bounded by its header.
+# A NIfTI file is read in place, a gzipped one as a whole, bounded by its header.
 # Intensities are scaled as the header says, to float32; the other headers' fields are not read.
 
 NIFTI_SUFFIXES: Final = (".nii", ".nii.gz")
-DICOM_SUFFIXES: Final = (".dcm", ".dicom")
 _HEAD_BYTES: Final = 540
 """Of the longer header, NIfTI-2's."""
 _PACKED_HEAD: Final = 1 << 16
@@ -107,54 +107,6 @@ def nifti_array(file: File) -> ChunkedArray:
     return ChunkedArray(file.name, shape, own, stored.sides[::-1], scaled)
 
 
-def dicom_array(file: File) -> ChunkedArray:
-    """Return the pixels of a DICOM file: (rows, columns), with frames before and samples behind.
-
-    Raises SourceError for damaged files and those that claim more than they hold, UsageError
-    without pydicom.
-    """
-    try:
-        import pydicom
-    except ImportError as error:
-        raise UsageError(
-            f"{file.name}: DICOM files need pydicom: {how_to_install('medical', 'pydicom')}"
-        ) from error
-
-    with parsing(file.name):
-        with file.open() as stream:
-            head = pydicom.dcmread(stream, stop_before_pixels=True)
-        shape, dtype = _dicom_shape(head)
-        scale = (float(head.get("RescaleSlope", 1)), float(head.get("RescaleIntercept", 0)))
-    own = np.dtype(dtype if scale == (1.0, 0.0) else np.float32)
-    if min(shape) < 1:
-        raise SourceError(f"{file.name} has the shape {shape}: it is damaged; restore it")
-    check_claim(math.prod(shape) * dtype.itemsize, file.size, file.name)
-
-    def read(box: Box) -> npt.NDArray[Any]:
-        with parsing(file.name):
-            pixels = pydicom.dcmread(io.BytesIO(file.read())).pixel_array
-        if pixels.shape != shape or pixels.dtype != dtype:
-            raise SourceError(
-                f"{file.name} holds {pixels.dtype}{list(pixels.shape)}, and its header says "
-                f"{dtype}{list(shape)}: restore it"
-            )
-        return _scaled(pixels[box], scale, own)
-
-    return ChunkedArray(file.name, shape, own, shape, read)
-
-
-def _dicom_shape(head: Any) -> tuple[tuple[int, ...], "np.dtype[Any]"]:
-    frames, samples = int(head.get("NumberOfFrames", 1) or 1), int(head.get("SamplesPerPixel", 1))
-    shape: tuple[int, ...] = (int(head.Rows), int(head.Columns))
-    if frames > 1:
-        shape = (frames, *shape)
-    if samples > 1:
-        shape = (*shape, samples)
-    bits = int(head.BitsAllocated)
-    kind = "i" if int(head.PixelRepresentation) else "u"
-    return shape, np.dtype(f"{kind}{max(1, bits // 8)}")
-
-
 def _scaled(
     part: npt.NDArray[Any], scale: tuple[float, float], own: "np.dtype[Any]"
 ) -> npt.NDArray[Any]:
@@ -187,13 +139,14 @@ _INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")
 _TARGETS: Final = ("labels", "label", "labelsTr", "masks", "mask", "segmentations", "targets")
 _CHANNEL: Final = "_0000"
 """Ends the name of an image's first channel, as nnU-Net names files; its label lacks it."""
-_VERSION: Final = 1
+_VERSION: Final = 2
 _OPEN_FILES: Final = 64
 _SAMPLED: Final = 256
 """Files whose contents the fingerprint samples, besides all files' sizes and times."""
 _AGAIN: Final = "open it again"
 _LOOKED_AT: Final = 2
-"""Folders that are looked into to recognise the format."""
+"""Folders, and in them files without a suffix, that are looked into to recognise the format."""
+_log = logging.getLogger("dlio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +236,9 @@ class FilesReader(PathReader):
             return None
         source = Source(url)
         if not source.is_folder():
+            folder, _, name = url.rpartition("/")
+            if may_be_dicom(name) and source.exists() and is_dicom(Source(folder or "."), name):
+                return None
             return f"is neither a folder nor does it end in {', '.join(_SCANS)}"
         names = source.names()
         if any(name.lower().endswith(_SCANS) for name, folder in names if not folder):
@@ -295,6 +251,11 @@ class FilesReader(PathReader):
             inside = [name.lower() for name, inner in source.names(folder) if not inner]
             if any(name.endswith(_SUFFIXES) for name in inside):
                 return None
+        if any(
+            _unnamed(source, folder, _LOOKED_AT)
+            for folder in ("", *(inputs or folders)[:_LOOKED_AT])
+        ):
+            return None
         return "its folders hold no arrays or scans"
 
     @staticmethod
@@ -463,7 +424,7 @@ def _opened(file: File) -> tuple[dict[str, ChunkedArray], Hdf5File | None]:
     name = own_name(file.name)
     if name.endswith(NIFTI_SUFFIXES):
         return {"image": nifti_array(file)}, None
-    if name.endswith(DICOM_SUFFIXES):
+    if not name.lower().endswith(_SUFFIXES) or name.endswith(DICOM_SUFFIXES):
         return {"image": dicom_array(file)}, None
     with parsing(file.name):
         if name.endswith(HDF5_SUFFIXES):
@@ -524,7 +485,7 @@ def _common(shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
 def _find(path: str | Sequence[str]) -> tuple[list[_SampleFiles], list[str], bool]:
     """Return (samples, classes, True if inputs have targets) of a path. Raises SourceError."""
     urls = expand(path)
-    if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS):
+    if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS) or not Source(urls[0]).is_folder():
         return [_SampleFiles(_last(url), (url,)) for url in urls], [], False
     source, url = Source(urls[0]), urls[0]
     folders = [name for name, folder in source.names() if folder and not name.startswith(".")]
@@ -555,10 +516,28 @@ def _files(source: Source, url: str, folder: str) -> list[str]:
     """Return the arrays and scans of a folder, sorted."""
     names = [name for name, inner in source.names(folder) if not inner]
     names = [name for name in names if name.lower().endswith(_SUFFIXES) and name[0] != "."]
+    names = names or _unnamed(source, folder)
     prefix = f"{folder}/" if folder else ""
     for name in names:
         source.check_link(source.path(prefix + name))
     return [inside(url, prefix + name) for name in names]
+
+
+def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:
+    """Return the DICOM files of a folder that have no suffix, of the first `most` files alone.
+
+    Others are left out, with a warning if there are some of each.
+    """
+    names = [name for name, inner in source.names(folder) if not inner and may_be_dicom(name)]
+    names, prefix = names[:most], f"{folder}/" if folder else ""
+    is_one = concurrently(lambda name: is_dicom(source, prefix + name), names, source.path(folder))
+    others = [name for name, known in zip(names, is_one, strict=True) if not known]
+    if most is None and others and any(is_one):
+        _log.warning(
+            "%s: %d files without a suffix are left out, as they are not DICOM, such as %s",
+            *(source.path(folder), len(others), others[0]),
+        )
+    return [name for name, known in zip(names, is_one, strict=True) if known]
 
 
 def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleFiles]:
@@ -578,8 +557,8 @@ def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleF
 def _stem(url: str) -> str:
     """Return a file's name without the suffix of its format."""
     name = _last(url)
-    suffix = max((s for s in _SUFFIXES if name.lower().endswith(s)), key=len)
-    return name[: -len(suffix)]
+    suffix = max((s for s in _SUFFIXES if name.lower().endswith(s)), key=len, default="")
+    return name.removesuffix(name[len(name) - len(suffix) :])
 
 
 def _last(url: str) -> str:

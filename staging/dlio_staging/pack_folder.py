@@ -218,11 +218,14 @@ def write_shard(
 
 
 def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -> list[Buffer]:
-    """Return the payloads, their images resized or with restart markers if the options say so."""
+    """Return the payloads, their images resized or with restart markers if the options say so.
+
+    Raises DecodeError for an image that loaders refuse.
+    """
     options = plan.options
-    if not plan.images or (options.resize is None and not options.restart_rows):
+    if not plan.images:
         return list(payloads)
-    from dlio.image.decoder import decode_whole, encode_with_restarts, resized
+    from dlio.image.decoder import check_image, decode_whole, encode_with_restarts, resized
     from dlio.image.jpeg import with_restarts
 
     changed: list[Buffer] = []
@@ -235,7 +238,8 @@ def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -
                 pixels = resized(decode_whole(values[field], name), options.resize)
                 encoded = encode_with_restarts(pixels, options.quality)
             else:
-                encoded = with_restarts(values[field])
+                check_image(values[field], name)
+                encoded = with_restarts(values[field]) if options.restart_rows else None
             if encoded is not None:
                 values[field], same = encoded, False
         changed.append(payload if same else plan.schema.join(values))

@@ -30,6 +30,8 @@ class FolderVerification:
     bytes: int = 0
     damaged: list[str] = field(default_factory=list)
     """One line for each damaged sample, or damaged or missing block of a tier."""
+    warned: list[str] = field(default_factory=list)
+    """One line for each picture that is damaged, and read as every other loader reads it."""
     healed: int = 0
     """Damaged blocks of a tier that were fetched again."""
 
@@ -222,6 +224,10 @@ def command(options: VerifyOptions) -> None:
         print_line(f"damaged: {printable(line)}")
     if len(checked.damaged) > _MOST_SHOWN:
         print_line(f"damaged: ... and {len(checked.damaged) - _MOST_SHOWN} more")
+    for line in checked.warned[:_MOST_SHOWN]:
+        print_line(f"read with a warning: {printable(line)}")
+    if len(checked.warned) > _MOST_SHOWN:
+        print_line(f"read with a warning: ... and {len(checked.warned) - _MOST_SHOWN} more")
     summary = f"{options.path}: {checked.samples:,} samples, {format_bytes(checked.bytes)} checked"
     left = len(checked.damaged) - checked.healed
     if left > 0:
@@ -231,13 +237,15 @@ def command(options: VerifyOptions) -> None:
             "in a tier, --heal fetches damaged blocks again"
         )
     healed = f"{checked.healed} blocks fetched again from the source, " if checked.healed else ""
-    print_line(f"{summary}, {healed}all sound")
+    sound = f"{len(checked.warned)} read with a warning" if checked.warned else "all sound"
+    print_line(f"{summary}, {healed}{sound}")
 
 
 def _verify_data(path: str) -> FolderVerification:
     """Read every sample of a data set and decode its images."""
     from dlio.data.reader import open_reader
     from dlio.image.decoder import decode_whole
+    from dlio.image.image_warnings import WARNINGS
 
     reader = open_reader(path)
     images = [name for name, kind in reader.schema.fields if kind in IMAGES]
@@ -248,11 +256,14 @@ def _verify_data(path: str) -> FolderVerification:
             try:
                 payload = reader.read(np.array([sample], np.int64))[0]
                 values = reader.schema.split(payload)
+                name = reader.name(int(sample))
                 for image in images:
-                    decode_whole(values[image], reader.name(int(sample)))
+                    decode_whole(values[image], name)
             except (CorruptBlock, SourceError) as error:
                 checked.damaged.append(str(error))
                 continue
+            if (reason := WARNINGS.of(name)) is not None:
+                checked.warned.append(f"{name}: {reason}")
             checked.samples += 1
             checked.bytes += len(payload)
     reader.close()

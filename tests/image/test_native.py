@@ -206,7 +206,7 @@ def test_truncated_and_damaged_images_raise_the_same_errors(
     Image.fromarray(noise).save(memory, "JPEG", quality=90)
     image = memory.getvalue()
     damaged = [image[:length] for length in range(2, len(image), 997)]
-    damaged.append(image[: len(image) // 2] + b"\xff\xd9" + image[len(image) // 2 :])
+    damaged.append(image[: len(image) // 2] + b"\xff\xda" + image[len(image) // 2 :])
 
     def errors() -> list[str]:
         raised = []

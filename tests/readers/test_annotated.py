@@ -398,7 +398,7 @@ def test_instances_are_drawn_of_polygons_and_run_lengths() -> None:
         {"size": [7, 6], "counts": [42]},
         {"size": [6, 7], "counts": "\x7f"},
         {"counts": [42]},
-        [[1, 2, 3]],
+        [[[1, 2], [3, 4], [5, 6]]],
         [[1, 2, 3, float("nan"), 4, 5]],
         [[0, 0, 1e300, 0, 1, 1]],
         "polygon",

@@ -1,0 +1,245 @@
+"""Headers of picture files that OpenCV decodes to other pixels than are meant, and the remedies.
+
+Copies of a file with another header make it give the pixels as they are stored: the numbers of a
+palette in place of its colours, RGB that is not multiplied by alpha, and the still picture of an
+animated PNG. Nothing is decoded here.
+
+Sources: TIFF 6.0; the PNG specification, third edition; pbm(5), pgm(5) and ppm(5) of Netpbm.
+"""
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+
+PNG: Final = b"\x89PNG\r\n\x1a\n"
+TIFF: Final = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_EXIF: Final = b"Exif\0\0"
+_APP1, _SCAN = 0xE1, 0xDA
+_ANIMATION: Final = (b"acTL", b"fcTL", b"fdAT")
+_MOST_CHUNKS: Final = 1 << 16
+
+WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC = 256, 257, 258, 259, 262
+ORIENTATION, SAMPLES, COLOURS, TILE_WIDTH, ALPHA, FORMAT = 274, 277, 320, 322, 338, 339
+_KINDS: Final = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q"}
+"""Types of whole numbers in TIFF's directories; others are read as the 32 bits of an offset."""
+_MOST_VALUES: Final = 3 << 8
+"""A palette of 256 colours."""
+_UPENDED, _MIRRORED, _ON_ITS_SIDE = (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
+WHITE_IS_ZERO, RGB, PALETTE = 0, 2, 3
+ASSOCIATED, UNASSOCIATED = 1, 2
+_BY_BYTES: Final = (1, 5, 8, 32773, 32946)
+"""Compressions that know nothing of pixels: none, LZW, deflate, packbits and the older deflate."""
+
+
+class TiffEntry(NamedTuple):
+    """One tag of a directory: the struct letter and number of its values, and their offset."""
+
+    letter: str
+    number: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class TiffHeader:
+    """The first directory of a TIFF."""
+
+    order: str
+    """`<` or `>`."""
+    entries: dict[int, TiffEntry]
+
+    @classmethod
+    def parse(cls, image: Buffer) -> Self:
+        """Read the directory. Raises struct.error for one that is cut off."""
+        order = "<" if bytes(image[:2]) == b"II" else ">"
+        big = 43 in (image[2], image[3])
+        (at,) = struct.unpack_from(order + ("Q" if big else "I"), image, 8 if big else 4)
+        (count,) = struct.unpack_from(order + ("Q" if big else "H"), image, min(at, len(image)))
+        first, size, inline = (at + 8, 20, 8) if big else (at + 2, 12, 4)
+        entries: dict[int, TiffEntry] = {}
+        for k in range(min(count, (len(image) - first) // size)):
+            place = first + k * size
+            tag, kind, number = struct.unpack_from(order + ("HHQ" if big else "HHI"), image, place)
+            letter, value = _KINDS.get(kind, "I"), place + size - inline
+            if struct.calcsize(order + letter) * number > inline:
+                (value,) = struct.unpack_from(order + ("Q" if big else "I"), image, value)
+            entries.setdefault(tag, TiffEntry(letter, number, value))
+        return cls(order, entries)
+
+    def values(self, image: Buffer, tag: int) -> list[int]:
+        """Return the first values of a tag; none if it or they are missing."""
+        entry = self.entries.get(tag)
+        if entry is None:
+            return []
+        layout = f"{self.order}{min(entry.number, _MOST_VALUES)}{entry.letter}"
+        if entry.at + struct.calcsize(layout) > len(image):
+            return []
+        return list(struct.unpack_from(layout, image, entry.at))
+
+    def value(self, image: Buffer, tag: int, missing: int) -> int:
+        """Return the first value of a tag."""
+        return next(iter(self.values(image, tag)), missing)
+
+    def changed(self, image: Buffer, values: dict[int, int]) -> bytearray:
+        """Return a copy whose tags have other first values; tags that are missing stay so."""
+        made = bytearray(image)
+        for tag, value in values.items():
+            entry = self.entries.get(tag)
+            if entry is not None and self.values(image, tag):
+                struct.pack_into(self.order + entry.letter, made, entry.at, value)
+        return made
+
+    def size(self, image: Buffer) -> tuple[int, int]:
+        """Return (height, width), decoded; 0 for a side that is missing."""
+        sides = self.value(image, HEIGHT, 0), self.value(image, WIDTH, 0)
+        # Decoders follow the orientations of TIFF.
+        return sides[::-1] if self.value(image, ORIENTATION, 1) in _ON_ITS_SIDE else sides
+
+    def packed_bits(self, image: Buffer) -> int:
+        """Return the bits of a pixel if several pixels share a byte, and `unpack` splits them."""
+        bits = self.value(image, BITS, 1)
+        plain = self.value(image, SAMPLES, 1) == 1
+        plain = plain and self.value(image, COMPRESSION, 1) in _BY_BYTES
+        return bits if plain and bits in (1, 2, 4) else 0
+
+    def as_bytes(self, image: Buffer) -> bytearray:
+        """Return a copy of a picture with `packed_bits` in which each byte is one grey pixel.
+
+        Rows of a TIFF begin with a byte of their own, so that a row of bytes is a picture, too.
+        """
+        bits, changes = self.packed_bits(image), {BITS: 8, PHOTOMETRIC: 1, ORIENTATION: 1}
+        for tag in (WIDTH, TILE_WIDTH):
+            changes[tag] = -(-self.value(image, tag, 0) * bits // 8)
+        return self.changed(image, changes)
+
+    def unpack(self, image: Buffer, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Return the stored numbers, out of the pixels of `as_bytes`; shape (height, width)."""
+        bits, width = self.packed_bits(image), self.value(image, WIDTH, 0)
+        shifts = np.arange(8 - bits, -1, -bits, dtype=np.uint8)
+        split: npt.NDArray[np.uint8] = (pixels[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+        numbers = split.reshape(len(pixels), -1)[:, :width]
+        return np.ascontiguousarray(turned(numbers, self.value(image, ORIENTATION, 1)))
+
+
+def turned(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
+    """Return stored pixels, shape (rows, columns, ...), as an orientation of TIFF and EXIF shows
+    them: 1 for as they are, from 5 on rows become columns."""
+    if orientation in _UPENDED:
+        pixels = pixels[::-1]
+    if orientation in _MIRRORED:
+        pixels = pixels[:, ::-1]
+    return pixels.swapaxes(0, 1) if orientation in _ON_ITS_SIDE else pixels
+
+
+def stored_places(shares: npt.NDArray[np.float64], orientation: int) -> npt.NDArray[np.float64]:
+    """Return where points of a picture as it is shown lie in its stored pixels: x and y in shares
+    of the sides, shape (..., 2). The inverse of `turned`."""
+    made = shares[..., ::-1] if orientation in _ON_ITS_SIDE else shares
+    is_mirrored = np.array([orientation in _MIRRORED, orientation in _UPENDED])
+    return np.where(is_mirrored, 1 - made, made)
+
+
+def exif_orientation(image: Buffer) -> int:
+    """Return the orientation that EXIF gives a JPEG, PNG or WebP; 1 for none, and for other images,
+    among them TIFFs, which decoders turn."""
+    view = memoryview(image)
+    for at, end in _exif_parts(view):
+        part = view[at:end]
+        part = part[len(_EXIF) :] if bytes(part[: len(_EXIF)]) == _EXIF else part
+        if bytes(part[:4]) not in TIFF:
+            continue
+        try:
+            value = TiffHeader.parse(part).value(part, ORIENTATION, 1)
+        except (struct.error, IndexError):
+            return 1
+        return value if 1 <= value <= 8 else 1
+    return 1
+
+
+def _exif_parts(view: memoryview) -> Iterator[tuple[int, int]]:
+    """Yield the places of the parts of a file that may be EXIF."""
+    head = bytes(view[:12])
+    is_png, is_webp = head[:8] == PNG, head[:4] == b"RIFF" and head[8:] == b"WEBP"
+    if head[:2] == b"\xff\xd8":
+        at = 2
+        while at + 4 <= len(view) and view[at] == 0xFF and view[at + 1] != _SCAN:
+            end = at + 2 + int.from_bytes(view[at + 2 : at + 4], "big")
+            if view[at + 1] == _APP1 and bytes(view[at + 4 : at + 4 + len(_EXIF)]) == _EXIF:
+                yield at + 4, end
+            at = max(end, at + 4)
+    elif is_png or is_webp:
+        at, name = (8, b"eXIf") if is_png else (12, b"EXIF")
+        for _ in range(_MOST_CHUNKS):
+            if at + 8 > len(view):
+                return
+            first, second = bytes(view[at : at + 4]), bytes(view[at + 4 : at + 8])
+            length = int.from_bytes(first, "big") if is_png else int.from_bytes(second, "little")
+            if (second if is_png else first) == name:
+                yield at + 8, at + 8 + length
+            at += 12 + length if is_png else 8 + length + length % 2
+
+
+def without_animation(image: Buffer) -> Buffer:
+    """Return a PNG with its default image alone, which all viewers show that know no animation; any
+    other image as it is."""
+    view = memoryview(image)
+    if bytes(view[:8]) != PNG:
+        return image
+    at, parts, left_out = 8, [bytes(view[:8])], False
+    for _ in range(_MOST_CHUNKS):
+        if at + 12 > len(view):
+            break
+        name, end = bytes(view[at + 4 : at + 8]), at + 12 + int.from_bytes(view[at : at + 4], "big")
+        if name in _ANIMATION:
+            left_out = True
+        else:
+            parts.append(bytes(view[at:end]))
+        if name == b"IDAT" and not left_out:
+            return image  # The animation is told before the picture.
+        at = end
+    return b"".join([*parts, view[at:]]) if left_out else image
+
+
+def with_numbers(image: Buffer) -> Buffer:
+    """Return a BMP whose palette gives each number the grey of the same value; one without a
+    palette, and any other image, as it is."""
+    view = memoryview(image)
+    if bytes(view[:2]) != b"BM" or len(view) < 54:
+        return image
+    pixels, head = (int.from_bytes(view[at : at + 4], "little") for at in (10, 14))
+    is_core = head == 12
+    bits = int.from_bytes(view[24:26] if is_core else view[28:30], "little")
+    wide = 3 if is_core else 4
+    at = 14 + head
+    if bits > 8 or not at <= pixels <= len(view):
+        return image
+    made = bytearray(view)
+    for k in range(min(1 << bits, (pixels - at) // wide)):
+        made[at + k * wide : at + k * wide + 3] = bytes([k] * 3)
+    return made
+
+
+_FIELD: Final = rb"(?:\s|#[^\n]*\n)+"
+_PNM: Final = re.compile(rb"P[2356]" + _FIELD + rb"\d+" + _FIELD + rb"\d+" + _FIELD + rb"(\d+)")
+_LONGEST_HEAD: Final = 1 << 12
+
+
+def pnm_most(image: Buffer) -> int:
+    """Return the number that is white in a PGM or PPM; 0 for other images."""
+    head = _PNM.match(bytes(image[:_LONGEST_HEAD]))
+    return 0 if head is None else int(head[1])
+
+
+def pnm_as_stored(image: Buffer) -> Buffer:
+    """Return a PGM or PPM of which OpenCV returns the stored numbers, be they text or not."""
+    head = _PNM.match(bytes(image[:_LONGEST_HEAD]))
+    if head is None or int(head[1]) > 255:
+        return image
+    first, last = head.span(1)
+    return b"".join([memoryview(image)[:first], b"255", memoryview(image)[last:]])
