@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import LABEL_NAMES, MAX_CLASSES, encode_labels, whole_labels
 from dlio.data.schema import DTYPES, Schema, array_kind
 from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError
@@ -47,6 +47,7 @@ class ColumnFacts:
     def __init__(self, name: str, kind: ArrowType) -> None:
         import pyarrow.types as t
 
+        kind = kind.value_type if t.is_dictionary(kind) else kind
         self._name = name
         self._type = kind
         self.bodies: list[npt.NDArray[np.int64]] = []
@@ -59,7 +60,8 @@ class ColumnFacts:
             t.is_struct(kind) and any(f.name == "bytes" and _is_bytes(f.type) for f in kind)
         )
         self._text = t.is_string(kind) or t.is_large_string(kind)
-        self.whole = bool(t.is_integer(kind))
+        self.named = False
+        """True if its texts are classes."""
         if not (self._list or self._bytes or self._text or _dtype(kind)):
             raise SourceError(
                 f"column {name!r} is {kind}, which samples cannot have: name those to read, as in "
@@ -87,6 +89,8 @@ class ColumnFacts:
             self.bodies.append(lengths * width)
 
     def kind(self) -> str:
+        if self.named:
+            return "int64"
         if self._text:
             return "text"
         if self._bytes:
@@ -181,7 +185,7 @@ def class_names(schema: ArrowSchema, label: str | None) -> list[str]:
 
 # Samples in groups of rows
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _KEPT_BYTES: Final = 64 << 20
 
 
@@ -238,6 +242,8 @@ class RowGroupReader(PathReader):
         variable = [n for n, _ in self.schema.fields if not self.schema.kinds[n].fixed]
         bodies = {name: index["bodies"][:, k] for k, name in enumerate(variable)}
         self.labels = index["labels"]
+        self._named: str | None = head["named"]
+        """The field whose texts are classes."""
         self.sizes = self.schema.payload_sizes(total, bodies)
         self._lay_out(_VERSION, self._files, self.sizes, self._starts[:-1])
 
@@ -252,6 +258,8 @@ class RowGroupReader(PathReader):
             with parsing(f"{file.name}, row group {group},"):
                 columns = self._group(group)
                 picked = {name: take(column, rows) for name, column in columns.items()}
+                if self._named is not None:
+                    picked[self._named] = self.labels[samples[slots]]
                 joined = joined_rows(self.schema, len(rows), picked)
             for slot, payload in zip(slots.tolist(), joined, strict=True):
                 payloads[slot] = payload
@@ -275,10 +283,13 @@ class RowGroupReader(PathReader):
             if kept is not None:
                 self._kept.move_to_end((file, group))
                 return kept[0]
-            table = self._read_group(file, group, [name for name, _ in self.schema.fields])
+            fields = [field for field in self.schema.fields if field[0] != self._named]
+            table = self._read_group(
+                file, group, [name for name, _ in fields or self.schema.fields]
+            )
             columns = {
                 name: decoded(table.column(name), kind, self._where(file, group, name))
-                for name, kind in self.schema.fields
+                for name, kind in fields
             }
             self._kept[file, group] = columns, table.nbytes
             while len(self._kept) > 1 and sum(n for _, n in self._kept.values()) > _KEPT_BYTES:
@@ -287,7 +298,7 @@ class RowGroupReader(PathReader):
 
     def _read_group(self, file: int, group: int, names: Sequence[str]) -> Any:
         with ReadErrors(f"{self._files[file].name}, row group {group},"):
-            return self._open(file).table(group, list(names))
+            return _without_dictionaries(self._open(file).table(group, list(names)))
 
     def _open(self, number: int) -> GroupedFile:
         with self._lock:
@@ -322,14 +333,16 @@ class RowGroupReader(PathReader):
         if not starts[-1]:
             raise SourceError(f"{self.path} holds no rows")
         facts = {name: ColumnFacts(name, first.field(name).type) for name in chosen}
-        label = next((name for name in LABEL_NAMES if name in facts and facts[name].whole), None)
-        labels = []
+        label = _LabelColumn(next((name for name in LABEL_NAMES if name in facts), None))
         for number, group in groups:
             table = self._read_group(number, group, chosen)
             for name, each in facts.items():
                 each.add(table.column(name), self._where(number, group, name))
-            if label is not None:
-                labels.append(np.asarray(table.column(label)).astype(np.int64))
+            if label.name is not None:
+                label.add(table.column(label.name), self._where(number, group, label.name))
+        numbers, classes = label.numbered()
+        if label.name is not None and classes:
+            facts[label.name].named = True
         fields = [(name, each.kind()) for name, each in facts.items()]
         bodies = [
             np.concatenate(each.bodies)
@@ -337,11 +350,85 @@ class RowGroupReader(PathReader):
             if not Schema((("x", each.kind()),)).is_fixed
         ]
         total = int(starts[-1])
-        head = {"fields": fields, "classes": class_names(first, label)}
+        head = {
+            "fields": fields,
+            "classes": classes or class_names(first, label.name),
+            "named": label.name if classes else None,
+        }
         return {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
             "groups": np.array(groups, np.int64),
             "starts": starts,
             "bodies": np.stack(bodies, 1) if bodies else np.zeros((total, 0), np.int64),
-            "labels": np.concatenate(labels) if labels else np.zeros(total, np.int64),
+            "labels": np.zeros(total, np.int64) if numbers is None else numbers,
         }
+
+
+class _LabelColumn:
+    """The labels of all rows, gathered over groups; `name` is None for tables without a label."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self._numbers: list[npt.NDArray[np.int64]] = []
+        self._texts: dict[str, int] = {}
+        self._able = True
+
+    def add(self, column: ArrowColumn, where: str) -> None:
+        """Add a group's values. Raises SourceError for an empty text among names of classes."""
+        import pyarrow.types as t
+
+        if not self._able:
+            return
+        if t.is_string(column.type) or t.is_large_string(column.type):
+            import pyarrow.compute as pc
+
+            coded = pc.dictionary_encode(column.combine_chunks())
+            coded = coded.chunk(0) if hasattr(coded, "num_chunks") else coded
+            own = coded.dictionary.to_pylist()
+            codes = np.array([self._texts.setdefault(x, len(self._texts)) for x in own], np.int64)
+            self._able = len(self._texts) <= MAX_CLASSES
+            rows = np.asarray(coded.indices).astype(np.int64)
+            blank = np.flatnonzero(np.array([not x.strip() for x in own], bool)[rows])
+            if self._able and len(blank):
+                raise SourceError(
+                    f"{where}, row {blank[0]}: its label is empty: fill it or drop the row, or "
+                    "name the columns to read, as in x.parquet::a,b"
+                )
+            self._numbers.append(codes[rows] if len(own) else rows)
+            return
+        values = None
+        if t.is_fixed_size_list(column.type) or t.is_list(column.type):
+            plain = column.combine_chunks()
+            plain = plain.chunk(0) if hasattr(plain, "num_chunks") else plain
+            flat = plain.flatten()
+            if len(flat) == len(plain) and not flat.null_count and _dtype(flat.type) is not None:
+                values = whole_labels(np.asarray(flat))
+        elif not column.null_count and _dtype(column.type) is not None:
+            values = whole_labels(np.asarray(column))
+        self._able = values is not None
+        if values is not None:
+            self._numbers.append(values)
+
+    def numbered(self) -> tuple[npt.NDArray[np.int64] | None, list[str]]:
+        """Return (labels, shape (rows,), or None without any; names of classes of texts)."""
+        if not self._able or not self._numbers:
+            return None, []
+        numbers = np.concatenate(self._numbers)
+        if not self._texts:
+            return numbers, []
+        encoding = encode_labels(self._texts)
+        if encoding.missing:
+            return None, []
+        new = np.array([encoding.numbers[text] for text in self._texts], np.int64)
+        return new[numbers], encoding.classes
+
+
+def _without_dictionaries(table: ArrowTable) -> ArrowTable:
+    """Return a table whose categories are their values."""
+    import pyarrow.types as t
+
+    for k, field in enumerate(table.schema):
+        if t.is_dictionary(field.type):
+            plain = table.column(k).cast(field.type.value_type)
+            table = table.set_column(k, field.name, plain)
+    return table

@@ -261,18 +261,24 @@ def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
         raise SourceError(f"{shown} has over {_MOST_YAML} bytes: it does not describe a data set")
     try:
         whole = yaml.safe_load(data)
+        # As texts: YAML reads no and yes as truth values, 1.0 as a number.
+        written = yaml.load(data, yaml.BaseLoader)  # noqa: S506 (it makes texts only)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise SourceError(f"{shown} is not YAML: {reason}: correct it") from error
     if not isinstance(whole, dict) or "names" not in whole:
         return None
-    names = whole["names"]
+    names = written["names"]
     if isinstance(names, dict):
-        keys = list(names)
-        if not all(type(key) is int and 0 <= key < _MOST_CLASSES for key in keys):
+        numbers = [
+            number if key.isdecimal() and (number := int(key)) < _MOST_CLASSES else -1
+            for key in names
+        ]
+        if min(numbers, default=0) < 0:
             raise SourceError(f"{shown}: its names are not numbered from 0: correct it")
-        names = [names.get(k, "") for k in range(max(keys, default=-1) + 1)]
-    if not isinstance(names, list) or not all(isinstance(n, str | int) for n in names):
+        by_number = dict(zip(numbers, names.values(), strict=True))
+        names = [by_number.get(k, "") for k in range(max(numbers, default=-1) + 1)]
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise SourceError(f"{shown}: its names are not a list of names: correct it")
     points, pairs = None, None
     shape = whole.get("kpt_shape")
@@ -284,4 +290,4 @@ def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
         pairs = whole.get("flip_idx")
         if pairs is not None and sorted(map(str, pairs)) != sorted(map(str, range(shape[0]))):
             raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
-    return _DataDescription([str(each) for each in names], points, pairs, [url])
+    return _DataDescription(names, points, pairs, [url])
