@@ -14,6 +14,14 @@ from hypothesis import strategies as st
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
+from dlio.util.settings import REHEARSAL
+
+
+@pytest.fixture(autouse=True)
+def _no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each new file is read by a child process first otherwise; test_rehearsal covers that.
+    monkeypatch.setenv(REHEARSAL, "1")
+
 
 NUMBERS = st.lists(st.integers(0, 30), min_size=1, max_size=8)
 NAMES = st.lists(st.sampled_from(["no", "yes", "cat", "1_0", "NA"]), min_size=1, max_size=8)
@@ -42,7 +50,9 @@ def write_tables(folder: Path, table: pa.Table) -> list[Path]:
 
 @UNRELATED
 @given(names=NAMES)
-def test_names_are_the_same_classes_in_all_tables(names: list[str], tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+def test_names_are_the_same_classes_in_all_tables(
+    names: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("names")
     classes = sorted(set(names))
     expected = classes, [classes.index(name) for name in names]
@@ -62,8 +72,8 @@ def test_names_are_the_same_classes_in_all_tables(names: list[str], tmp_path_fac
 
 @UNRELATED
 @given(numbers=NUMBERS, kind=st.sampled_from(["int16", "int64", "float64"]))
-def test_numbers_are_the_same_labels_in_all_formats(  # type: ignore[no-untyped-def]
-    numbers: list[int], kind: str, tmp_path_factory
+def test_numbers_are_the_same_labels_in_all_formats(
+    numbers: list[int], kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("numbers")
     values = np.array(numbers, kind)
