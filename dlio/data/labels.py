@@ -54,7 +54,7 @@ class LabelEncoding:
     classes: list[str]
     """Names of the classes that the labels number; empty if the texts are whole numbers."""
     missing: frozenset[str]
-    """Those of the texts that are no label."""
+    """Those of the texts that stand for a missing label."""
 
 
 def encode_labels(texts: Iterable[str]) -> LabelEncoding:
@@ -125,5 +125,5 @@ def whole_labels(values: npt.NDArray[np.generic]) -> npt.NDArray[np.int64] | Non
 
 
 def first_missing(texts: Sequence[str], missing: frozenset[str]) -> int:
-    """Return the number of the first text that is no label; -1 for none."""
+    """Return the number of the first text that stands for a missing label; -1 for none."""
     return next((k for k, text in enumerate(texts) if text in missing), -1)

@@ -312,7 +312,7 @@ class Hdf5File:
 
 
 def _check_groups(file: str, sets: Mapping[str, Any]) -> None:
-    """Raise UsageError for groups of which each is a sample: their arrays are no columns.
+    """Raise UsageError for groups of which each is a sample, which have no columns.
 
     Such groups are numbered and hold data sets of the same names, or some that are single values.
     """

@@ -26,7 +26,7 @@ def _no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
 NUMBERS = st.lists(st.integers(0, 30), min_size=1, max_size=8)
 NAMES = st.lists(st.sampled_from(["no", "yes", "cat", "1_0", "NA"]), min_size=1, max_size=8)
 UNRELATED = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -73,9 +73,8 @@ def test_pictures_of_several_formats_are_one_field(tmp_path: Path) -> None:
 
 def test_an_empty_label_is_an_error_that_names_its_sample(tmp_path: Path) -> None:
     members: list[Member] = []
-    for k in range(3):
-        members += [(f"{k}.jpg", b"x"), (f"{k}.cls", b"4")]
-    members[3] = ("1.cls", b"\n")
+    for k, label in enumerate((b"4", b"\n", b"5")):
+        members += [(f"{k}.jpg", b"x"), (f"{k}.cls", label)]
     with pytest.raises(SourceError, match="sample '1': its cls is empty"):
         open_reader(tar(tmp_path / "a.tar", members))
 
@@ -103,8 +102,7 @@ def test_a_long_id_is_text(tmp_path: Path) -> None:
 def test_what_few_samples_have_is_left_out_with_its_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    members: list[Member] = [(f"{k}.jpg", b"x") for k in range(5)] + [("5.txt", b"t")]
-    members.insert(5, ("5.jpg", b"x"))
+    members: list[Member] = [*((f"{k}.jpg", b"x") for k in range(6)), ("5.txt", b"t")]
     path = tar(tmp_path / "a.tar", members)
     for _ in range(2):  # Also when the index comes from the cache.
         caplog.clear()
