@@ -440,6 +440,9 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
     if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
         width, height = struct.unpack(">II", head[16:24])
         return height, width
+    if head[:6] in (b"GIF87a", b"GIF89a") and len(head) >= 10:
+        width, height = struct.unpack("<HH", head[6:10])
+        return height, width
     if head[:2] == b"BM" and len(head) >= 26:
         width, height = struct.unpack("<ii", head[18:26])
         return abs(height), width

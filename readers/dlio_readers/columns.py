@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import fingerprint_of
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import LABEL_NAMES, whole_labels
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind
 from dlio.data.source import ReadErrors, redact
@@ -416,9 +416,13 @@ class ColumnReader(PathReader):
     def _find_labels(self) -> npt.NDArray[np.int64]:
         for name in LABEL_NAMES:
             kind = self.schema.kinds.get(name)
-            if kind is not None and kind.scalar and "int" in kind.text:
-                with ReadErrors(f"{self.path}: {name}"):
-                    return np.asarray(self._columns[name].rows(0, self._count)).astype(np.int64)
+            # Also of shape (samples, 1), as many files have them.
+            if kind is None or not kind.fixed or set(kind.shape) - {1}:
+                continue
+            with ReadErrors(f"{self.path}: {name}"):
+                labels = whole_labels(np.asarray(self._columns[name].rows(0, self._count)))
+            if labels is not None:
+                return labels
         return np.broadcast_to(np.int64(0), self._count)
 
 

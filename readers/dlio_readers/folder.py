@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names
 from dlio.data.interpretation import counted, counted_below
-from dlio.data.labels import TABLE_LABEL_NAMES
+from dlio.data.labels import TABLE_LABEL_NAMES, encode_labels, first_missing, label_text
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
@@ -401,23 +401,26 @@ def _labels_of(rows: Sequence[Any], file: str, label: str) -> dict[str, str]:
         name, value = row.get(file), row.get(label)
         if not isinstance(name, str) or not name:
             raise ValueError(f"row {number + 1} of its data has no {file}")
-        if type(value) not in (str, int) or not str(value).strip():
+        text = label_text(value)
+        if not text.strip():
             raise ValueError(f"{name} has no {label}: give it one, or remove its row")
         if None in row:
             raise ValueError(f"{name} has more values than the first line names")
-        if labels.setdefault(name, str(value)) != str(value):
+        if labels.setdefault(name, text) != text:
             raise ValueError(f"{name} has several labels")
+    names = list(labels)
+    gap = first_missing(list(labels.values()), encode_labels(labels.values()).missing)
+    if gap >= 0:
+        raise ValueError(f"{names[gap]} has no {label}: give it one, or remove its row")
     return labels
 
 
 def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
-    """Return (class numbers, class names); integer labels stay, other labels are sorted."""
-    try:
-        numbers = np.array([int(label) for label in labels], np.int64)
-    except (ValueError, OverflowError):
-        classes = sorted(set(labels))
-        where_is = {name: number for number, name in enumerate(classes)}
-        return np.array([where_is[label] for label in labels], np.int64), classes
+    """Return (class numbers, class names); whole numbers stay, other labels are sorted."""
+    encoding = encode_labels(labels)
+    numbers = np.array([encoding.numbers[label] for label in labels], np.int64)
+    if encoding.classes:
+        return numbers, encoding.classes
     if len(numbers) and (numbers.min() < 0 or numbers.max() > 1 << 20):
         return numbers, []
     return numbers, [str(number) for number in range(int(numbers.max()) + 1)]

@@ -6,6 +6,7 @@ through the library, one read at a time because of its global lock.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -137,6 +138,7 @@ _WRITTEN: Final = ("unable to lock file", "already open for write", "already ope
 """Parts of the library's errors for files that are being written."""
 _MAX_SETS: Final = 1 << 12
 _MAX_GROUPS: Final = 1 << 12
+_DIGITS: Final = re.compile(r"[0-9]+")
 
 
 class Hdf5File:
@@ -218,6 +220,8 @@ class Hdf5File:
             if packed is not None:
                 self.packed_schema, self.classes = packed
                 names = names or [name for name, _ in self.packed_schema.fields]
+            elif not names:
+                _check_groups(self.file.name, sets)
             chosen, self.count = choose(self.file.name, shapes, names)
             columns: dict[str, Column] = {}
             for name in chosen:
@@ -350,6 +354,28 @@ class Hdf5File:
             others = {source.file_name for source in dataset.virtual_sources()} - {"."}
             if others:
                 raise SourceError(f"{where} is made of other files (virtual): name those instead")
+
+
+def _check_groups(file: str, sets: Mapping[str, Any]) -> None:
+    """Raise UsageError for groups of which each is a sample, which have no columns.
+
+    Such groups are numbered and hold data sets of the same names, or some that are single values.
+    """
+    inside: dict[str, dict[str, int]] = {}
+    for name, dataset in sets.items():
+        group, _, own = name.rpartition("/")
+        inside.setdefault(group, {})[own] = len(dataset.shape or ())
+    members = list(inside.values())
+    numbered = {_DIGITS.sub("0", group) for group in inside}
+    alike = len(inside) > 1 and "" not in inside and all(m == members[0] for m in members)
+    if alike and (len(numbered) == 1 or 0 in members[0].values()):
+        first, second = list(inside)[:2]
+        raise UsageError(
+            f"{file}: {len(inside)} groups, such as {first} and {second}, hold "
+            f"{', '.join(members[0])} each: dlio does not read groups as samples. Store "
+            "sample i as row i of data sets, or name data sets to read rows of, as in "
+            f"x.h5::{first}/{next(iter(members[0]))}"
+        )
 
 
 class _ChunkedDataset:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import LABEL_NAMES, MAX_CLASSES, encode_labels, whole_labels
 from dlio.data.schema import DTYPES, Schema, array_kind, parse_kind
 from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError
@@ -51,6 +51,7 @@ class ColumnFacts:
     def __init__(self, name: str, kind: ArrowType) -> None:
         import pyarrow.types as t
 
+        kind = kind.value_type if t.is_dictionary(kind) else kind
         self._name = name
         kind = _plain_type(kind)
         self.bodies: list[npt.NDArray[np.int64]] = []
@@ -64,9 +65,11 @@ class ColumnFacts:
             _is_bytes(kind)
             or (t.is_struct(kind) and any(f.name == "bytes" and _is_bytes(f.type) for f in kind))
         )
-        self._text = not self._depth and _is_text(kind)
+        self.is_text = not self._depth and _is_text(kind)
         self.whole = bool(t.is_integer(kind))
-        if not (self._bytes or self._text or self._dtype):
+        self.named = False
+        """True if its texts are classes."""
+        if not (self._bytes or self.is_text or self._dtype):
             raise SourceError(
                 f"column {name!r} is {kind}, which samples cannot have: name those to read, as in "
                 "x.parquet::image,label"
@@ -76,8 +79,8 @@ class ColumnFacts:
         """Look at the column's values in a row group, as `plain_values` returns them."""
         import pyarrow.compute as pc
 
-        if self._bytes or self._text:
-            plain = _bytes_of(column, where, self._text)
+        if self._bytes or self.is_text:
+            plain = _bytes_of(column, where, self.is_text)
             self.bodies.append(np.asarray(pc.binary_length(plain)).astype(np.int64))
             step = max(1, len(plain) // _PROBES)
             if self._bytes:
@@ -95,7 +98,9 @@ class ColumnFacts:
             self.bodies.append(shapes.prod(axis=1))
 
     def kind(self) -> str:
-        if self._text:
+        if self.named:
+            return "int64"
+        if self.is_text:
             return "text"
         if self._bytes:
             if len(self._images) == 1:
@@ -379,6 +384,8 @@ class RowGroupReader(PathReader):
         variable = [n for n, _ in self.schema.fields if not self.schema.kinds[n].fixed]
         bodies = {name: index["bodies"][:, k] for k, name in enumerate(variable)}
         self.labels = index["labels"]
+        self._named: str | None = head["named"]
+        """The field whose texts are classes."""
         self.sizes = self.schema.payload_sizes(total, bodies)
         self._lay_out(_VERSION, self._files, self.sizes, self._starts[:-1])
 
@@ -393,6 +400,8 @@ class RowGroupReader(PathReader):
             with parsing(f"{file.name}, row group {group},"):
                 columns = self._group(group)
                 picked = {name: take(column, rows) for name, column in columns.items()}
+                if self._named is not None:
+                    picked[self._named] = self.labels[samples[slots]]
                 joined = joined_rows(self.schema, len(rows), picked)
             for slot, payload in zip(slots.tolist(), joined, strict=True):
                 payloads[slot] = payload
@@ -416,11 +425,14 @@ class RowGroupReader(PathReader):
             if kept is not None:
                 self._kept.move_to_end((file, group))
                 return kept[0]
-            table = self._read_group(file, group, [name for name, _ in self.schema.fields])
+            fields = [field for field in self.schema.fields if field[0] != self._named]
+            table = self._read_group(
+                file, group, [name for name, _ in fields or self.schema.fields]
+            )
             where = partial(self._where, file, group)
             columns = {
                 name: decoded(self._plain(table, file, group, name), kind, where(name))
-                for name, kind in self.schema.fields
+                for name, kind in fields
             }
             self._kept[file, group] = columns, table.nbytes
             while len(self._kept) > 1 and sum(n for _, n in self._kept.values()) > _KEPT_BYTES:
@@ -470,25 +482,91 @@ class RowGroupReader(PathReader):
         if not starts[-1]:
             raise SourceError(f"{self.path} holds no rows")
         facts = {name: ColumnFacts(name, first.field(name).type) for name in chosen}
-        label = next((name for name in LABEL_NAMES if name in facts and facts[name].whole), None)
-        labels = []
+        label = _LabelColumn(next((name for name in LABEL_NAMES if name in facts), None))
         for number, group in groups:
             table = self._read_group(number, group, chosen)
             for name, each in facts.items():
                 plain = self._plain(table, number, group, name)
-                if name == label:
-                    if plain.null_count:
+                if name == label.name:
+                    if plain.null_count and (each.whole or each.is_text):
                         raise _missing(plain, self._where(number, group, name), "label: fill it")
-                    labels.append(np.asarray(plain).astype(np.int64))
+                    label.add(plain, self._where(number, group, name), each.is_text)
                 each.add(plain, self._where(number, group, name))
+        numbers, classes = label.numbered()
+        if label.name is not None and classes:
+            facts[label.name].named = True
         fields = [(name, each.kind()) for name, each in facts.items()]
         bodies = [each.sizes() for each in facts.values() if not parse_kind(each.kind()).fixed]
         total = int(starts[-1])
-        head = {"fields": fields, "classes": class_names(first, label)}
+        head = {
+            "fields": fields,
+            "classes": classes or class_names(first, label.name),
+            "named": label.name if classes else None,
+        }
         return {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
             "groups": np.array(groups, np.int64),
             "starts": starts,
             "bodies": np.stack(bodies, 1) if bodies else np.zeros((total, 0), np.int64),
-            "labels": np.concatenate(labels) if labels else np.zeros(total, np.int64),
+            "labels": np.zeros(total, np.int64) if numbers is None else numbers,
         }
+
+
+class _LabelColumn:
+    """The labels of all rows, gathered over groups; `name` is None for tables without a label."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self._numbers: list[npt.NDArray[np.int64]] = []
+        self._texts: dict[str, int] = {}
+        self._able = True
+
+    def add(self, column: ArrowColumn, where: str, is_text: bool) -> None:
+        """Add a group's values, as `plain_values` returns them.
+
+        Raises SourceError for an empty text among names of classes.
+        """
+        import pyarrow.types as t
+
+        if not self._able:
+            return
+        if is_text:
+            import pyarrow.compute as pc
+
+            coded = pc.dictionary_encode(column)
+            # Wide texts come as bytes.
+            own = [x.decode() if isinstance(x, bytes) else x for x in coded.dictionary.to_pylist()]
+            codes = np.array([self._texts.setdefault(x, len(self._texts)) for x in own], np.int64)
+            self._able = len(self._texts) <= MAX_CLASSES
+            rows = np.asarray(coded.indices).astype(np.int64)
+            blank = np.flatnonzero(np.array([not x.strip() for x in own], bool)[rows])
+            if self._able and len(blank):
+                raise SourceError(
+                    f"{where}, row {blank[0]}: its label is empty: fill it or drop the row, or "
+                    "name the columns to read, as in x.parquet::a,b"
+                )
+            self._numbers.append(codes[rows] if len(own) else rows)
+            return
+        values = None
+        if t.is_fixed_size_list(column.type) or t.is_list(column.type):
+            flat = column.flatten()
+            if len(flat) == len(column) and not flat.null_count and _dtype(flat.type) is not None:
+                values = whole_labels(np.asarray(flat))
+        elif not column.null_count and _dtype(column.type) is not None:
+            values = whole_labels(np.asarray(column))
+        self._able = values is not None
+        if values is not None:
+            self._numbers.append(values)
+
+    def numbered(self) -> tuple[npt.NDArray[np.int64] | None, list[str]]:
+        """Return (labels, shape (rows,), or None without any; names of classes of texts)."""
+        if not self._able or not self._numbers:
+            return None, []
+        numbers = np.concatenate(self._numbers)
+        if not self._texts:
+            return numbers, []
+        encoding = encode_labels(self._texts)
+        if encoding.missing:
+            return None, []
+        new = np.array([encoding.numbers[text] for text in self._texts], np.int64)
+        return new[numbers], encoding.classes

@@ -2,7 +2,8 @@
 
 A sample is a run of members whose base names agree up to the first dot; the rest of the base name,
 in lower case, is the field. Members whose base names begin with `__` are ignored, except
-`__dlio__.json`, which `dlio pack` writes and which gives exact kinds and classes.
+`__dlio__.json`, which `dlio pack` writes and which gives exact kinds and classes, and so are those
+that begin with a dot, as macOS adds them. Links are the files of the same tar that they name.
 
 Tars may be compressed as LZ4 frames (`.tar.lz4`). With independent blocks (`lz4 -BI`, the default
 of the tool), only the blocks of a sample are decompressed. Frames with linked blocks do not support
@@ -10,10 +11,14 @@ random access and are refused.
 """
 
 import json
+import logging
+import posixpath
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -22,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names, cached_index
-from dlio.data.labels import TAR_LABEL_NAMES
+from dlio.data.labels import MAX_CLASSES, TAR_LABEL_NAMES, encode_labels
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities, PathRules
-from dlio.data.schema import LABEL, Schema, array_kind
+from dlio.data.schema import IMAGES, LABEL, Schema, array_kind
 from dlio.data.source import File, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import parsing
@@ -36,70 +41,112 @@ from dlio_readers.path_reader import PathReader, lie_at
 # Random access into LZ4 frames of independent blocks
 
 _FRAME_MAGIC: Final = 0x184D2204
+_SKIPPED_MAGIC: Final = 0x184D2A50
 _FRAME_BLOCKS: Final = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 1 << 22}
 _KEPT_BLOCKS: Final = 16
 
 
-class Lz4Frame:
-    """An LZ4 frame of independent blocks; caches the last decompressed ones. Thread-safe.
+class Lz4Frames:
+    """LZ4 frames of independent blocks, one after another; caches the last decompressed blocks.
+    Thread-safe.
 
-    `index` are the arrays of `frame_index`.
+    `index` are the arrays of `frames_index`.
     """
 
     def __init__(self, file: File, index: Arrays) -> None:
         self._file = file
         self._at, self._stored = index["frame_at"], index["frame_stored"]
-        self._raw_bytes = int(index["frame_raw"][0])
-        self.size = int(index["frame_raw"][1])
+        self._ends = index["frame_ends"]
+        self.size = int(self._ends[-1])
         self.block = lru_cache(_KEPT_BLOCKS)(self._block)
         """Returns a decompressed block by its number."""
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` with decompressed bytes from `offset` on. Raises SourceError."""
+        if offset + len(into) > self.size:
+            raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
+        number = int(np.searchsorted(self._ends, offset, side="right"))
         done = 0
         while done < len(into):
-            number, start = divmod(offset + done, self._raw_bytes)
-            if number >= len(self._at):
-                raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
+            start = offset + done - int(self._ends[number - 1] if number else 0)
             part = self.block(number)[start : start + len(into) - done]
-            if not part:
-                raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
             into[done : done + len(part)] = part
             done += len(part)
+            number += 1
 
     def _block(self, number: int) -> bytes:
-        stored = int(self._stored[number])
-        data = self._file.read(int(self._at[number]), abs(stored))
-        if stored > 0:
-            try:
-                data = lz4.block.decompress(data, uncompressed_size=self._raw_bytes)
-            except lz4.block.LZ4BlockError as error:
-                raise SourceError(f"{self._file.name}: LZ4 data is damaged; restore it") from error
+        expected = int(self._ends[number]) - int(self._ends[number - 1] if number else 0)
+        data = _block_at(self._file, int(self._at[number]), int(self._stored[number]), expected)
+        if len(data) != expected:
+            raise SourceError(f"{self._file.name} has changed since it was indexed: run again")
         return data
 
 
-def frame_index(file: File) -> Arrays:
-    """Index the blocks of an LZ4 frame, for `Lz4Frame`.
+def _block_at(file: File, at: int, stored: int, most: int) -> bytes:
+    """Return a decompressed block of `most` bytes or less; `stored` is negative for a plain one."""
+    data = file.read(at, abs(stored))
+    if stored > 0:
+        try:
+            data = lz4.block.decompress(data, uncompressed_size=most)
+        except lz4.block.LZ4BlockError as error:
+            raise SourceError(f"{file.name}: LZ4 data is damaged; restore it") from error
+    return data
+
+
+def frames_index(file: File) -> Arrays:
+    """Index the blocks of a file of LZ4 frames, for `Lz4Frames`.
 
     Returns `frame_at`, the offset of each block, `frame_stored`, its stored bytes (negative if it
-    is not compressed), and `frame_raw`, (decompressed bytes per block, total).
+    is not compressed), and `frame_ends`, the end of its decompressed bytes among those of all.
 
     Raises SourceError for damaged frames, and for frames with linked blocks.
     """
-    head = file.read(0, 19)
-    wrong = SourceError(f"{file.name} is not an LZ4 frame, or is damaged: restore it")
+    at, total = 0, 0
+    places: list[int] = []
+    sizes: list[int] = []
+    ends: list[int] = []
+    while at < file.size:
+        word = file.read(at, 8)
+        magic = struct.unpack_from("<I", word)[0] if len(word) == 8 else 0
+        if magic & ~0xF == _SKIPPED_MAGIC:
+            at += 8 + struct.unpack_from("<I", word, 4)[0]
+            continue
+        own_places, own_sizes, own_bytes, at = _frame(file, at)
+        places += own_places
+        sizes += own_sizes
+        for each in own_bytes:
+            total += each
+            ends.append(total)
+    if not places or at > file.size:
+        raise _not_lz4(file)
+    return {
+        "frame_at": np.array(places, np.int64),
+        "frame_stored": np.array(sizes, np.int64),
+        "frame_ends": np.array(ends, np.int64),
+    }
+
+
+def _not_lz4(file: File) -> SourceError:
+    return SourceError(f"{file.name} is not an LZ4 frame, or is damaged: restore it")
+
+
+def _frame(file: File, start: int) -> tuple[list[int], list[int], list[int], int]:
+    """Return (offset, stored bytes, decompressed bytes of each block; the frame's end)."""
+    head = file.read(start, 19)
+    wrong = _not_lz4(file)
     if len(head) < 7 or struct.unpack_from("<I", head)[0] != _FRAME_MAGIC:
         raise wrong
     flags, descriptor = head[4], head[5]
-    raw_bytes = _FRAME_BLOCKS.get(descriptor >> 4 & 7)
-    if flags >> 6 != 1 or raw_bytes is None:
+    most = _FRAME_BLOCKS.get(descriptor >> 4 & 7)
+    if flags >> 6 != 1 or most is None:
         raise wrong
     if not flags & 0x20:
         raise SourceError(
             f"{file.name}: its LZ4 blocks are linked, which prevents random access: compress it "
             "with `lz4 -BI`"
         )
-    at = 7 + (8 if flags & 8 else 0) + (4 if flags & 1 else 0)
+    whole = struct.unpack_from("<Q", head, 6)[0] if flags & 8 and len(head) >= 14 else None
+    at = start + 7 + (8 if flags & 8 else 0) + (4 if flags & 1 else 0)
     places, sizes = [], []
     while True:
         word = file.read(at, 4)
@@ -109,27 +156,29 @@ def frame_index(file: File) -> Arrays:
         if size == 0:
             break
         plain, size = bool(size >> 31), size & 0x7FFFFFFF
-        if size > raw_bytes + 16 or at + 4 + size > file.size:
+        if size > most + 16 or at + 4 + size > file.size:
             raise wrong
         places.append(at + 4)
         sizes.append(-size if plain else size)
         at += 4 + size + (4 if flags & 0x10 else 0)
+    at += 4 + (4 if flags & 4 else 0)
     if not places:
-        raise wrong
-    index = {
-        "frame_at": np.array(places, np.int64),
-        "frame_stored": np.array(sizes, np.int64),
-        "frame_raw": np.array([raw_bytes, raw_bytes * len(places)], np.int64),
-    }
-    last = Lz4Frame(file, index).block(len(places) - 1)
-    index["frame_raw"][1] = raw_bytes * (len(places) - 1) + len(last)
-    return index
+        return [], [], [], at
+    last = len(_block_at(file, places[-1], sizes[-1], most))
+    if whole == most * (len(places) - 1) + last:
+        return places, sizes, [most] * (len(places) - 1) + [last], at
+    # A writer that flushes makes blocks of any size, which no header tells.
+    rows = zip(places, sizes, strict=True)
+    return places, sizes, [len(_block_at(file, place, size, most)) for place, size in rows], at
 
 
 # The headers of a tar: names, offsets and sizes of its files, without extracting
 
 _SCAN_BYTES: Final = 1 << 20
 _BLOCK: Final = 512
+_RECORDS: Final = 1 << 16
+"""Bytes after an end mark that are looked at: tars are padded to 10,240."""
+_MOST_LINKS: Final = 16
 _MAX_NAME: Final = 1 << 16
 _MAX_MEMBERS: Final = 1 << 28
 _OCTAL: Final = re.compile(rb"[0-7]+")
@@ -146,6 +195,8 @@ class TarMembers:
         self._size = size
         self._read = read
         self._name = name
+        self.note = ""
+        """What is odd about the tar, after all its members; empty for nothing."""
         self._stretch = b""
         self._start = 0
 
@@ -165,13 +216,21 @@ class TarMembers:
         """Make the error for damage at an offset."""
         return SourceError(f"{self._name} at byte {at}: {why}; restore it")
 
-    def __iter__(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (name, offset, size) of each regular file. Raises SourceError if damaged."""
-        at, longer, pax_size = 0, "", -1
+    def __iter__(self) -> Iterator["TarMember"]:
+        """Yield each regular file and each link. Raises SourceError if the tar is damaged."""
+        at, longer, target, pax_size = 0, "", "", -1
         members = 0
+        self.note = "lacks its end mark: it may have been cut off between two members"
         while at + _BLOCK <= self._size:
             head = self.bytes_at(at, _BLOCK)
             if not any(head):
+                rest = self.bytes_at(at, min(_RECORDS, self._size - at))
+                self.note = (
+                    "goes on after its end mark, which is not read: unpack it with tar --"
+                    "ignore-zeros and pack it again"
+                    if any(rest)
+                    else ""
+                )
                 return
             if _octal(head[148:156], self, at) != sum(head[:148]) + 8 * 32 + sum(head[156:]):
                 raise self.damaged(at, "is not a tar header: the file is damaged, or not a tar")
@@ -179,35 +238,107 @@ class TarMembers:
             kind = head[156:157]
             if pax_size >= 0 and kind not in b"xgLK":
                 size = pax_size
+            if kind in b"123456":
+                size = 0  # Some writers note the size of a link's target.
             body = at + _BLOCK
             if body + size > self._size:
                 raise self.damaged(at, "a member is longer than the file: it was cut off")
-            if kind in (b"L", b"x"):
+            if kind == b"S":
+                raise self._sparse(longer or _name(head))
+            if kind in (b"L", b"K", b"x"):
                 if size > _MAX_NAME:
                     raise self.damaged(at, f"a header of {size} bytes")
                 data = self.bytes_at(body, size)
                 if kind == b"L":
                     longer = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
+                elif kind == b"K":
+                    target = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
                 else:
                     pax = _pax(data, self, at)
                     longer = pax.get("path", longer)
-                    if "GNU.sparse.major" in pax or "GNU.sparse.size" in pax:
-                        raise self.damaged(at, "a sparse member, which dlio does not read")
+                    target = pax.get("linkpath", target)
+                    if any(key.startswith("GNU.sparse.") for key in pax):
+                        raise self._sparse(pax.get("GNU.sparse.name", longer))
                     pax_size = -1
                     if "size" in pax:
                         if _SIZE.fullmatch(pax["size"]) is None:
                             raise self.damaged(at, "an invalid size")
                         pax_size = int(pax["size"])
             else:
+                name = longer or _name(head)
                 if kind in (b"0", b"\0", b"7"):
-                    yield longer or _name(head), body, size
+                    yield TarMember(name, body, size)
+                elif kind in (b"1", b"2"):
+                    named = target or _text(head[157:257])
+                    yield TarMember(name, body, 0, _target(name, named, symbolic=kind == b"2"))
                 members += 1
                 if members > _MAX_MEMBERS:
                     raise self.damaged(at, "too many members")
-                longer, pax_size = "", -1
+                longer, target, pax_size = "", "", -1
             at = body + -(-size // _BLOCK) * _BLOCK
         if at > self._size:
             raise self.damaged(self._size, "it ends within a member: it was cut off")
+
+    def _sparse(self, name: str) -> SourceError:
+        return SourceError(
+            f"{self._name}: {name} is stored as a sparse file, which dlio does not read: pack the "
+            "tar without --sparse"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """A regular file in a tar, or a link to one."""
+
+    name: str
+    at: int
+    """Offset of its bytes."""
+    size: int
+    target: str | None = None
+    """Path in the tar of what a link names; None for a file."""
+
+
+class LinkTargets:
+    """The members of a tar by name, to follow its links within the tar."""
+
+    def __init__(self, members: Iterable[TarMember], file: str) -> None:
+        self._file = file
+        self._own: dict[str, list[TarMember]] = {}
+        self._folders: set[str] = set()
+        for member in members:
+            path = _plain(member.name)
+            self._own.setdefault(path, []).append(member)
+            while (path := posixpath.dirname(path)) and path not in self._folders:
+                self._folders.add(path)
+
+    def resolve(self, link: TarMember) -> TarMember | None:
+        """Return the file that a link leads to; None for a folder.
+
+        Raises SourceError if the tar does not hold it.
+        """
+        at, member = link.at, link
+        for _ in range(_MOST_LINKS):
+            if member.target is None:
+                return member
+            known = self._own.get(member.target)
+            if known is None:
+                if member.target in self._folders:
+                    return None
+                break
+            # Of members of one name, tar takes the last one before a link.
+            member = next((each for each in reversed(known) if each.at < at), known[-1])
+        raise SourceError(
+            f"{self._file}: {link.name} is a link to {link.target}, which the tar does not hold: "
+            "pack the files themselves, with tar --dereference --hard-dereference"
+        )
+
+
+def _target(name: str, named: str, *, symbolic: bool) -> str:
+    return _plain(posixpath.join(posixpath.dirname(name), named) if symbolic else named)
+
+
+def _plain(path: str) -> str:
+    return posixpath.normpath(path).lstrip("/")
 
 
 def _octal(field: bytes, members: TarMembers, at: int) -> int:
@@ -223,10 +354,14 @@ def _octal(field: bytes, members: TarMembers, at: int) -> int:
 
 
 def _name(head: bytes) -> str:
-    name = head[:100].split(b"\0", 1)[0]
-    if head[257:262] == b"ustar" and head[345]:
-        name = head[345:500].split(b"\0", 1)[0] + b"/" + name
-    return name.decode("utf-8", "surrogateescape")
+    # GNU's headers, which end in two spaces, have times where others have the path's beginning.
+    if head[257:263] == b"ustar\0" and head[345]:
+        return f"{_text(head[345:500])}/{_text(head[:100])}"
+    return _text(head[:100])
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
 def _pax(data: bytes, members: TarMembers, at: int) -> dict[str, str]:
@@ -246,11 +381,13 @@ def _pax(data: bytes, members: TarMembers, at: int) -> dict[str, str]:
 # Samples
 
 SUFFIXES: Final = (".tar", ".tar.lz4")
-_VERSION: Final = 1
+_VERSION: Final = 2
 _SCAN_THREADS: Final = 8
 _INTEGER: Final = re.compile(r"-?[0-9]+")
 _MAX_NUMBER: Final = 64
 """Most bytes of a member that holds an integer as text."""
+_MAX_LABEL: Final = 1 << 12
+"""Most bytes of a member that holds a label."""
 _MAX_META: Final = 1 << 20
 _GAP: Final = 1 << 16
 """Largest gap between two members that are still read together, in bytes."""
@@ -261,7 +398,7 @@ _KINDS: Final = {
     "png": "png",
     "webp": "webp",
     "bmp": "image",
-    "gif": "bytes",
+    "gif": "image",
     "tif": "image",
     "tiff": "image",
     "ppm": "image",
@@ -272,7 +409,12 @@ _KINDS: Final = {
     "caption": "text",
     "transcript": "text",
 }
-_NUMBERS: Final = ("cls", "cls2", "index", "inx", "id", "label")
+_NUMBERS: Final = ("cls", "cls2", "class", "count", "index", "inx", "id", "label")
+_CLASSES: Final = ("label", "cls", "class")
+"""Members that are classes where they are texts; other texts stay texts."""
+_PICTURES: Final = frozenset(name for name, kind in _KINDS.items() if kind in IMAGES)
+
+_log = logging.getLogger("dlio")
 
 
 class TarReader(PathReader):
@@ -301,18 +443,29 @@ class TarReader(PathReader):
 
         with ThreadPoolExecutor(_SCAN_THREADS) as pool:
             parts = list(pool.map(index, self._files))
-        first = json.loads(parts[0]["head"].tobytes())
+        heads = [json.loads(part["head"].tobytes()) for part in parts]
+        for file, head in zip(self._files, heads, strict=True):
+            for note in head["notes"]:
+                _log.warning("%s %s", file.name, note)
+        first = heads[0]
         names = [name for name, _ in first["fields"]]
-        kinds = [_joined(name, parts) for name in range(len(names))]
-        for file, part in zip(self._files, parts, strict=True):
-            own = [name for name, _ in json.loads(part["head"].tobytes())["fields"]]
-            if own != names:
-                raise SourceError(
-                    f"{file.name}: its samples have {', '.join(own)}, those of "
-                    f"{self._files[0].name} {', '.join(names)}: choose common fields with fields="
-                )
+        parts = [
+            _with_columns(file.name, part, head, names, self._files[0].name)
+            for file, part, head in zip(self._files, parts, heads, strict=True)
+        ]
+        kinds = [_joined(name, heads) for name in range(len(names))]
         self.schema = Schema(tuple(zip(names, kinds, strict=True)), first["structure"])
-        self.classes: Sequence[str] = first["classes"]
+        numbers = [
+            name for name in TAR_LABEL_NAMES if dict(self.schema.fields).get(name) == "int64"
+        ]
+        label = numbers[0] if numbers else None
+        self.classes: Sequence[str] = first["classes"] or _number_classes(
+            parts, heads, names, label
+        )
+        texts = [n for n in names if n != label and any(n in head["texts"] for head in heads)]
+        if texts:  # Only one field can have the classes' names.
+            kinds = ["text" if n in texts else k for n, k in self.schema.fields]
+            self.schema = Schema(tuple(zip(names, kinds, strict=True)), first["structure"])
         counts = np.array([len(part["at"]) for part in parts], np.int64)
         self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._parts = parts
@@ -322,8 +475,7 @@ class TarReader(PathReader):
             for k, name in enumerate(names)
         }
         total = int(self._firsts[-1])
-        label = next((name for name in TAR_LABEL_NAMES if kinds and name in names), None)
-        if label is not None and self.schema.kinds[label].text == "int64":
+        if label is not None:
             k = names.index(label)
             self.labels = np.concatenate([part["number"][:, k] for part in parts])
         else:
@@ -331,7 +483,7 @@ class TarReader(PathReader):
         self.sizes = self.schema.payload_sizes(total, bodies)
         self._lay_out(_VERSION, self._files, self.sizes)
         self._frames = [
-            Lz4Frame(file, part) if "frame_at" in part else None
+            Lz4Frames(file, part) if "frame_at" in part else None
             for file, part in zip(self._files, parts, strict=True)
         ]
 
@@ -411,11 +563,76 @@ class TarReader(PathReader):
             return self.schema.join(values)
 
 
-def _joined(k: int, parts: Sequence[Arrays]) -> str:
+def _with_columns(
+    file: str, part: Arrays, head: dict[str, Any], names: Sequence[str], first: str
+) -> Arrays:
+    """Return the arrays of a tar with its fields in the order of the first tar's `names`.
+
+    Raises SourceError if it has other fields; pictures of other formats are the same field.
+    """
+    own = dict(map(tuple, head["fields"]))
+    places = list(own)
+    order = []
+    for name in names:
+        match = name if name in own else _stand_in(name, own, names)
+        if match is not None:
+            order.append(places.index(match))
+    if len(order) != len(names) or len(places) != len(names):
+        raise SourceError(
+            f"{file}: its samples have {', '.join(own)}, those of {first} {', '.join(names)}: "
+            "choose common fields with fields="
+        )
+    head["fields"] = [[name, own[places[k]]] for name, k in zip(names, order, strict=True)]
+    columns = {key: part[key][:, order] for key in ("at", "size", "number", "body")}
+    return {**part, **columns, "npy": part["npy"][order]}
+
+
+def _stand_in(field: str, here: Iterable[str], fields: Sequence[str]) -> str | None:
+    """Return the picture of another format that a sample, which has the fields `here`, has in place
+    of `field`; None without one, or with several."""
+    prefix, dot, last = field.rpartition(".")
+    if last not in _PICTURES:
+        return None
+    others = [
+        each
+        for each in here
+        if each not in fields
+        and each.rpartition(".")[:2] == (prefix, dot)
+        and each.rpartition(".")[2] in _PICTURES
+    ]
+    return others[0] if len(others) == 1 else None
+
+
+def _number_classes(
+    parts: list[Arrays], heads: Sequence[dict[str, Any]], names: Sequence[str], label: str | None
+) -> list[str]:
+    """Return the classes of a label that is text in some of the tars, and number them there."""
+    if label is None or not any(label in head["texts"] for head in heads):
+        return []
+    k = names.index(label)
+    own = [
+        head["texts"].get(label) or [str(n) for n in np.unique(part["number"][:, k]).tolist()]
+        for part, head in zip(parts, heads, strict=True)
+    ]
+    encoding = encode_labels(text for texts in own for text in texts)
+    for part, head, texts in zip(parts, heads, own, strict=True):
+        new = np.array([encoding.numbers[text] for text in texts], np.int64)
+        old = part["number"][:, k]
+        codes = old if label in head["texts"] else np.searchsorted(np.unique(old), old)
+        part["number"] = part["number"].copy()
+        part["number"][:, k] = new[codes]
+    return encoding.classes
+
+
+def _joined(k: int, heads: Sequence[dict[str, Any]]) -> str:
     """Kind of field number k over all files; dimensions that differ become `?`."""
-    kinds = {json.loads(part["head"].tobytes())["fields"][k][1] for part in parts}
+    kinds = {head["fields"][k][1] for head in heads}
     if len(kinds) == 1:
         return str(kinds.pop())
+    if kinds <= set(IMAGES):
+        return "image"
+    if kinds == {"int64", "text"}:
+        return "text"
     names = {kind.partition("[")[0] for kind in kinds}
     shapes = [kind.partition("[")[2].rstrip("]").split(",") for kind in kinds]
     if len(names) > 1 or len({len(shape) for shape in shapes}) > 1:
@@ -432,20 +649,47 @@ def _build(file: File, fields: tuple[str, ...]) -> Arrays:
     extra: Arrays = {}
     size, read = file.size, file.read
     if own_name(file.name).endswith(".lz4"):
-        extra = frame_index(file)
-        frame = Lz4Frame(file, extra)
-        size = frame.size
+        extra = frames_index(file)
+        frames = Lz4Frames(file, extra)
+        size = frames.size
 
         def read(offset: int = 0, count: int | None = None) -> bytes:
             memory = bytearray(count or 0)
-            frame.read_into(offset, memoryview(memory))
+            frames.read_into(offset, memoryview(memory))
             return bytes(memory)
 
     members = TarMembers(size, read, file.name)
     builder = _Builder(file.name, fields)
-    for name, at, length in members:
-        builder.add(name, at, length, members)
-    return {**builder.arrays(), **extra}
+    targets: LinkTargets | None = None
+    for each in members:
+        member: TarMember | None = each
+        if each.target is not None and is_part(each.name):
+            # The tar is walked again only if it has links.
+            targets = targets or LinkTargets(TarMembers(size, read, file.name), file.name)
+            member = targets.resolve(each)
+        if member is not None:
+            builder.add(each.name, member.at, member.size, members)
+    return {**builder.arrays(members.note), **extra}
+
+
+def is_part(name: str) -> bool:
+    """True for the name of a member that is a part of a sample."""
+    last = name.rpartition("/")[2]
+    return not last.startswith(("__", ".")) and "." in last
+
+
+class _TextMembers:
+    """A field whose members are texts: numbers, or names of classes, or any."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, int] = {}
+        self.plain = False
+        """True if one of them is too long for a label."""
+        self.codes: list[int] = []
+
+    def add(self, text: str | None) -> None:
+        self.plain = self.plain or text is None
+        self.codes.append(self.texts.setdefault(text or "", len(self.texts)))
 
 
 class _Builder:
@@ -454,13 +698,18 @@ class _Builder:
     def __init__(self, file: str, fields: tuple[str, ...]) -> None:
         self._file = file
         self._fields = list(fields)
+        self._chosen = bool(fields)
         self._packed: dict[str, Any] = {}
         self._key = ""
-        self._sample: dict[str, tuple[int, int, int, NpyHead | None]] = {}
+        self._sample: dict[str, tuple[int, int, int | str | None, NpyHead | None]] = {}
         self._keys: list[str] = []
         self._rows: list[list[tuple[int, int, int, int]]] = []
         self._shapes: dict[str, tuple[str, list[int | None]]] = {}
-        self._texts: dict[str, bool] = {}
+        self._texts: dict[str, _TextMembers] = {}
+        self._mixed: set[str] = set()
+        """Fields that are pictures of several formats."""
+        self._left: Counter[str] = Counter()
+        """Members that the first sample lacks, of samples."""
 
     def add(self, name: str, at: int, size: int, members: TarMembers) -> None:
         folder, slash, last = name.rpartition("/")
@@ -468,7 +717,7 @@ class _Builder:
             self._packed = _meta(members.bytes_at(at, size), members, at)
             self._fields = self._fields or [field for field, _ in self._packed["fields"]]
             return
-        if last.startswith("__") or "." not in last:
+        if not is_part(name):
             return
         stem, _, extension = last.partition(".")
         key = folder + slash + stem
@@ -477,12 +726,17 @@ class _Builder:
         if key != self._key or field in self._sample:
             self._finish()
             self._key = key
-        number, head = 0, None
-        if self._is_number(field, size):
+        number: int | str | None = 0
+        head = None
+        if self._packed and self._is_number(field, size):
             text = members.bytes_at(at, size).decode("ascii", "replace").strip()
             if _INTEGER.fullmatch(text) is None or abs(int(text)) >= 2**63:
                 raise members.damaged(at, f"{name} is {text[:20]!r}, not an integer")
             number = int(text)
+        elif not self._packed and field in _NUMBERS:
+            number = None
+            if size <= _MAX_LABEL:
+                number = members.bytes_at(at, size).decode("utf-8", "replace").strip()
         elif extension.lower().endswith("npy"):
             try:
                 head = read_npy_head(memoryview(members.bytes_at(at, min(size, 1 << 12))), size)
@@ -491,10 +745,8 @@ class _Builder:
         self._sample[field] = (at, size, number, head)
 
     def _is_number(self, field: str, size: int) -> bool:
-        if self._packed:
-            kind = dict(self._packed["fields"]).get(field)
-            return kind == "int64" and 0 < size <= _MAX_NUMBER and field not in self._packed["npy"]
-        return field in _NUMBERS and 0 < size <= _MAX_NUMBER
+        kind = dict(self._packed["fields"]).get(field)
+        return kind == "int64" and 0 < size <= _MAX_NUMBER and field not in self._packed["npy"]
 
     def _finish(self) -> None:
         if not self._sample:
@@ -502,13 +754,16 @@ class _Builder:
         if not self._fields:
             self._fields = sorted(self._sample)
         row = []
+        taken = set(self._fields)
         for field in self._fields:
+            own: str | None = field
             if field not in self._sample:
-                raise SourceError(
-                    f"{self._file}: sample {self._key!r} has no {field}, which others have: "
-                    "choose common fields with fields="
-                )
-            at, size, number, head = self._sample[field]
+                own = _stand_in(field, self._sample, self._fields)
+                self._mixed.add(field)
+            if own is None:
+                raise self._incomplete(field)
+            taken.add(own)
+            at, size, number, head = self._sample[own]
             body = size
             if head is not None:
                 body = head.nbytes
@@ -519,33 +774,95 @@ class _Builder:
                         f"{list(head.shape)}, in others {kind}{shape}"
                     )
                 shape[:] = [a if a == b else None for a, b in zip(shape, head.shape, strict=True)]
+            if not isinstance(number, int):
+                self._texts.setdefault(field, _TextMembers()).add(number)
+                number = 0
             row.append((at, size, number, body))
+        self._left.update(self._sample.keys() - taken)
         self._rows.append(row)
         self._keys.append(self._key)
         self._sample = {}
 
-    def arrays(self) -> Arrays:
+    def _incomplete(self, field: str) -> SourceError:
+        what = f"{self._file}: sample {self._key!r} has no {field}"
+        if self._key in self._keys:
+            return SourceError(
+                f"{what}: its members lie apart in the tar: pack it with tar --sort=name"
+            )
+        if self._chosen:
+            return SourceError(
+                f"{what}, it has {', '.join(sorted(self._sample))}: complete or remove it, or "
+                "choose other fields with fields="
+            )
+        return SourceError(
+            f"{what}, which others have: complete or remove it, or choose common fields with "
+            "fields="
+        )
+
+    def _notes(self, note: str) -> list[str]:
+        """Return what a user should know. Raises SourceError if only the first sample lacks it."""
+        notes = [note] if note else []
+        for field, count in self._left.items() if not self._chosen and not self._packed else ():
+            if 2 * count > len(self._rows):
+                raise SourceError(
+                    f"{self._file}: sample {self._keys[0]!r} has no {field}, which {count} others "
+                    "have: complete or remove it, or choose common fields with fields="
+                )
+            notes.append(
+                f"has {field} in {count} of its {len(self._rows)} samples, and not in the first: "
+                "it is left out"
+            )
+        return notes
+
+    def _encoded(self, field: str, table: npt.NDArray[np.int64]) -> tuple[str, list[str]]:
+        """Number the texts of a field in the table; return (its kind, texts of its classes)."""
+        own = self._texts[field]
+        encoding = encode_labels(own.texts)
+        classes = list(own.texts) if encoding.classes or not encoding.numbers else []
+        gaps = set() if own.plain else {own.texts[text] for text in encoding.missing}
+        missing = next((k for k, code in enumerate(own.codes) if code in gaps), -1)
+        if missing >= 0 and (field in _CLASSES or not classes):
+            raise SourceError(
+                f"{self._file}: sample {self._keys[missing]!r}: its {field} is empty: fill it, or "
+                "remove the sample, or choose other fields with fields="
+            )
+        if own.plain or (classes and (field not in _CLASSES or len(classes) > MAX_CLASSES)):
+            return "text", []
+        numbers = np.arange(len(own.texts), dtype=np.int64)
+        if not classes:
+            numbers = np.array([encoding.numbers[text] for text in own.texts], np.int64)
+        table[:, self._fields.index(field), 2] = numbers[own.codes]
+        return "int64", classes
+
+    def arrays(self, note: str) -> Arrays:
         self._finish()
         if not self._rows:
             raise SourceError(f"{self._file} holds no samples: members are named key.extension")
+        table = np.array(self._rows, np.int64)
         packed = dict(self._packed.get("fields", []))
         kinds = []
+        texts = {}
         for field in self._fields:
             if field in packed:
                 kinds.append((field, packed[field]))
             elif field in self._shapes:
                 dtype, shape = self._shapes[field]
                 kinds.append((field, array_kind(dtype, shape)))
-            elif field in _NUMBERS:
-                kinds.append((field, "int64"))
+            elif field in self._texts:
+                kind, own = self._encoded(field, table)
+                kinds.append((field, kind))
+                if own:
+                    texts[field] = own
             else:
-                kinds.append((field, _KINDS.get(field.rpartition(".")[2], "bytes")))
+                kind = _KINDS.get(field.rpartition(".")[2], "bytes")
+                kinds.append((field, "image" if field in self._mixed else kind))
         head = {
             "fields": kinds,
+            "texts": texts,
+            "notes": self._notes(note),
             "classes": self._packed.get("classes", []),
             "structure": self._packed.get("structure") if len(kinds) == len(packed) else None,
         }
-        table = np.array(self._rows, np.int64)
         names = Names.of(self._keys)
         return {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),

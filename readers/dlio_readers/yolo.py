@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +112,7 @@ def _listed_split(path: str, split: str | None) -> YoloSplit | None:
     else:
         yamls = _yamls(name for name, folder in source.names() if not folder)
     for name in yamls:
-        whole = _parsed_yaml(source, name)
+        whole, _ = _parsed_yaml(source, name)
         if isinstance(whole, dict) and "names" in whole:
             return yolo_split(source, name, {str(k): v for k, v in whole.items()}, split)
     return None
@@ -291,16 +291,21 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
 def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
     """Read names and keypoints; None if the file has no names. Raises SourceError."""
     shown = source.path(name)
-    whole = _parsed_yaml(source, name)
+    # As texts: YAML reads no and yes as truth values, 1.0 as a number.
+    whole, written = _parsed_yaml(source, name)
     if not isinstance(whole, dict) or "names" not in whole:
         return None
-    names = whole["names"]
+    names = written["names"]
     if isinstance(names, dict):
-        keys = list(names)
-        if not all(type(key) is int and 0 <= key < _MOST_CLASSES for key in keys):
+        numbers = [
+            number if key.isdecimal() and (number := int(key)) < _MOST_CLASSES else -1
+            for key in names
+        ]
+        if min(numbers, default=0) < 0:
             raise SourceError(f"{shown}: its names are not numbered from 0: correct it")
-        names = [names.get(k, "") for k in range(max(keys, default=-1) + 1)]
-    if not isinstance(names, list) or not all(isinstance(n, str | int) for n in names):
+        by_number = dict(zip(numbers, names.values(), strict=True))
+        names = [by_number.get(k, "") for k in range(max(numbers, default=-1) + 1)]
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise SourceError(f"{shown}: its names are not a list of names: correct it")
     points, pairs = None, None
     shape = whole.get("kpt_shape")
@@ -312,18 +317,19 @@ def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
         pairs = whole.get("flip_idx")
         if pairs is not None and sorted(map(str, pairs)) != sorted(map(str, range(shape[0]))):
             raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
-    return _DataDescription([str(each) for each in names], points, pairs, [url])
+    return _DataDescription(names, points, pairs, [url])
 
 
-def _parsed_yaml(source: Source, name: str) -> object:
-    """Return what a YAML file holds. Raises SourceError."""
+def _parsed_yaml(source: Source, name: str) -> tuple[Any, Any]:
+    """Return what a YAML file holds, and the same with all scalars as texts. Raises SourceError."""
     shown = source.path(name)
     data = source.read(name, 0, _MOST_YAML + 1)
     if len(data) > _MOST_YAML:
         raise SourceError(f"{shown} has over {_MOST_YAML} bytes: it does not describe a data set")
     try:
-        whole: object = yaml.safe_load(data)
+        whole = yaml.safe_load(data)
+        written = yaml.load(data, yaml.BaseLoader)  # noqa: S506 (it makes texts only)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise SourceError(f"{shown} is not YAML: {reason}: correct it") from error
-    return whole
+    return whole, written

@@ -34,7 +34,7 @@ from dlio.comm import Communicator, world
 from dlio.data.agreement import check_same_data
 from dlio.data.reader import open_reader
 from dlio.data.schema import Buffer, Schema
-from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
+from dlio.errors import CorruptBlock, DecodeError, DlioError, SourceError, TierFull, UsageError
 from dlio.storage.block import NO_ROOM, check_block
 from dlio.storage.shard_file import read_footer
 from dlio.util.arguments import path_in
@@ -191,7 +191,7 @@ def write_shard(
     temporary = os.path.join(inside, TEMPORARY + name)
     remove_path(temporary)
     digests: list[int] = []
-    written = read = 0
+    written = read = undecodable = 0
     writer = WRITERS[options.format](temporary, description)
     try:
         for block in blocks.tolist():
@@ -200,6 +200,7 @@ def write_shard(
             read += sum(len(payload) for payload in payloads)
             names = [reader.name(sample) for sample in samples.tolist()]
             changed = _changed(plan, payloads, names)
+            undecodable += _undecodable(plan, changed, names)
             digests += [xxhash.xxh3_64_intdigest(payload) for payload in changed]
             labels = reader.labels[samples].tolist()
             writer.write(block, changed, names, labels)
@@ -211,21 +212,19 @@ def write_shard(
     _read_back(temporary, plan.schema, digests, description)
     rename(temporary, os.path.join(inside, name))
     size = _file_bytes(os.path.join(inside, name))
-    record = json.dumps({"data_bytes": written, "file_bytes": size}).encode()
+    sums = {"data_bytes": written, "file_bytes": size, "undecodable": undecodable}
+    record = json.dumps(sums).encode()
     with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
         write_whole_at(done, f"{number}-{shard}.json", lambda file: file.write(record))
     return read
 
 
 def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -> list[Buffer]:
-    """Return the payloads, their images resized or with restart markers if the options say so.
-
-    Raises DecodeError for an image that loaders refuse.
-    """
+    """Return the payloads, their images resized or with restart markers if the options say so."""
     options = plan.options
-    if not plan.images:
+    if not plan.images or (options.resize is None and not options.restart_rows):
         return list(payloads)
-    from dlio.image.decoder import check_image, decode_whole, encode_with_restarts, resized
+    from dlio.image.decoder import decode_whole, encode_with_restarts, resized
     from dlio.image.jpeg import with_restarts
 
     changed: list[Buffer] = []
@@ -238,12 +237,28 @@ def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -
                 pixels = resized(decode_whole(values[field], name), options.resize)
                 encoded = encode_with_restarts(pixels, options.quality)
             else:
-                check_image(values[field], name)
-                encoded = with_restarts(values[field]) if options.restart_rows else None
+                encoded = with_restarts(values[field])
             if encoded is not None:
                 values[field], same = encoded, False
         changed.append(payload if same else plan.schema.join(values))
     return changed
+
+
+def _undecodable(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -> int:
+    """Return the number of samples with an image that loaders refuse: packed as they are."""
+    if not plan.images:
+        return 0
+    from dlio.image.decoder import check_image
+
+    count = 0
+    for payload, name in zip(payloads, names, strict=True):
+        values = plan.schema.split(payload)
+        try:
+            for field in plan.images:
+                check_image(values[field], name)
+        except DecodeError:
+            count += 1
+    return count
 
 
 def _read_back(path: str, schema: Schema, digests: Sequence[int], shard: ShardRequest) -> None:
@@ -285,7 +300,8 @@ def _read_back_native(path: str, digests: Sequence[int], shard: ShardRequest) ->
 
 
 def find_record(folder: int, part: int, shard: int) -> dict[str, int] | None:
-    """Return the record of a complete shard (`data_bytes`, `file_bytes`); None without one."""
+    """Return the record of a complete shard (`data_bytes`, `file_bytes`,
+    `undecodable`); None without one."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
             text = read_small(done, f"{part}-{shard}.json", _MOST_RECORD)
@@ -335,6 +351,8 @@ class PackResult:
     file_bytes: int
     kept_shards: int = 0
     """Shards that an interrupted earlier run has written."""
+    undecodable: int = 0
+    """Samples with images that loaders refuse, which were packed as they are."""
 
 
 def pack(
@@ -530,10 +548,12 @@ def _write_shards(
             sum(record["data_bytes"] for record in records),
             sum(record["file_bytes"] for record in records),
             len(kept),
+            sum(record["undecodable"] for record in records),
         ]
     )
-    shards, data_bytes, file_bytes, again = (sum(column) for column in zip(*everyone, strict=True))
-    return PackResult(len(plan.reader), data_bytes, shards, file_bytes, again)
+    sums = (sum(column) for column in zip(*everyone, strict=True))
+    shards, data_bytes, file_bytes, again, refused = sums
+    return PackResult(len(plan.reader), data_bytes, shards, file_bytes, again, refused)
 
 
 _plan_in_worker = functools.lru_cache(maxsize=1)(PackPlan)
@@ -584,9 +604,15 @@ def describe(source: object, options: PackOptions) -> dict[str, object]:
 
 
 def summary(destination: str, done: PackResult) -> str:
-    """Return a line about the result of a packing."""
+    """Return what to print about the result of a packing."""
+    refused = (
+        f"\n{done.undecodable:,} sample(s) have an image that cannot be decoded, packed as it is: "
+        f"`dlio verify {destination}` lists them"
+        if done.undecodable
+        else ""
+    )
     kept = f", {done.kept_shards} of them by an earlier run" if done.kept_shards else ""
     return (
         f"{destination}: {done.samples:,} samples, {format_bytes(done.data_bytes)} in "
-        f"{done.shards} shard(s) of {format_bytes(done.file_bytes)} together{kept}, verified"
+        f"{done.shards} shard(s) of {format_bytes(done.file_bytes)} together{kept}, verified{refused}"
     )

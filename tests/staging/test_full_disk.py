@@ -6,9 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import simplejpeg
 
 from dlio_staging.pack_writers import WRITERS
 from tests.conftest import SOURCES
@@ -26,15 +24,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of pictures of noise, 3 MB together."""
-    noise = np.random.default_rng(0).integers(0, 256, (130, 150, 3), np.uint8)
-    picture = simplejpeg.encode_jpeg(noise, 100, colorsubsampling="444")
-    assert len(picture) >= 50_000
+    """Two classes of files with bytes that cannot be compressed, 3 MB together."""
     folder = tmp_path_factory.mktemp("source")
     for k in range(60):
         inside = folder / "ab"[k % 2]
         inside.mkdir(exist_ok=True)
-        (inside / f"{k}.jpg").write_bytes(picture)
+        (inside / f"{k}.jpg").write_bytes(os.urandom(50_000))
     return folder
 
 

@@ -1,0 +1,199 @@
+"""Each sample of a tar is read, refused by name, or said to be left out."""
+
+import io
+import logging
+import tarfile
+from pathlib import Path
+
+import lz4.frame
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlio.data.reader import Reader, open_reader
+from dlio.errors import SourceError
+
+Member = tuple[str, bytes] | tuple[str, bytes, str]
+
+
+def tar(path: Path, members: list[Member], form: int = tarfile.PAX_FORMAT) -> str:
+    """Write members: (name, data), or (name, tar's type of a link, its target)."""
+    with tarfile.open(path, "w", format=form) as archive:
+        for member in members:
+            info = tarfile.TarInfo(member[0])
+            info.size = len(member[1]) if len(member) == 2 else 0
+            if len(member) == 3:
+                info.type, info.linkname = member[1], member[2]
+            archive.addfile(info, io.BytesIO(member[1]))
+    return str(path)
+
+
+def rows(reader: Reader, field: str) -> list[object]:
+    payloads = reader.read(np.arange(len(reader)))
+    values = [reader.schema.split(payload)[field] for payload in payloads]
+    return [bytes(each) if isinstance(each, memoryview) else each for each in values]
+
+
+def test_links_are_the_members_that_they_name(tmp_path: Path) -> None:
+    members: list[Member] = [
+        ("d/0.jpg", b"zero"),
+        ("d/0.cls", b"0"),
+        ("d/1.jpg", tarfile.LNKTYPE, "d/0.jpg"),
+        ("d/1.cls", b"1"),
+        ("d/2.jpg", tarfile.SYMTYPE, "../e/z.jpg"),
+        ("d/2.cls", tarfile.SYMTYPE, "1.cls"),
+        ("e/z.jpg", b"later"),
+        ("e/z.cls", b"3"),
+        ("e/folder.d", tarfile.SYMTYPE, "../d"),
+    ]
+    reader = open_reader(tar(tmp_path / "a.tar", members))
+    assert rows(reader, "jpg") == [b"zero", b"zero", b"later", b"later"]
+    assert np.asarray(reader.labels).tolist() == [0, 1, 1, 3]
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../x", "none.jpg", "1.jpg"])
+def test_a_link_to_what_the_tar_lacks_is_named(target: str, tmp_path: Path) -> None:
+    path = tar(tmp_path / "a.tar", [("0.jpg", b"0"), ("1.jpg", tarfile.SYMTYPE, target)])
+    with pytest.raises(SourceError, match=r"1\.jpg is a link to .*--dereference"):
+        open_reader(path)
+
+
+def test_pictures_of_several_formats_are_one_field(tmp_path: Path) -> None:
+    for shard, others in enumerate((("png", "jpeg", "jpg"), ("webp",) * 3)):
+        members: list[Member] = []
+        for k, other in enumerate(("jpg" if not shard else "webp", *others)):
+            members += [(f"{k}.{other}", other.encode()), (f"{k}.cls", b"%d" % k)]
+        tar(tmp_path / f"{shard}.tar", members)
+    reader = open_reader(str(tmp_path))
+    assert dict(reader.schema.fields) == {"cls": "int64", "jpg": "image"}
+    assert rows(reader, "jpg") == [b"jpg", b"png", b"jpeg", b"jpg"] + [b"webp"] * 4
+    assert np.asarray(reader.labels).tolist() == [0, 1, 2, 3] * 2
+
+
+def test_an_empty_label_is_an_error_that_names_its_sample(tmp_path: Path) -> None:
+    members: list[Member] = []
+    for k, label in enumerate((b"4", b"\n", b"5")):
+        members += [(f"{k}.jpg", b"x"), (f"{k}.cls", label)]
+    with pytest.raises(SourceError, match="sample '1': its cls is empty"):
+        open_reader(tar(tmp_path / "a.tar", members))
+
+
+def test_names_of_classes_may_differ_from_tar_to_tar(tmp_path: Path) -> None:
+    for shard, names in enumerate((["dog", "cat"], ["ant", "dog"])):
+        members: list[Member] = []
+        for k, name in enumerate(names):
+            members += [(f"{k}.jpg", b"x"), (f"{k}.cls", name.encode())]
+        tar(tmp_path / f"{shard}.tar", members)
+    reader = open_reader(str(tmp_path))
+    assert list(reader.classes) == ["ant", "cat", "dog"]
+    assert np.asarray(reader.labels).tolist() == rows(reader, "cls") == [2, 1, 0, 2]
+
+
+def test_a_long_id_is_text(tmp_path: Path) -> None:
+    names = [f"https://example.org/{'deep/' * 20}{k}.jpg" for k in range(2)]
+    members: list[Member] = []
+    for k, name in enumerate(names):
+        members += [(f"{k}.jpg", b"x"), (f"{k}.id", name.encode())]
+    reader = open_reader(tar(tmp_path / "a.tar", members))
+    assert rows(reader, "id") == [name.encode() for name in names]
+
+
+def test_what_few_samples_have_is_left_out_with_its_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    members: list[Member] = [*((f"{k}.jpg", b"x") for k in range(6)), ("5.txt", b"t")]
+    path = tar(tmp_path / "a.tar", members)
+    for _ in range(2):  # Also when the index comes from the cache.
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "dlio"):
+            assert len(open_reader(path)) == 6
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{path} has txt in 1 of its 6 samples, and not in the first: it is left out"
+        ]
+    members = [("0.jpg", b"x")]
+    for k in range(1, 4):
+        members += [(f"{k}.jpg", b"x"), (f"{k}.cls", b"1")]
+    with pytest.raises(SourceError, match="sample '0' has no cls, which 3 others have"):
+        open_reader(tar(tmp_path / "b.tar", members))
+
+
+def test_members_that_lie_apart_and_sparse_members_have_a_remedy(tmp_path: Path) -> None:
+    apart: list[Member] = [("0.jpg", b""), ("1.jpg", b""), ("0.cls", b"1"), ("1.cls", b"1")]
+    with pytest.raises(SourceError, match="sort=name"):
+        open_reader(tar(tmp_path / "a.tar", apart))
+    with tarfile.open(tmp_path / "b.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+        info = tarfile.TarInfo("0.npy")
+        info.type = tarfile.GNUTYPE_SPARSE
+        archive.addfile(info)
+    with pytest.raises(SourceError, match=r"0\.npy is stored as a sparse file"):
+        open_reader(f"{tmp_path}/b.tar")
+
+
+def test_a_tar_without_its_end_and_one_that_goes_on_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = Path(tar(tmp_path / "a.tar", [(f"{k}.txt", b"t") for k in range(3)])).read_bytes()
+    for data, words in ((whole[:2048], "lacks its end mark"), (whole + whole, "goes on after")):
+        path = tmp_path / f"{len(data)}.tar"
+        path.write_bytes(data)
+        with caplog.at_level(logging.WARNING, "dlio"):
+            assert len(open_reader(str(path))) == data[:10240].count(b"ustar")
+        assert words in caplog.text
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_all_frames_of_a_compressed_tar_are_read(flushed: bool, tmp_path: Path) -> None:
+    members: list[Member] = [(f"{k}.txt", bytes([65 + k]) * 70000) for k in range(6)]
+    plain = tar(tmp_path / "a.tar", members)
+    data = Path(plain).read_bytes()
+    if flushed:
+        with lz4.frame.LZ4FrameCompressor(block_linked=False, auto_flush=True) as maker:
+            packed = maker.begin() + b"".join(
+                maker.compress(data[k : k + 3000]) for k in range(0, len(data), 3000)
+            )
+            packed += maker.flush()
+    else:
+        skipped = (0x184D2A51).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"any"
+        parts = [data[:3072], data[3072:100000], b"", data[100000:]]
+        packed = skipped.join(lz4.frame.compress(part, block_linked=False) for part in parts)
+    (tmp_path / "b.tar.lz4").write_bytes(packed)
+    assert rows(open_reader(f"{tmp_path}/b.tar.lz4"), "txt") == [each[1] for each in members]
+
+
+PARTS = st.lists(
+    st.tuples(
+        st.sampled_from(["jpg", "png", "JPEG"]),
+        st.integers(0, 99),
+        st.sampled_from(["", "deep/" * 5, "wörd/", "long" * 40 + "/"]),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.nightly  # Imports webdataset, which leaves its files open.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(parts=PARTS, form=st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
+def test_tars_have_the_samples_that_webdataset_finds(
+    parts: list[tuple[str, int, str]], form: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wds = pytest.importorskip("webdataset")
+    members: list[Member] = [("._0.jpg", b"macOS")]
+    for k, (extension, label, folder) in enumerate(parts):
+        key = f"{folder}{k:03d}"
+        members += [(f"{key}.{extension}", b"%d" % k), (f"{key}.cls", b"%d" % label)]
+    path = tar(tmp_path_factory.mktemp("tars") / "a.tar", members, form)
+    data = wds.WebDataset(path, shardshuffle=False, empty_check=False).to_tuple(
+        "__key__", "jpg;png;jpeg", "cls"
+    )
+    expected = [(key, image, int(label)) for key, image, label in data]
+    reader = open_reader(path)
+    field = next(name for name, kind in reader.schema.fields if kind != "int64")
+    names = [reader.name(k) for k in range(len(reader))]
+    labels = np.asarray(reader.labels).tolist()
+    assert list(zip(names, rows(reader, field), labels, strict=True)) == expected
