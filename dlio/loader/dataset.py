@@ -70,6 +70,8 @@ def open_dataset(
     pad: float | Mapping[str, float] | None = None,
     window: int | Sequence[int] | None = None,
     min_visible: float = 0.0,
+    format: str | None = None,
+    split: str | None = None,
     **options: object,
 ) -> "Dataset":
     """Open a data set; exported as `dlio.open`.
@@ -116,12 +118,16 @@ def open_dataset(
             at every `stride`-th one; all in one file.
         min_visible: least share of a box's area that a crop must show for the box to stay, 0 to 1;
             boxes without any area left are always dropped.
+        format: reader of a folder that several formats fit, such as `tar`; see `dlio ls`.
+        split: the one of several splits to read, such as `train` or `val`; `all` for all of them.
         options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
 
     Raises UsageError for options that cannot work, SourceError when the path is not a data set.
     """
     check_flag("follow_links", follow_links, optional=True)
     check_flag("trust", trust, optional=True)
+    chosen = {"format": format, "split": split}
+    options |= {name: value for name, value in chosen.items() if value is not None}
     image_size, crops, seed = check_options(
         tiers, image_size, train, crops, transform, seed, on_error
     )

@@ -228,10 +228,10 @@ def _in_archive(url: str) -> tuple[str, str]:
     stamp = File(url).stamp
     archive = url if is_remote(url) else os.path.abspath(os.path.expanduser(url))
     with ReadErrors(url, "is not a zip archive, or is damaged"):
-        names = Source(f"zip://::{archive}").names()
-    own = ""
-    if not any(name in _MARKS for name, _ in names):
-        own = next((name for name, folder in names if folder), "")
+        whole = Source(f"zip://::{archive}")
+        is_store = any(map(whole.exists, _MARKS))
+        inner = [] if is_store else [name for name, folder in whole.names() if folder]
+    own = next(iter(inner), "")
     return f"zip://{own}::{archive}", stamp
 
 

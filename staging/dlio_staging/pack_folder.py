@@ -614,5 +614,6 @@ def summary(destination: str, done: PackResult) -> str:
     kept = f", {done.kept_shards} of them by an earlier run" if done.kept_shards else ""
     return (
         f"{destination}: {done.samples:,} samples, {format_bytes(done.data_bytes)} in "
-        f"{done.shards} shard(s) of {format_bytes(done.file_bytes)} together{kept}, verified{refused}"
+        f"{done.shards} shard(s) of {format_bytes(done.file_bytes)} together{kept}, verified"
+        f"{refused}"
     )
