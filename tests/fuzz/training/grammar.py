@@ -37,6 +37,8 @@ def render(choices: Choices, way: str = "run") -> str:
             chosen["optimizer"] = "sgd"
         if chosen["optimizer"] == "lbfgs with a search":
             chosen["optimizer"] = "lbfgs"  # By the last bit of a sum a search ends elsewhere.
+        if chosen["optimizer"] == "lbfgs" and chosen["dropout"] == "half":
+            chosen["dropout"] = "zero"  # Parts drop others: the search is another one.
         if way == "slices":
             _weigh_at_once(chosen)
         if way == "slices" and chosen["norm"] == "batch":
