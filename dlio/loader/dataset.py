@@ -70,7 +70,7 @@ def open_dataset(
     pad: float | Mapping[str, float] | None = None,
     window: int | Sequence[int] | None = None,
     min_visible: float = 0.0,
-    format: str | None = None,
+    format: str | None = None,  # noqa: A002 (its name in the CLI, too)
     split: str | None = None,
     **options: object,
 ) -> "Dataset":

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import dlio
-from dlio.errors import CorruptBlock, DecodeError
+from dlio.errors import DecodeError
 from dlio.image import decoder, native
 from dlio.image.crop import Crop
 from dlio.image.decoder import Decoder, check_image, decode_all, decode_whole
