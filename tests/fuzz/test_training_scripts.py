@@ -84,6 +84,8 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"loss": "sum", "gradient": "penalty", "prints": "last loss"}, "run", 2, "said"),
     # A constant of the script that was the number of elements of a part by chance.
     ({"samples": "60", "batch": "4", "loss": "sum", "layout": "time first"}, "run", 2, "same"),
+    # A part of one loader's batch was as large as a whole batch of the other one.
+    ({"loss": "by hand", "several": "loaders"}, "run", 2, "same"),
     # Parts of one sample do not show that samples are compared.
     ({"batch": "2", "samples": "37", "loss": "pairs"}, "run", 2, "said"),
     # A validation with gradients was taken for training, as the batches are a list.

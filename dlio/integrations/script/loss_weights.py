@@ -186,7 +186,7 @@ class ScriptLossWeights:
                     loss = self._whole_loss(roots[0], value)
         elif exchanges and batch.weight:
             factors = self._alone(batch, parts)
-        if loss is None and exchanges and len({term.is_sum for term in parts.terms}) > 1:
+        if loss is None and exchanges and len(parts.terms) > 1:
             self._context.mixed_losses.update(dict.fromkeys(roots, True))
         handles = []
         try:
@@ -379,8 +379,13 @@ class ScriptLossWeights:
             if divisor.is_tensor:
                 if not divisor.is_factor:
                     return _Count(divisor.value, values, squares, products, number)
-            elif divisor.value == whole and not differs:
-                continue  # The script's batch size: a constant.
+            elif (
+                divisor.value == whole
+                and not differs
+                and (self._context.is_alone or counts < ranks)
+            ):
+                # The script's batch size: a constant; and not the part of another loader's batch.
+                continue
             elif plans.is_constant(
                 f"{script_line()} {term.name} {number}", counts < ranks and not differs
             ):

@@ -66,9 +66,9 @@ class Readings:
         if frames := script_frames():
             if tensor in context.mixed_losses:
                 context.say(
-                    f"{line_of(frames[0])}: the loss read there adds up sums and means, which are "
-                    "not told apart in it: it is a mean of those of the ranks' parts of a batch. "
-                    "Gradients are right"
+                    f"{line_of(frames[0])}: the loss read there adds up terms that count other "
+                    "elements, such as a sum and a mean: it is a mean of the losses of the ranks' "
+                    "parts, not quite that of one process. Gradients are right"
                 )
                 return
             line, few = line_of(frames[0]), repr(result)[:_LONGEST].encode()

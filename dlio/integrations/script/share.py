@@ -67,7 +67,7 @@ class ScriptContext:
         """The batch that the script got last of each pass under way."""
         self.passes = PassMemory()
         self.mixed_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
-        """Losses that are sums in part, whose value for the whole batch is not known."""
+        """Losses of several terms whose value for the whole batch is not known."""
         self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         """Losses that hold the value of the whole batch, and norms of whole gradients."""
         self.undivided = False

@@ -171,10 +171,11 @@ _KNOWN: Final = (
         reads=_read_single,
     ),
     _Notice(
-        re.compile("the loss read there adds up sums and means, which are not told apart in it"),
+        re.compile("the loss read there adds up terms that count other elements, such as a sum"),
         lambda choices: (
-            choices.get("loss") == "sum"
-            and (choices.get("gradient") == "penalty" or choices.get("several") == "teacher")
+            choices.get("loss") == "two terms"
+            or choices.get("gradient") in ("penalty", "two backwards")
+            or choices.get("several") in ("teacher", "loaders")
         ),
         reads=_read_lines,
     ),
