@@ -26,6 +26,7 @@ from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
+from dlio.data.splits import splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
@@ -236,6 +237,7 @@ def plan_of(source: Source, layout: object = None) -> FolderPlan:
         plan = _table_plan(source, table)
         if plan is not None:
             return plan
+    _check_classes(source, folders)
     others = [f"{table}, which has no labels of the pictures"] if table and not here else []
     words, weight = _class_words(source, folders)
     shown = counted(here)
@@ -257,6 +259,21 @@ def plan_of(source: Source, layout: object = None) -> FolderPlan:
         others.append(f"{shown} next to them, which layout='flat' reads")
     used = (table,) if table else ()
     return FolderPlan(Fit(words, weight, in_folders=True, left_out=tuple(others), used=used))
+
+
+def _check_classes(source: Source, folders: Sequence[str]) -> None:
+    """Raise UsageError if each folder holds splits, such as Cityscapes' `leftImg8bit` and `gtFine`:
+    pictures and their masks are not two classes."""
+    splits: list[str] = []
+    for folder in folders:
+        inner = [name for name, is_folder in source.names(folder) if is_folder]
+        splits = list(splits_among(inner, folder=True))
+        if len(splits) < 2:
+            return
+    raise UsageError(
+        f"{source.path()}: {' and '.join(folders[:2])} hold the splits {', '.join(splits)}, and "
+        f"are not classes: open one split, such as {source.path(folders[0])}/{inner[0]}"
+    )
 
 
 def _class_words(source: Source, folders: Sequence[str]) -> tuple[str, float]:

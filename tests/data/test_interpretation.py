@@ -231,3 +231,14 @@ def test_any_folder_gives_the_samples_and_labels_that_lie_there(
             assert (len(reader), reader.labels.tolist()) == (len(names), labels)
             if not with_table:
                 assert list(reader.classes) == classes
+
+
+def test_folders_that_each_hold_splits_are_not_classes(tmp_path: Path) -> None:
+    for place in ("leftImg8bit/train/aachen", "leftImg8bit/val/lindau", "gtFine/train/aachen"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (tmp_path / "gtFine" / "val").mkdir()
+    with pytest.raises(UsageError, match="gtFine and leftImg8bit hold the splits train, val"):
+        open_reader(str(tmp_path))
+    # As class folders, one split of one of them is read.
+    assert open_reader(str(tmp_path / "leftImg8bit" / "train")).classes == ["aachen"]

@@ -270,6 +270,8 @@ class PrivateFiles:
                 try:
                     with closing_descriptor(os.open(self._folder, os.O_RDONLY)) as folder:
                         lock_file(folder, _ALIVE)
+                    # Locked, perhaps, when another rank had just removed it.
+                    os.stat(os.path.join(self._folder, _ALIVE))
                     break
                 except FileNotFoundError:
                     if not left:  # Else another rank has taken it for one that was left.
