@@ -162,7 +162,7 @@ def _one_by_one(peer: _Peer, samples: Iterable[int]) -> int:
 def _bodies(case: ReaderCase) -> Iterator[bytes]:
     generator = np.random.default_rng(0)
     for _ in range(case.samples):
-        # Decoders skip bytes behind a picture's end, and `dlio pack` takes nothing but pictures.
+        # Decoders skip bytes behind a picture's end, and `dlio pack` counts none as undecodable.
         yield _PICTURE + generator.bytes(max(0, case.sample_bytes - len(_PICTURE)))
 
 

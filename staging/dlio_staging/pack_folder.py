@@ -246,8 +246,8 @@ def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -
 
 def _undecodable(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -> int:
     """Return the number of samples with an image that loaders refuse: packed as they are."""
-    if not plan.images:
-        return 0
+    if not plan.images or plan.options.resize is not None:
+        return 0  # Those that were resized have been decoded, and encoded again.
     from dlio.image.decoder import check_image
 
     count = 0
@@ -300,8 +300,8 @@ def _read_back_native(path: str, digests: Sequence[int], shard: ShardRequest) ->
 
 
 def find_record(folder: int, part: int, shard: int) -> dict[str, int] | None:
-    """Return the record of a complete shard (`data_bytes`, `file_bytes`,
-    `undecodable`); None without one."""
+    """Return the record of a complete shard (`data_bytes`, `file_bytes`, `undecodable`); None
+    without one."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
             text = read_small(done, f"{part}-{shard}.json", _MOST_RECORD)
