@@ -104,6 +104,8 @@ class ScriptLossWeights:
         """Seconds that this rank has waited for others so far."""
         self._is_inside = False
         self._looks: dict[str, int] = {}
+        self._tellers: dict[str, int] = {}
+        """By line, the rank that tells of samples compared."""
         self._uneven: dict[str, int] = {}
         """By line and operation, steps in which means without a mask had uneven counts; -1 if a
         mask was seen."""
@@ -450,12 +452,13 @@ class ScriptLossWeights:
         if len(parts.terms) > _TERMS:
             context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")
         look = "/".join([where, *(term.key for term in parts.terms), *parts.unknown])
+        teller = self._tellers.setdefault(where, batch.widest)  # One rank, though parts change.
         if not size or self._looks.get(look, 0) >= _LOOKS:
             return
         self._looks[look] = self._looks.get(look, 0) + 1
         mixed = mixed_samples(roots, size, parts)
         # In a part of few samples it may not be seen.
-        if mixed is not None and self._comm.rank == batch.widest:
+        if mixed is not None and self._comm.rank == teller:
             context.say(
                 f"{where}: the loss compares samples of a batch ({mixed}), and each rank sees part "
                 "of a batch: it is another loss than that of one process, not a mean over samples. "

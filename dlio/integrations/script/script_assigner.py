@@ -8,7 +8,7 @@ none is left, they are a batch of their own.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from operator import add
 
 from torch import nn
@@ -159,17 +159,17 @@ class ScriptAssignment:
         self.divided = whole.use.trains
         """False if every rank gets all of each batch."""
         self._places: deque[range] = deque()
-        self._first = shares
-        """Shares of the first batch."""
+        self._first: deque[RankShares] = deque()
+        """Shares of the first batches."""
         self.mine: list[list[int]] = []
         """This rank's samples of each batch; some of others where it has none."""
         self.weights: list[float] = []
         """Number of this rank's samples in each batch: the weight of its gradients."""
         if self.divided and not whole.use.plans.begun:
             whole.use.plans.begun = True
-            self._first = _uneven(shares, len(whole.left[0]))
+            self._first.extend(_uneven(shares, [len(batch) for batch in islice(whole.left, 2)]))
         for number, batch in enumerate(whole.left):
-            of_ranks = shares if number else self._first
+            of_ranks = self._first[number] if number < len(self._first) else shares
             part = of_ranks.part(len(batch), rank) if self.divided else range(len(batch))
             self.weights.append(float(len(part)) if self.divided else 1.0)
             # A rank without a sample computes on some of weight 0.
@@ -182,7 +182,7 @@ class ScriptAssignment:
         self._assigner.groups.taken += 1
         batch = self._whole.left.popleft()
         place = self._places.popleft()
-        shares, self._first = self._first, self._shares
+        shares = self._first.popleft() if self._first else self._shares
         return ScriptBatch(weight, self._whole, batch, shares, self._members, place, self.divided)
 
     def is_over(self) -> bool:
@@ -192,10 +192,15 @@ class ScriptAssignment:
         )
 
 
-def _uneven(shares: RankShares, count: int) -> RankShares:
-    """Return shares of a first batch, of `count` samples, that differ among the ranks: a number
-    that equals the size of each rank's part is then known for a constant of the script, or not."""
-    parts = [len(shares.part(count, rank)) for rank in range(len(shares.counts))]
-    if len(parts) > 1 and parts[0] == parts[-1] > max(1, shares.fewest):
-        return RankShares((parts[0] + 1, *parts[1:-1], parts[-1] - 1), shares.fewest)
-    return shares
+def _uneven(shares: RankShares, counts: Sequence[int]) -> list[RankShares]:
+    """Return shares of the first batches, of `counts` samples, that differ among the ranks: a
+    number that equals the size of each rank's part is then known for a constant of the script, or
+    not. The second batch balances the first one, so that the sums of all parts are even."""
+    parts = [len(shares.part(counts[0], rank)) for rank in range(len(shares.counts))]
+    if len(parts) == 1 or parts[0] != parts[-1] or parts[0] <= max(1, shares.fewest):
+        return []
+    first, inner, last = parts[0], parts[1:-1], parts[-1]
+    uneven = [RankShares((first + 1, *inner, last - 1), shares.fewest)]
+    if counts[1:] == counts[:1]:
+        uneven.append(RankShares((first - 1, *inner, last + 1), shares.fewest))
+    return uneven

@@ -143,8 +143,8 @@ def test_parts_in_evaluation_change_no_share_and_ranks_evaluate_alike(tmp_path: 
     scores = [[number for k, number in enumerate(each) if k % 4 == 3] for each in (first, second)]
     assert scores[0] == scores[1]
     # The first parts differ, to tell a constant of the script from the size of a part.
-    assert [size for k, size in enumerate(first) if k % 4 < 3] == [9, 8, 8] * 4
-    assert [size for k, size in enumerate(second) if k % 4 < 3] == [7, 8, 8] * 4
+    assert [size for k, size in enumerate(first) if k % 4 < 3] == [9, 7, 8] * 4
+    assert [size for k, size in enumerate(second) if k % 4 < 3] == [7, 9, 8] * 4
 
 
 _LOOPS = """
