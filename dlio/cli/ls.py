@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from dlio.data.source import redact
+from dlio.data.splits import FormatChoice, SplitChoice, reading_options
 from dlio.errors import printable
 from dlio.util.json_output import json_text
 from dlio.util.options import Option
@@ -173,12 +174,8 @@ class ListOptions:
     path: Annotated[
         str, Option("Data set of any format: a path or a URL.", positional=True, metavar="PATH")
     ]
-    split: Annotated[
-        str | None, Option("Split to show where there are several: train, val, ...", metavar="NAME")
-    ] = None
-    format: Annotated[
-        str | None, Option("Reader of a folder that fits several.", metavar="READER")
-    ] = None
+    split: SplitChoice = None
+    format: FormatChoice = None
     as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
     plot: Annotated[
         bool, Option("Draw histograms of bytes, pixels and classes, in the terminal.")
@@ -188,16 +185,15 @@ class ListOptions:
     ] = None
 
 
-def _choice(options: ListOptions) -> dict[str, object]:
-    given = {"split": options.split, "format": options.format}
-    return {name: value for name, value in given.items() if value is not None}
+def _chosen(options: ListOptions) -> dict[str, object]:
+    return reading_options(options.split, options.format)
 
 
 def command(options: ListOptions) -> None:
     """Show the contents of a data set and its division into blocks."""
     if options.html is not None:
         check_writable("--html", options.html)
-    path, about = options.path, describe(options.path, **_choice(options))
+    path, about = options.path, describe(options.path, **_chosen(options))
     if options.as_json:
         print(json_text(about, indent=2))
         _draw(replace(options, plot=False))
@@ -245,7 +241,7 @@ def _draw(options: ListOptions) -> None:
     from dlio.loader.gallery.sample_page import SamplePage
     from dlio.loader.gallery.value_html import shortened
 
-    reader = open_reader(options.path, follow_links=None, trust=None, **_choice(options))
+    reader = open_reader(options.path, follow_links=None, trust=None, **_chosen(options))
     made = histograms(reader)
     reader.close()
     if options.plot:

@@ -202,9 +202,13 @@ def _several(path: str, counts: dict[str, int]) -> str:
     names = [name for name in SPLITS if name in counts]
     shown = ", ".join(f"{n} ({counts[n]} file{'s' * (counts[n] != 1)})" for n in names)
     return (
-        f"{redact(path)} holds the splits {shown}: choose one, as with "
-        f"split={names[0]!r}, or split={WHOLE!r} for all of them as one data set"
+        f"{redact(path)} holds the splits {shown}: {_choose(names[0])}, or split={WHOLE!r} for all "
+        "of them as one data set"
     )
+
+
+def _choose(split: str) -> str:
+    return f"choose one with split={split!r} (--split {split}; of dlio pack --source-split {split})"
 
 
 def check_pattern(pattern: str, paths: Sequence[str]) -> None:
@@ -240,8 +244,8 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
         return inside(path, full[0]), full[0]
     first = next((name for name in splits if split_of(name, folder=True) == "train"), splits[0])
     raise UsageError(
-        f"{redact(path)} holds the splits {', '.join(splits)}: choose one with split={first!r}, "
-        f"or open {inside(redact(path), first)}"
+        f"{redact(path)} holds the splits {', '.join(splits)}: {_choose(first)}, or open "
+        f"{inside(redact(path), first)}"
     )
 
 

@@ -6,10 +6,11 @@ One function knows them, for all formats: folders (`train/`), files (`train-0000
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
+from dlio.util.options import Option
 
 TRAIN_FOLDERS: Final = ("train", "training")
 VAL_FOLDERS: Final = ("val", "validation", "valid", "dev", "eval", "test", "testing")
@@ -25,6 +26,26 @@ _CANONICAL: Final = {name: split for split, names in _SPLITS.items() for name in
 _WORD: Final = "|".join(sorted(_CANONICAL, key=len, reverse=True))
 _FOLDER: Final = re.compile(rf"({_WORD})([-_]?(19|20)\d\d)?", re.IGNORECASE)
 _FILE: Final = re.compile(rf"(?:^|[-._ 0-9])({_WORD})(?=$|[-._ 0-9])", re.IGNORECASE)
+
+
+SplitChoice: TypeAlias = Annotated[
+    str | None,
+    Option(
+        "Split to read where a data set has several, such as train or val, or all of them as one.",
+        metavar="NAME",
+    ),
+]
+"""A command's option for `split=` of `dlio.open`."""
+FormatChoice: TypeAlias = Annotated[
+    str | None, Option("Reader of a folder that fits several.", metavar="READER")
+]
+"""A command's option for `format=` of `dlio.open`."""
+
+
+def reading_options(split: str | None, reader: str | None) -> dict[str, object]:
+    """Return those of these options of `dlio.open` that are given."""
+    given = {"split": split, "format": reader}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def split_of(name: str, *, folder: bool = False) -> str | None:

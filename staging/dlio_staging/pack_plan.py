@@ -15,6 +15,7 @@ import xxhash
 
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import IMAGES, Schema
+from dlio.data.splits import FormatChoice, SplitChoice, reading_options
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
@@ -96,6 +97,8 @@ class PackOptions(CheckedOptions):
             show=lambda split: ",".join(f"{name}={share}" for name, share in split) or None,
         ),
     ] = ()
+    source_split: SplitChoice = None
+    source_format: FormatChoice = None
     workers: int = 1
     """Processes that read and write."""
 
@@ -127,7 +130,8 @@ class PackPlan:
 
     def __init__(self, source: object, options: PackOptions) -> None:
         self.options = options
-        self.reader: Reader = open_reader(source)
+        chosen = reading_options(options.source_split, options.source_format)
+        self.reader: Reader = open_reader(source, follow_links=None, trust=None, **chosen)
         images = [name for name, kind in self.reader.schema.kinds.items() if kind.text in IMAGES]
         if options.resize is not None and not images:
             raise UsageError(f"--resize: {self.reader.path} has no images")
@@ -139,7 +143,9 @@ class PackPlan:
             )
         self.images = images
         self.schema = _schema_after(self.reader.schema, options)
-        text = json.dumps([VERSION, asdict(replace(options, workers=1)), self.reader.fingerprint])
+        about = asdict(replace(options, workers=1))
+        del about["source_split"], about["source_format"]  # The fingerprint is that of their data.
+        text = json.dumps([VERSION, about, self.reader.fingerprint])
         self.key = xxhash.xxh3_128_hexdigest(text.encode())
         self.parts = [self._part(name, chosen) for name, chosen in self._chosen()]
 

@@ -19,6 +19,7 @@ from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.data.reader import open_reader
 from dlio.data.reader_contract import Reader, data_bytes
 from dlio.data.replicas import ReplicatedReader, replicated
+from dlio.data.splits import reading_options
 from dlio.errors import CorruptBlock, SourceError, TierError, TierFull, UsageError
 from dlio.launch.command_ranks import on_ranks
 from dlio.storage.block import NO_ROOM, check_block
@@ -228,7 +229,13 @@ def stage(
     path = path_in("path", path)
     started = time.monotonic()
     deadline = None if options.deadline_s is None else started + options.deadline_s
-    reader = replicated([open_reader(each) for each in (path, *options.replicas)])
+    source_options = reading_options(options.split, options.format)
+    reader = replicated(
+        [
+            open_reader(each, follow_links=None, trust=None, **source_options)
+            for each in (path, *options.replicas)
+        ]
+    )
     disks = [
         spec for spec in choose_tiers(options.tiers, data_bytes(reader)) if spec.kind == "disk"
     ]
@@ -302,7 +309,7 @@ def stage_rank(staging: StageArguments, options: StageOptions, output: OutputOpt
     """
     abandonable()
     if not staging.resume and not staging.dry_run:
-        _evict_earlier(staging.source, options.tiers)
+        _evict_earlier(staging.source, options)
     done = stage(staging.source, options, dry=staging.dry_run, quiet=False)
     if world().rank:
         return
@@ -499,11 +506,12 @@ def _write_manifest(reader: Reader, tier: Tier, blocks: list[int], *, pin: bool)
         tier.discard(given_up[-1])
 
 
-def _evict_earlier(source: str, tiers: str | None) -> None:
+def _evict_earlier(source: str, options: StageOptions) -> None:
     """Evict the blocks of this data set that earlier runs have staged. Collective."""
-    reader = open_reader(source)
+    chosen = reading_options(options.split, options.format)
+    reader = open_reader(source, follow_links=None, trust=None, **chosen)
     if world().rank == 0:
-        for spec in choose_tiers(tiers, data_bytes(reader)):
+        for spec in choose_tiers(options.tiers, data_bytes(reader)):
             if spec.kind == "disk" and any(
                 entry.fingerprint == reader.fingerprint for entry in stored_data(spec.root)
             ):

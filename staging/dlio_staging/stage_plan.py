@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.reader_contract import Reader, data_bytes
+from dlio.data.splits import FormatChoice, SplitChoice
 from dlio.errors import UsageError
 from dlio.storage.block_fetcher import piece_bytes
 from dlio.storage.file_system_kind import file_system_of
@@ -31,6 +32,8 @@ def _rate(text: str) -> float:
 class StageOptions(CheckedOptions):
     """How to stage; options of `dlio stage`."""
 
+    split: SplitChoice = None
+    format: FormatChoice = None
     tiers: Annotated[
         str | None,
         Option(

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import numpy as np
 
 from dlio.data.schema import IMAGES
+from dlio.data.splits import FormatChoice, SplitChoice, reading_options
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierError, UsageError, printable
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.arguments import PathText, path_in
@@ -46,7 +47,12 @@ def find_folders(path: str) -> list[str]:
 
 
 def verify_folder(
-    folder: str, result: FolderVerification, *, heal: bool, source: str | None
+    folder: str,
+    result: FolderVerification,
+    *,
+    heal: bool,
+    source: str | None,
+    options: dict[str, object],
 ) -> None:
     """Verify one node's blocks of a data set; add samples, bytes and damage to `result`. To heal is
     to fetch damaged and missing blocks again, from `source` or the one that the manifest names.
@@ -83,7 +89,7 @@ def verify_folder(
                 result.damaged.append(reason)
                 broken.append(block)
         if heal and broken:
-            result.healed += _heal(folder, broken, manifest, source)
+            result.healed += _heal(folder, broken, manifest, source, options)
 
 
 def _damage(
@@ -121,7 +127,13 @@ def _damage(
     return None
 
 
-def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str | None) -> int:
+def _heal(
+    folder: str,
+    broken: list[int],
+    manifest: Manifest | None,
+    source: str | None,
+    options: dict[str, object],
+) -> int:
     """Fetch blocks from the source again; return how many are intact now.
 
     Raises SourceError when the source is unknown or another data set than the one staged.
@@ -138,7 +150,15 @@ def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str
     path = source or (manifest.about.get("source") if manifest is not None else None)
     if not path:
         raise SourceError(f"{folder} has no manifest that names its source: give --source")
-    reader = open_reader(str(path))
+    try:
+        reader = open_reader(str(path), follow_links=None, trust=None, **options)
+    except (SourceError, UsageError) as error:
+        if source:
+            raise
+        raise SourceError(
+            f"{folder} was filled from {path}, which cannot be opened ({error}): give --source, "
+            "and --split and --format if it was staged with them"
+        ) from error
     if reader.fingerprint != fingerprint:
         raise SourceError(
             f"{path} is not the data set that {folder} was filled with, or has changed: stage it "
@@ -169,7 +189,11 @@ _MOST_SHOWN: Final = 20
 
 
 def verify(
-    path: PathText, *, heal: bool = False, source: PathText | None = None
+    path: PathText,
+    *,
+    heal: bool = False,
+    source: PathText | None = None,
+    **options: object,
 ) -> FolderVerification:
     """Check a data set, or the blocks of a tier, byte by byte.
 
@@ -179,6 +203,7 @@ def verify(
     Args:
         heal: fetch damaged or missing blocks of a tier from the source again.
         source: data set to heal from; by default the one that was staged.
+        options: as for `dlio.open`, of the data set.
 
     Raises SourceError when the path is neither a data set nor a tier, or `source` is another data
     set than the one that was staged.
@@ -188,11 +213,11 @@ def verify(
     if not folders:
         if heal:
             raise UsageError(f"{path} is not a tier: only tiers can be healed, from their source")
-        return _verify_data(path)
+        return _verify_data(path, options)
     verified = FolderVerification()
     origin = None if source is None else path_in("source", source)
     for folder in folders:
-        verify_folder(folder, verified, heal=heal, source=origin)
+        verify_folder(folder, verified, heal=heal, source=origin, options=options)
     return verified
 
 
@@ -203,6 +228,8 @@ class VerifyOptions:
     path: Annotated[
         str, Option("Data set, or the folder of a disk tier.", positional=True, metavar="PATH")
     ]
+    split: SplitChoice = None
+    format: FormatChoice = None
     heal: Annotated[bool, Option("Fetch damaged blocks of a tier again from the source.")] = False
     source: Annotated[
         str | None,
@@ -219,7 +246,12 @@ def command(options: VerifyOptions) -> None:
 
     Exit code 2 when something is damaged.
     """
-    checked = verify(options.path, heal=options.heal, source=options.source)
+    checked = verify(
+        options.path,
+        heal=options.heal,
+        source=options.source,
+        **reading_options(options.split, options.format),
+    )
     for line in checked.damaged[:_MOST_SHOWN]:
         print_line(f"damaged: {printable(line)}")
     if len(checked.damaged) > _MOST_SHOWN:
@@ -241,13 +273,13 @@ def command(options: VerifyOptions) -> None:
     print_line(f"{summary}, {healed}{sound}")
 
 
-def _verify_data(path: str) -> FolderVerification:
+def _verify_data(path: str, options: dict[str, object]) -> FolderVerification:
     """Read every sample of a data set and decode its images."""
     from dlio.data.reader import open_reader
     from dlio.image.decoder import decode_whole
     from dlio.image.image_warnings import WARNINGS
 
-    reader = open_reader(path)
+    reader = open_reader(path, follow_links=None, trust=None, **options)
     images = [name for name, kind in reader.schema.fields if kind in IMAGES]
     checked = FolderVerification()
     for block in range(reader.layout.blocks):

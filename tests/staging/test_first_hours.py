@@ -6,16 +6,21 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 import dlio
 from dlio.cli.cache_command import CacheCleanOptions, CacheListOptions, clean, list_entries
 from dlio.cli.ls import ListOptions
 from dlio.cli.ls import command as ls
 from dlio.data.index import open_cache
+from dlio.errors import SourceError, UsageError
 from dlio.storage.inventory import known_roots, remember_root
 from dlio_staging.manage import StatusOptions, describe_status, status
+from dlio_staging.pack_folder import pack
+from dlio_staging.pack_plan import PackOptions
 from dlio_staging.stage import stage
 from dlio_staging.stage_plan import StageOptions
 from dlio_staging.verify import VerifyOptions
@@ -158,3 +163,40 @@ def test_old_indexes_are_chosen(pictures: Path, cache: Path) -> None:
     os.utime(index, (long_ago, long_ago))
     clean(CacheCleanOptions(older=2.0))
     assert not index.exists()
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    (tmp_path / "tables").mkdir()
+    for name, rows in (("train-00000", 4), ("train-00001", 2), ("test-00000", 2)):
+        table = pa.table({"x": np.arange(rows, dtype=np.float32), "label": np.arange(rows) % 2})
+        parquet.write_table(table, tmp_path / "tables" / f"{name}-of-00002.parquet")
+    return tmp_path / "tables"
+
+
+def test_a_split_is_packed_staged_and_verified(
+    tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in (PackOptions(), PackOptions(source_split="dev")):
+        with pytest.raises(UsageError, match=r"(train|test).*(test|train).*choose"):
+            pack(str(tables), str(tmp_path / "packed"), options=options)
+    done = pack(str(tables), str(tmp_path / "packed"), options=PackOptions(source_split="test"))
+    assert done.samples == 2
+    assert len(dlio.open(str(tmp_path / "packed"), tiers="none")) == 2
+
+    tier = _tier(tmp_path, "tier")
+    with pytest.raises(UsageError, match="--split train"):
+        stage(str(tables), StageOptions(tiers=f"{tier}:64MB"))
+    staged = stage(str(tables), StageOptions(tiers=f"{tier}:64MB", split="train"))
+    assert staged.samples == 6
+    with dlio.open(str(tables), tiers=f"{tier}:64MB", split="train") as data:
+        assert len(data) == 6
+
+    verify(VerifyOptions(str(tables), split="test"))
+    assert "2 samples" in capsys.readouterr().out
+    (block,) = tier.rglob("*.blk")
+    block.write_bytes(block.read_bytes()[:-9] + b"123456789")
+    with pytest.raises(SourceError, match="give --source, and --split"):
+        verify(VerifyOptions(str(tier), heal=True))
+    verify(VerifyOptions(str(tier), heal=True, source=str(tables), split="train"))
+    assert "1 blocks fetched again" in capsys.readouterr().out
