@@ -109,7 +109,8 @@ def is_true_stop(text: str, choices: Choices, script: str) -> bool:
     first, at_first, second, at_second = unlike.groups()
     for call, place in ((first, at_first), (second, at_second)):
         # Such as `backward of mse_loss as a mean`, which each backward of a script's line is.
-        name = call.partition(" with learning rate")[0].partition(" (")[0].partition(" of ")[0]
+        name = call.partition(" with learning rate")[0].partition(" (")[0]
+        name = name if name in _AT_CALL else name.partition(" of ")[0]
         line = _PLACE.fullmatch(place)
         text = lines[int(line[1]) - 1] if line is not None else place
         if not any(each in text for each in _AT_CALL.get(name, ())):
