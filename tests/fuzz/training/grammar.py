@@ -456,7 +456,8 @@ if epoch == 1:
             self._put("a = a.clone().requires_grad_(True)", 2)
         autocast = is_["precision"] in ("autocast", "scaler")
         if autocast:
-            self._put('with torch.autocast("cpu", dtype=torch.bfloat16):', 2)
+            exact = 'enabled="FUZZ_SHAKE" not in os.environ'
+            self._put(f'with torch.autocast("cpu", dtype=torch.bfloat16, {exact}):', 2)
         extra = autocast + 2
         self._put("out = model(a)", extra)
         if is_["gradient"] == "noise":
