@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import fingerprint_of
-from dlio.data.labels import LABEL_NAMES, whole_labels
+from dlio.data.labels import LabelColumn, SampleLabels, label_names, not_scalar
 from dlio.data.reader_contract import Abilities
-from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind
+from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind, parse_kind
 from dlio.data.source import ReadErrors, redact
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
@@ -154,6 +154,7 @@ SCHEMA: Final = "dlio_schema"
 KEPT_BYTES: Final = 32 << 20
 """Size of the cache of decoded chunks, for samples that are read one at a time."""
 _TEXTS_AT_ONCE: Final = 1024
+_LABELS_AT_ONCE: Final = 1 << 16
 _JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG"
 
@@ -242,7 +243,7 @@ class RaggedColumn:
 
 
 class TextArrayColumn:
-    """Texts in an array of one dimension, of one length or not."""
+    """Texts in an array of shape (rows,), or (rows, 1) and so on, of one length or not."""
 
     unit = 1
     kind = "text"
@@ -257,21 +258,18 @@ class TextArrayColumn:
         return np.array([len(text) for span in spans for text in self.rows(*span)], np.int64)
 
     def rows(self, start: int, stop: int) -> list[bytes]:
-        texts = np.asarray(self._array[start:stop]).tolist()
+        texts = np.asarray(self._array[start:stop]).reshape(-1).tolist()
         return [text if isinstance(text, bytes) else str(text).encode() for text in texts]
 
 
-class ClassColumn:
-    """Texts as the numbers of their classes, in alphabetical order."""
+class NumberedColumn:
+    """Labels that are known: of texts, the numbers of their classes. Shape (rows,)."""
 
     unit = 1
     kind = "int64"
 
-    def __init__(self, texts: Column, count: int) -> None:
-        values = [bytes(text).decode() for text in texts.rows(0, count)]
-        self.classes = sorted(set(values))
-        numbers = {name: k for k, name in enumerate(self.classes)}
-        self._labels = np.array([numbers[value] for value in values], np.int64)
+    def __init__(self, labels: npt.NDArray[np.int64]) -> None:
+        self._labels = labels
 
     def bodies(self) -> None:
         return None
@@ -349,8 +347,18 @@ class ColumnReader(PathReader):
         check_select(select, redact(self.path), dimensions)
         if not count:
             raise SourceError(f"{self.path} holds no samples")
-        self._columns = dict(columns)
         self._count = count
+        found, reason = SampleLabels(None, []), ""
+        for name in label_names(columns):
+            found = self._labels_of(name, columns[name], classes)
+            if found.numbers is not None:
+                if columns[name].kind == "text":
+                    columns = {**columns, name: NumberedColumn(found.numbers)}
+                reason = ""
+                break
+            reason = reason or f"its {name} {found.reason}"
+        self.unlabelled = reason
+        self._columns = dict(columns)
         self.schema = Schema(
             tuple((name, column.kind) for name, column in columns.items()), structure
         )
@@ -361,8 +369,9 @@ class ColumnReader(PathReader):
         self.sizes = self.schema.payload_sizes(count, known)
         if self.schema.is_fixed:
             self.sizes = np.broadcast_to(np.int64(self.schema.overhead), count)
-        self.classes = list(classes)
-        self.labels = self._find_labels()
+        self.classes = list(classes) if found.numbers is None else found.classes
+        none = np.broadcast_to(np.int64(0), count)
+        self.labels = none if found.numbers is None else found.numbers
         unit = max(column.unit for column in columns.values())
         units = np.arange(0, count, unit, dtype=np.int64) if unit > 1 else None
         self.layout = cut_blocks(self.sizes, Order(count, 0, shuffled=False), units)
@@ -413,17 +422,23 @@ class ColumnReader(PathReader):
             columns = {name: column.rows(low, high) for name, column in self._columns.items()}
             return joined_rows(self.schema, high - low, columns)
 
-    def _find_labels(self) -> npt.NDArray[np.int64]:
-        for name in LABEL_NAMES:
-            kind = self.schema.kinds.get(name)
-            # Also of shape (samples, 1), as many files have them.
-            if kind is None or not kind.fixed or set(kind.shape) - {1}:
-                continue
+    def _labels_of(self, name: str, column: Column, classes: Sequence[str]) -> SampleLabels:
+        """Return the labels that a column gives; `classes` are those that the source names.
+
+        Raises SourceError for a missing one.
+        """
+        kind = parse_kind(column.kind)
+        labels = LabelColumn(classes)
+        for start in range(0, self._count, _LABELS_AT_ONCE):
+            stop = min(start + _LABELS_AT_ONCE, self._count)
             with ReadErrors(f"{self.path}: {name}"):
-                labels = whole_labels(np.asarray(self._columns[name].rows(0, self._count)))
-            if labels is not None:
-                return labels
-        return np.broadcast_to(np.int64(0), self._count)
+                if kind.text == "text":
+                    labels.add_texts(list(column.rows(start, stop)))
+                elif kind.fixed and not set(kind.shape) - {1}:
+                    labels.add_numbers(np.asarray(column.rows(start, stop)))
+                else:
+                    return SampleLabels(None, [], not_scalar(kind.text))
+        return labels.labels(name, lambda row: f"{self.path}, sample {row}")
 
 
 def choose(
