@@ -3,8 +3,9 @@
 A reader takes the first of `LABEL_NAMES` among its fields. Formats with a convention of their own
 have a list of their own here, next to the common one.
 
-Labels that are all whole numbers are those numbers, also where they are written as 2.0. All others
-are classes, sorted, and a label is the number of its class. Nothing becomes 0 for want of a label:
+Labels that are all whole numbers are those numbers, also where they are written as 2.0, and truth
+values are 0 and 1. Other texts are classes, sorted, and a label is the number of its class. Numbers
+with fractions are no labels, but are to be predicted. Nothing becomes 0 for want of a label:
 `LabelEncoding.missing` has the texts that are none, and a reader refuses their samples by name.
 """
 
@@ -42,6 +43,8 @@ MISSING: Final = frozenset((
 # fmt: on
 """Texts that stand for a missing value in a column of numbers, as in pandas. Among texts, only an
 empty one does: NA is also a country."""
+_TRUTHS: Final = {"False": 0, "false": 0, "FALSE": 0, "True": 1, "true": 1, "TRUE": 1}
+"""Truth values as numpy, JSON and R write them, which are numbers in other formats."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]+", re.ASCII)
 # Python's float() takes 1_0 as well, and digits of other alphabets.
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
@@ -139,7 +142,7 @@ class LabelColumn:
         if self._texts.keys() <= place.keys():
             encoding = LabelEncoding(place, self._given, frozenset())
         gaps = [self._texts[text] for text in encoding.missing]
-        missing = np.flatnonzero(np.isin(numbers, gaps)) if gaps else ()
+        missing = np.flatnonzero(np.isin(numbers, gaps))
         if len(missing):
             raise SourceError(
                 f"{where(int(missing[0]))}: its {name} is empty, as in {len(missing)} of "
@@ -152,9 +155,8 @@ class LabelColumn:
 
 def _why_none(values: npt.NDArray[np.generic], first: int) -> str:
     """Return why numbers, from sample `first` on, are no labels."""
+    sides = ",".join(str(size) for size in np.shape(values)[1:])
     if values.size != len(values) or values.dtype.kind not in "biuf":
-        shape: tuple[int, ...] = values.shape
-        sides = ",".join(map(str, shape[1:]))
         return not_scalar(f"{values.dtype.name}[{sides}]")
     flat = values.reshape(-1)
     if flat.dtype.kind != "f":
@@ -223,6 +225,10 @@ def encode_labels(texts: Iterable[str]) -> LabelEncoding:
     Spaces around a text do not count.
     """
     different = {text: text.strip() for text in texts}
+    present = {text: value for text, value in different.items() if value}
+    if present and all(value in _TRUTHS for value in present.values()):
+        numbers = {text: _TRUTHS[value] for text, value in present.items()}
+        return LabelEncoding(numbers, [], frozenset(different.keys() - present.keys()))
     values = {text: value for text, value in different.items() if value not in MISSING}
     if values and all(map(is_number, values.values())):
         missing = frozenset(different.keys() - values.keys())

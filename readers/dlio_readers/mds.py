@@ -173,6 +173,7 @@ class MdsReader(PathReader):
         values = {
             field.name: _value(field, part, self.schema)
             for field, part in zip(self._fields, parts, strict=True)
+            if field.name != self._named
         }
         if self._named is not None:
             values[self._named] = int(self.labels[sample])
