@@ -83,6 +83,8 @@ class LabelColumn:
         self._given = list(given)
         self._numbers: list[npt.NDArray[np.int64]] = []
         self._texts: dict[str, int] = {}
+        self._gaps: list[int] = []
+        """Samples whose number is missing (NaN)."""
         self._reason = ""
         self._count = 0
 
@@ -117,11 +119,16 @@ class LabelColumn:
         first, self._count = self._count, self._count + len(values)
         if self._reason:
             return
+        gaps = np.zeros(len(values), bool)
+        if values.dtype.kind == "f" and values.size == len(values):
+            gaps = np.isnan(values.reshape(-1))
+            values = np.where(gaps, 0, values.reshape(-1))
         numbers = whole_labels(values)
         if numbers is None:
-            self._reason = _why_none(values, first)
-        else:
-            self._numbers.append(numbers)
+            self._reason = _why_none(values)
+            return
+        self._numbers.append(numbers)
+        self._gaps += (np.flatnonzero(gaps) + first).tolist()
 
     def refuse(self, reason: str) -> None:
         """Have the values be no labels, for a reason that follows the field's name."""
@@ -130,45 +137,45 @@ class LabelColumn:
     def labels(self, name: str, where: Callable[[int], str]) -> SampleLabels:
         """Return the labels of all samples that were added.
 
-        Raises SourceError for a missing one; `where` names a sample, `name` is the field's.
+        Raises SourceError for a missing one, unless numbers have fractions, and are to be
+        predicted; `where` names a sample, `name` is the field's.
         """
         if self._reason or not self._numbers:
             return SampleLabels(None, [], self._reason)
         numbers = np.concatenate(self._numbers)
         if not self._texts:
+            if self._gaps:
+                raise _missing(name, where, self._gaps, len(numbers))
             return SampleLabels(numbers, self._given)
         encoding = encode_labels(self._texts)
         place = {text: k for k, text in enumerate(self._given)}
         if self._texts.keys() <= place.keys():
             encoding = LabelEncoding(place, self._given, frozenset())
         gaps = [self._texts[text] for text in encoding.missing]
-        missing = np.flatnonzero(np.isin(numbers, gaps))
-        if len(missing):
-            raise SourceError(
-                f"{where(int(missing[0]))}: its {name} is empty, as in {len(missing)} of "
-                f"{len(numbers)} samples: fill it, drop the sample, or name the fields to read "
-                "without it"
-            )
+        missing = np.flatnonzero(np.isin(numbers, gaps)).tolist()
+        if missing:
+            raise _missing(name, where, missing, len(numbers))
         new = np.array([encoding.numbers[text] for text in self._texts], np.int64)
         return SampleLabels(new[numbers], encoding.classes)
 
 
-def _why_none(values: npt.NDArray[np.generic], first: int) -> str:
-    """Return why numbers, from sample `first` on, are no labels."""
+def _missing(
+    name: str, where: Callable[[int], str], samples: Sequence[int], count: int
+) -> SourceError:
+    return SourceError(
+        f"{where(samples[0])}: its {name} is empty, as in {len(samples)} of {count} samples: fill "
+        "it, drop the sample, or name the fields to read without it"
+    )
+
+
+def _why_none(values: npt.NDArray[np.generic]) -> str:
+    """Return why numbers are no labels."""
     sides = ",".join(str(size) for size in np.shape(values)[1:])
     if values.size != len(values) or values.dtype.kind not in "biuf":
         return not_scalar(f"{values.dtype.name}[{sides}]")
-    flat = values.reshape(-1)
-    if flat.dtype.kind != "f":
-        return "holds numbers beyond 64 bits with a sign, which are no class numbers"
-    gaps = np.flatnonzero(np.isnan(flat))
-    whole = whole_labels(flat[~np.isnan(flat)])
-    if whole is None:
+    if values.dtype.kind == "f":
         return "holds numbers with fractions: they are to be predicted, and are no classes"
-    return (
-        f"is missing (NaN) in {len(gaps)} samples, the first of them {first + int(gaps[0])}: it "
-        "stays a number"
-    )
+    return "holds numbers beyond 64 bits with a sign, which are no class numbers"
 
 
 def not_scalar(kind: str) -> str:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import fingerprint_of
-from dlio.data.labels import LabelColumn, SampleLabels, label_names, not_scalar
+from dlio.data.labels import LabelColumn, SampleLabels, label_name, label_names, not_scalar
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind, parse_kind
 from dlio.data.source import ReadErrors, redact
@@ -278,6 +278,35 @@ class NumberedColumn:
         return self._labels[start:stop]
 
 
+class SingleValue:
+    """The label of a file that is one sample: an array without dimensions, as one row."""
+
+    unit = 1
+
+    def __init__(self, value: Any, where: str) -> None:
+        self._rows = np.asarray(value).reshape(1)
+        if self._rows.dtype.hasobject:  # A text of h5py.
+            self._rows = np.asarray([_text(self._rows[0])])
+        is_text = self._rows.dtype.kind in "US"
+        if not is_text and not storable(self._rows.dtype):
+            raise UsageError(
+                f"{where} is {self._rows.dtype}, which samples cannot have: convert it"
+            )
+        self.kind = "text" if is_text else array_kind(self._rows.dtype)
+
+    def bodies(self) -> npt.NDArray[np.int64] | None:
+        return np.array([len(self.rows(0, 1)[0])]) if self.kind == "text" else None
+
+    def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
+        if self.kind != "text":
+            return self._rows
+        return [_text(self._rows[0]).encode()]
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
 class ConcatColumn:
     """A column of several files, concatenated: columns of the same kind, with the rows of each."""
 
@@ -287,6 +316,7 @@ class ConcatColumn:
         self.kind = parts[0].kind
         self.unit = parts[0].unit
         self.dimensions = getattr(parts[0], "dimensions", None)
+        self.is_single = isinstance(parts[0], SingleValue)
 
     def bodies(self) -> npt.NDArray[np.int64] | None:
         bodies = [part.bodies() for part in self._parts]
@@ -442,17 +472,32 @@ class ColumnReader(PathReader):
 
 
 def choose(
-    path: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Sequence[str],
+    *,
+    by_file: bool = True,
 ) -> tuple[list[str], int]:
     """Choose the arrays that become fields, all unless the user chose `names`; return (names,
     number of samples).
 
+    A label without dimensions is that of a file that is one sample, in formats of which files may
+    be samples (`by_file`).
+
     Raises UsageError for unknown names, and if the arrays differ in their number of rows.
     """
+    label = label_name(shapes)
+    single = label is not None and not shapes[label] and (not names or label in names)
+    if single and not by_file:
+        raise UsageError(
+            f"{path}: its {label} is a single value, where rows of arrays are samples: give it a "
+            "value for each row, or name the other arrays to read"
+        )
     own = [
         name
         for name in shapes
-        if not name.endswith((ENDS, SHAPE)) and (len(shapes[name]) or name in names)
+        if not name.endswith((ENDS, SHAPE))
+        and (len(shapes[name]) or name in names or (single and name == label))
     ]
     for name in names:
         if name not in own:
@@ -467,6 +512,8 @@ def choose(
     }
     if not chosen:
         raise SourceError(f"{path} holds no arrays")
+    if single:
+        return chosen, 1
     if len(set(counts.values())) > 1:
         rows = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
         raise UsageError(
@@ -546,8 +593,10 @@ def volumes_of(
     if samples not in (None, "rows", "files"):
         raise UsageError(f"samples={samples!r}: choose rows or files")
     names = list(tables[0])
+    single = [name for name, each in tables[0].items() if isinstance(each, SingleValue)]
     able = all(
-        list(table) == names and all(isinstance(column, PlainColumn) for column in table.values())
+        list(table) == names
+        and all(isinstance(column, PlainColumn | SingleValue) for column in table.values())
         for table in tables
     )
     plain = [{n: c for n, c in table.items() if isinstance(c, PlainColumn)} for table in tables]
@@ -555,8 +604,17 @@ def volumes_of(
         (part[name].dtype, len(part[name].shape))
         == (plain[0][name].dtype, len(plain[0][name].shape))
         for part in plain
-        for name in names
+        for name in plain[0]
     )
+    if single:
+        kinds = {tuple(table[name].kind for name in single if name in table) for table in tables}
+        able = able and len(kinds) == 1
+        if not able or samples == "rows":
+            raise UsageError(
+                f"{path}: its {single[0]} is a single value, so that each file is one sample, and "
+                "not its rows: give all files arrays of the same names, types and dimensions"
+            )
+        samples = "files"
     if samples == "rows" or not able:
         if samples == "files":
             raise UsageError(
@@ -573,9 +631,14 @@ def volumes_of(
             path,
             len(plain),
         )
-    if any(0 in part[name].shape for part in plain for name in names):
+    if any(0 in column.shape for part in plain for column in part.values()):
         raise SourceError(f"{path}: a file holds no rows: remove it")
-    return {name: VolumeColumn([part[name] for part in plain]) for name in names}
+    return {
+        name: ConcatColumn([table[name] for table in tables], [1] * len(tables))
+        if name in single
+        else VolumeColumn([part[name] for part in plain])
+        for name in names
+    }
 
 
 def _same_rows(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:

@@ -31,6 +31,7 @@ from dlio_readers.columns import (
     PlainColumn,
     RaggedColumn,
     Select,
+    SingleValue,
     TextArrayColumn,
     choose,
     looks_like,
@@ -241,6 +242,8 @@ class Hdf5File:
         import h5py
 
         where = f"{self.file.name}::{name}"
+        if not dataset.shape:
+            return SingleValue(dataset[()], where)
         chunks = Chunks(dataset, where)
         if name + ENDS in sets:
             ends, shapes = (self._integers(name + each, sets) for each in (ENDS, SHAPE))

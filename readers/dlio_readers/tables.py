@@ -16,6 +16,7 @@ from dlio_readers.columns import (
     PlainColumn,
     Samples,
     Select,
+    SingleValue,
     TextArrayColumn,
     choose,
     slab,
@@ -86,7 +87,7 @@ class TablesReader(ColumnReader):
         opened = concurrently(partial(numpy_arrays, names=names), files, urls[0])
         arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
         self._files_are_samples = volumes
-        if volumes and select is None:
+        if volumes and select is None and not any(map(_is_single, arrays.values())):
             self._stored = [
                 {n: a for n in arrays if isinstance(a := each[n], StoredArray)} for each in opened
             ]
@@ -99,7 +100,7 @@ class TablesReader(ColumnReader):
                     for file, each in zip(files, opened, strict=True)
                 ]
                 for name, column in arrays.items()
-                if column.kind != "text"
+                if column.kind != "text" and not _is_single(column)
             }
         if count == len(files) > 1:
             self._names = [file.name.rsplit("/", 1)[-1] for file in files]
@@ -169,9 +170,17 @@ def _array_columns(
     return dict(joined), sum(counts), False
 
 
+def _is_single(column: Column) -> bool:
+    """True for single values, one a file, which have no chunks."""
+    return isinstance(column, ConcatColumn) and column.is_single
+
+
 def _column_of(file: File, name: str, array: Arrays, select: Select) -> Column:
     """Return an array as a column. Raises UsageError for several texts in a sample."""
     sides = tuple(array.shape[1:])
+    if not array.shape:
+        value = array.read(()) if isinstance(array, StoredArray) else array[()]
+        return SingleValue(value, f"{file.name}::{name}")
     if array.dtype.kind not in "US":
         return PlainColumn(array, getattr(array, "unit", 1), slab(select, name, sides))
     if set(sides) - {1}:

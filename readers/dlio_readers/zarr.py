@@ -78,7 +78,7 @@ class ZarrReader(ColumnReader):
             schema, classes = packed
             names = names or tuple(name for name, _ in schema.fields)
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        chosen, count = choose(redact(path), shapes, names)
+        chosen, count = choose(redact(path), shapes, names, by_file=False)
         self._missing = missing or ("error" if packed is not None else "fill")
         columns: dict[str, Column] = {}
         for name in chosen:

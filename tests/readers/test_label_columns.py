@@ -255,7 +255,7 @@ def test_a_column_has_the_same_labels_in_all_formats(
     assert open_labels(MapData(column)) == expected
 
 
-@pytest.mark.parametrize("column", [[0.5, 2.0], [1.0, float("nan")]])
+@pytest.mark.parametrize("column", [[0.5, 2.0], [0.5, float("nan")]])
 def test_numbers_to_predict_stay_numbers_and_are_told(
     column: Column, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,5 +274,16 @@ def test_numbers_to_predict_stay_numbers_and_are_told(
         assert np.array_equal(values, column, equal_nan=True)
         assert not len(reader.classes)
         assert "its label" in caplog.text, path
-        assert "fractions" in caplog.text or "missing (NaN) in 1 samples" in caplog.text
+        assert "with fractions" in caplog.text
         reader.close()
+
+
+def test_a_missing_label_among_whole_numbers_is_an_error_that_names_the_sample(
+    tmp_path: Path,
+) -> None:
+    for suffix, write in WRITERS.items():
+        path = tmp_path / f"a.{suffix}"
+        write(path, [1.0, float("nan"), 2.0], "plain")
+        with pytest.raises(SourceError, match=r"is (empty|missing)") as caught:
+            open_reader(str(path))
+        assert "row 3" in str(caught.value) or "1" in str(caught.value).rsplit(": its", 1)[0][-8:]
