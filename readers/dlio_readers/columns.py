@@ -283,7 +283,7 @@ class SingleValue:
 
     unit = 1
 
-    def __init__(self, value: Any, where: str) -> None:
+    def __init__(self, value: object, where: str) -> None:
         self._rows = np.asarray(value).reshape(1)
         if self._rows.dtype.hasobject:  # A text of h5py.
             self._rows = np.asarray([_text(self._rows[0])])

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from dlio.data.index import Arrays
 from dlio.data.labels import encode_labels, label_name
+
+TarHead: TypeAlias = Any
+"""What a tar's index says of its fields, as a dictionary."""
 
 
 class TextMembers:
@@ -25,7 +28,7 @@ class TextMembers:
 
 
 def number_classes(
-    parts: list[Arrays], heads: Sequence[dict[str, Any]], names: Sequence[str], label: str | None
+    parts: list[Arrays], heads: Sequence[TarHead], names: Sequence[str], label: str | None
 ) -> list[str]:
     """Return the classes of a label that is text in some of the tars, and number them there."""
     if label is None or not any(label in head["texts"] for head in heads):
