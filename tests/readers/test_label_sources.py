@@ -12,12 +12,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
+import dlio
 from dlio.cli.ls import describe
 from dlio.data import interpretation
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.loader.dataset_views import field_values
+from dlio.train.tasks.classification import ClassifyImages
+from dlio.train.train_options import ModelOptions
 from dlio.util.settings import REHEARSAL
 from dlio_staging.pack_folder import pack, packed_path
 
@@ -135,6 +139,18 @@ def test_packed_labels_are_those_of_the_source(form: str, tmp_path: Path) -> Non
         classes, labels = labels_of(packed_path(str(tmp_path / name), form))
         assert classes == list(source.classes)
         assert sorted(labels) == sorted(source.labels.tolist())
+
+
+def test_training_names_an_unlabelled_sample(tmp_path: Path) -> None:
+    picture = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(picture, "png")
+    table = pa.table({"image": [picture.getvalue()] * 3, "label": [0, 1, -1]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with (
+        dlio.open(f"{tmp_path}/a.parquet", image_size=8) as data,
+        pytest.raises(UsageError, match=r"1 of 3 .* label below 0.*000000002, with -1"),
+    ):
+        ClassifyImages(ModelOptions(), "a", data)
 
 
 # Tables beside pictures
