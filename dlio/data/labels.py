@@ -5,7 +5,7 @@ have a list of their own here, next to the common one.
 
 Labels that are all whole numbers are those numbers, also where they are written as 2.0, and truth
 values are 0 and 1. Other texts are classes, sorted, and a label is the number of its class. Numbers
-with fractions are no labels, but are to be predicted. Nothing becomes 0 for want of a label:
+with fractions give no labels, but are to be predicted. Nothing becomes 0 for want of a label:
 `LabelEncoding.missing` has the texts that are none, and a reader refuses their samples by name.
 """
 
@@ -68,11 +68,11 @@ class SampleLabels:
     """The labels that a field gives."""
 
     numbers: npt.NDArray[np.int64] | None
-    """Label of each sample, shape (samples,); None if the field's values are no labels."""
+    """Label of each sample, shape (samples,); None if the field's values give no labels."""
     classes: list[str]
     """Names that the labels number; empty if the values are numbers."""
     reason: str = ""
-    """Why the values are no labels; follows the field's name."""
+    """Why the values give no labels; follows the field's name."""
 
 
 class LabelColumn:
@@ -90,15 +90,15 @@ class LabelColumn:
 
     @property
     def is_refused(self) -> bool:
-        """True once a value was no label."""
+        """True once a value is not a label."""
         return bool(self._reason)
 
     def add_texts(self, texts: Iterable[str | bytes | memoryview]) -> None:
-        """Add texts, which are UTF-8 if they are bytes; others are no labels."""
+        """Add texts, which are UTF-8 if they are bytes; others give no labels."""
         try:
             plain = [text if isinstance(text, str) else bytes(text).decode() for text in texts]
         except UnicodeDecodeError:
-            self.refuse("is bytes that are no text of UTF-8")
+            self.refuse("is bytes that are not UTF-8")
             return
         different = list(dict.fromkeys(plain))
         place = {text: k for k, text in enumerate(different)}
@@ -111,11 +111,11 @@ class LabelColumn:
             return
         own = [self._texts.setdefault(text, len(self._texts)) for text in different]
         if len(self._texts) > MAX_CLASSES:
-            self._reason = f"has over {MAX_CLASSES} different texts, which are no classes"
+            self._reason = f"has over {MAX_CLASSES} different texts, too many for classes"
         self._numbers.append(np.array(own, np.int64)[codes] if own else codes)
 
     def add_numbers(self, values: npt.NDArray[np.generic]) -> None:
-        """Add numbers of shape (n,), (n, 1) and so on; others are no labels."""
+        """Add numbers of shape (n,), (n, 1) and so on; others give no labels."""
         first, self._count = self._count, self._count + len(values)
         if self._reason:
             return
@@ -169,19 +169,19 @@ def _missing(
 
 
 def _why_none(values: npt.NDArray[np.generic]) -> str:
-    """Return why numbers are no labels."""
+    """Return why numbers give no labels."""
     sides = ",".join(str(size) for size in np.shape(values)[1:])
     if values.size != len(values) or values.dtype.kind not in "biuf":
         return not_scalar(f"{values.dtype.name}[{sides}]")
     if values.dtype.kind == "f":
-        return "holds numbers with fractions: they are to be predicted, and are no classes"
-    return "holds numbers beyond 64 bits with a sign, which are no class numbers"
+        return "holds numbers with fractions: they are to be predicted, and not classes"
+    return "holds numbers beyond 64 bits with a sign, too large for class numbers"
 
 
 def not_scalar(kind: str) -> str:
     """Return why a field of a kind, which is neither a number nor text, gives no labels."""
-    what = "masks, several labels or one-hot" if "[" in kind else "no text"
-    return f"is {kind}, {what}"
+    kinds = "masks, several labels or one-hot" if "[" in kind else "not text"
+    return f"is {kind}, {kinds}"
 
 
 def label_names(names: Iterable[str]) -> list[str]:
@@ -214,10 +214,10 @@ def first_labels(
     """
     reason = ""
     for name, column in columns.items():
-        found = column.labels(name, where)
-        if found.numbers is not None:
-            return name, found
-        reason = reason or (found.reason and f"its {name} {found.reason}")
+        labelling = column.labels(name, where)
+        if labelling.numbers is not None:
+            return name, labelling
+        reason = reason or (labelling.reason and f"its {name} {labelling.reason}")
     return None, SampleLabels(None, [], reason)
 
 

@@ -113,8 +113,10 @@ def open_reading(
 
 def _tell_of_labels(reader: Reader) -> None:
     """Warn once if a field looks like a label and gives none, or if labels are fractions."""
-    kinds = reader.schema.kinds if abilities_of(reader).is_inspected else {}
-    text: str = getattr(reader, "unlabelled", "") if kinds else ""
+    if not abilities_of(reader).is_inspected:
+        return  # To look at its fields would read samples.
+    kinds = reader.schema.kinds
+    text: str = getattr(reader, "unlabelled", "")
     if text:
         text += "; so the data set has no labels (`targets` are 0)"
     elif (

@@ -378,15 +378,15 @@ class ColumnReader(PathReader):
         if not count:
             raise SourceError(f"{self.path} holds no samples")
         self._count = count
-        found, reason = SampleLabels(None, []), ""
+        labelling, reason = SampleLabels(None, []), ""
         for name in label_names(columns):
-            found = self._labels_of(name, columns[name], classes)
-            if found.numbers is not None:
+            labelling = self._labels_of(name, columns[name], classes)
+            if labelling.numbers is not None:
                 if columns[name].kind == "text":
-                    columns = {**columns, name: NumberedColumn(found.numbers)}
+                    columns = {**columns, name: NumberedColumn(labelling.numbers)}
                 reason = ""
                 break
-            reason = reason or f"its {name} {found.reason}"
+            reason = reason or f"its {name} {labelling.reason}"
         self.unlabelled = reason
         self._columns = dict(columns)
         self.schema = Schema(
@@ -399,9 +399,9 @@ class ColumnReader(PathReader):
         self.sizes = self.schema.payload_sizes(count, known)
         if self.schema.is_fixed:
             self.sizes = np.broadcast_to(np.int64(self.schema.overhead), count)
-        self.classes = list(classes) if found.numbers is None else found.classes
+        self.classes = list(classes) if labelling.numbers is None else labelling.classes
         none = np.broadcast_to(np.int64(0), count)
-        self.labels = none if found.numbers is None else found.numbers
+        self.labels = none if labelling.numbers is None else labelling.numbers
         unit = max(column.unit for column in columns.values())
         units = np.arange(0, count, unit, dtype=np.int64) if unit > 1 else None
         self.layout = cut_blocks(self.sizes, Order(count, 0, shuffled=False), units)

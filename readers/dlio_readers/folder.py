@@ -436,9 +436,9 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
     for given, label in labels.items():
         name = os.path.normpath(given)
         tries = [name, os.path.join(inside, name)]
-        found = [each for each in tries if each in known]
-        found = found or [each for bases in tries for each in bare.get(bases, ())]
-        target = found[0] if len(set(found)) == 1 or found[:1] == [name] else name
+        meant = [each for each in tries if each in known]
+        meant = meant or [each for bases in tries for each in bare.get(bases, ())]
+        target = meant[0] if len(set(meant)) == 1 or meant[:1] == [name] else name
         if result.setdefault(target, label) != label:
             raise SourceError(f"the table of labels has several for {target}: keep one")
     return result

@@ -380,7 +380,7 @@ class Hdf5File:
 
 
 def _linked(root: Any, group: Any, key: str, link: Any) -> Any:
-    """Return what a group has under a name; None if it is a link that is not followed.
+    """Return a group's member of a name; None if it is a link that is not followed.
 
     Soft links are followed to data sets of the file, by hard links alone: no other file is opened.
     """

@@ -348,11 +348,11 @@ class MapStyleReader:
     @property
     def labels(self) -> npt.NDArray[np.int64]:
         """Labels from the data set's `targets`, or else from every sample; shape (samples,)."""
-        found = self._given_labels
-        if found.numbers is None:
-            found = self._read_labels
+        labelling = self._given_labels
+        if labelling.numbers is None:
+            labelling = self._read_labels
         none = np.broadcast_to(np.int64(0), self._count)
-        return none if found.numbers is None else found.numbers
+        return none if labelling.numbers is None else labelling.numbers
 
     @property
     def classes(self) -> Sequence[str]:
@@ -395,8 +395,12 @@ class MapStyleReader:
             labels.add_texts(values.reshape(-1).tolist() if values.size == count else [])
         else:
             labels.add_numbers(values)
-        found = labels.labels("target", self.name)
-        return found if found.numbers is not None else SampleLabels(None, classes, found.reason)
+        labelling = labels.labels("target", self.name)
+        return (
+            labelling
+            if labelling.numbers is not None
+            else SampleLabels(None, classes, labelling.reason)
+        )
 
     @cached_property
     def _read_labels(self) -> SampleLabels:

@@ -209,19 +209,21 @@ class MdsReader(PathReader):
             for name, own in values.items():
                 if own:
                     _add_labels(labels[name], self._fields[places[name]], own)
-        label, found = first_labels(labels, lambda k: f"{self._source.path()}, sample {k}")
+        label, labelling = first_labels(labels, lambda k: f"{self._source.path()}, sample {k}")
         is_text = label is not None and _kind_of_label(self._fields[places[label]]) == "text"
         about = {
             "dims": {name: [dtype, shape] for name, (dtype, shape) in dims.items()},
-            "classes": found.classes,
+            "classes": labelling.classes,
             "named": label if is_text else None,
-            "unlabelled": found.reason,
+            "unlabelled": labelling.reason,
         }
         return {
             "starts": np.array(starts, np.int64),
             "bodies": np.array(bodies, np.int64),
             "head": np.frombuffer(json.dumps(about).encode(), np.uint8),
-            "labels": np.zeros(len(starts), np.int64) if found.numbers is None else found.numbers,
+            "labels": np.zeros(len(starts), np.int64)
+            if labelling.numbers is None
+            else labelling.numbers,
         }
 
 

@@ -510,7 +510,7 @@ class RowGroupReader(PathReader):
             name = self._files[file].name
             return f"{name}, row group {group}, row {row - int(starts[k])}"
 
-        label, found = first_labels(labels, row_of)
+        label, labelling = first_labels(labels, row_of)
         if label is not None:
             facts[label].named = (
                 facts[label].is_text or parse_kind(facts[label].kind()).dtype is None
@@ -520,16 +520,16 @@ class RowGroupReader(PathReader):
         total = int(starts[-1])
         head = {
             "fields": fields,
-            "classes": found.classes,
+            "classes": labelling.classes,
             "named": label if label is not None and facts[label].named else None,
-            "unlabelled": found.reason,
+            "unlabelled": labelling.reason,
         }
         return {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
             "groups": np.array(groups, np.int64),
             "starts": starts,
             "bodies": np.stack(bodies, 1) if bodies else np.zeros((total, 0), np.int64),
-            "labels": np.zeros(total, np.int64) if found.numbers is None else found.numbers,
+            "labels": np.zeros(total, np.int64) if labelling.numbers is None else labelling.numbers,
         }
 
 

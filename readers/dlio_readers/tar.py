@@ -681,7 +681,7 @@ class _Builder:
         self._left: Counter[str] = Counter()
         """Members that the first sample lacks, of samples."""
         self._in_json = ""
-        """What the first sample's JSON has that may be a label, in words."""
+        """Which value of the first sample's JSON may be a label, in words."""
 
     def add(self, name: str, at: int, size: int, members: TarMembers) -> None:
         folder, slash, last = name.rpartition("/")

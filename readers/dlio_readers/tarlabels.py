@@ -10,7 +10,7 @@ from dlio.data.index import Arrays
 from dlio.data.labels import encode_labels, label_name
 
 TarHead: TypeAlias = Any
-"""What a tar's index says of its fields, as a dictionary."""
+"""Fields in a tar's index, as a dictionary."""
 
 
 class TextMembers:
@@ -49,7 +49,7 @@ def number_classes(
 
 
 def label_in_json(data: bytes) -> str:
-    """Return what a sample's JSON has that may be a label, in words; empty without it."""
+    """Say which value of a sample's JSON may be a label; empty without one."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):

@@ -382,7 +382,7 @@ def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
         file = bisect_right(starts, sample) - 1
         return f"{files[file].name}, record {sample - starts[file]},"
 
-    label, found = _labels_of(whole.columns, where)
+    label, labelling = _labels_of(whole.columns, where)
     is_text = label is not None and dict(fields)[label] == "text"
     if is_text:
         fields = [(name, "int64" if name == label else kind) for name, kind in fields]
@@ -393,9 +393,9 @@ def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
     head = {
         "fields": fields,
         "variable": variable,
-        "classes": found.classes,
+        "classes": labelling.classes,
         "named": label if is_text else None,
-        "unlabelled": found.reason,
+        "unlabelled": labelling.reason,
     }
     return {
         "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
@@ -403,7 +403,7 @@ def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
         "stored": np.array(whole.stored, np.int64),
         "starts": np.array(starts, np.int64),
         "bodies": np.stack(bodies, 1) if bodies else np.zeros((count, 0), np.int64),
-        "labels": np.zeros(count, np.int64) if found.numbers is None else found.numbers,
+        "labels": np.zeros(count, np.int64) if labelling.numbers is None else labelling.numbers,
     }
 
 
@@ -585,11 +585,11 @@ def _labels_of(
             own.add_texts([each for each in column.values if isinstance(each, bytes)])
         else:
             own.refuse(not_scalar(kind))
-    label, found = first_labels(labels, where)
+    label, labelling = first_labels(labels, where)
     whole = [name for name, column in columns.items() if column.kind_of_field == "int64"]
     if label is None and len(whole) == 1:
         return whole[0], SampleLabels(np.array(columns[whole[0]].whole, np.int64), [])
-    return label, found
+    return label, labelling
 
 
 def _is_text(data: bytes) -> bool:

@@ -56,7 +56,7 @@ def expected_of(column: Column) -> Labels | None:
 
 
 def open_labels(path: object) -> Labels | None:
-    """Return what dlio reads, None for an error; the samples must have the same labels."""
+    """Return dlio's labels, None for an error; the samples must have the same labels."""
     try:
         reader = open_reader(path)
     except SourceError as error:
@@ -67,7 +67,7 @@ def open_labels(path: object) -> Labels | None:
     name = next((name for name in ("label", "cls") if name in reader.schema.kinds), "label")
     payloads = reader.read(np.arange(len(reader)))
     values = [reader.schema.split(payload)[name] for payload in payloads]
-    if reader.format != "torch":  # Whose samples are what the data set returns.
+    if reader.format != "torch":  # Whose samples stay as the data set returns them.
         assert [int(np.asarray(value).reshape(-1)[0]) for value in values] == labels
     classes = list(reader.classes)
     reader.close()

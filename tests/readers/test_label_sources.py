@@ -153,7 +153,7 @@ def test_training_names_an_unlabelled_sample(tmp_path: Path) -> None:
         ClassifyImages(ModelOptions(), "a", data)
 
 
-# Tables beside pictures
+# Tables next to pictures
 
 
 def _pictures(folder: Path, names: list[str]) -> None:
@@ -187,7 +187,7 @@ def test_tables_name_pictures_and_labels_as_people_do(
     assert labels_of(str(tmp_path)) == (["a", "b"], [1, 0, 1])
 
 
-def test_what_a_table_of_labels_leaves_out_or_repeats_is_told(
+def test_columns_and_rows_that_a_table_of_labels_leaves_out_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _pictures(tmp_path, ["0.png", "1.png"])
