@@ -231,3 +231,18 @@ def test_texts_of_numpy_that_need_pickle_are_refused_by_name(tmp_path: Path) -> 
     np.savez(tmp_path / "a.npz", x=np.zeros(2), label=np.array(["a", None], object))
     with pytest.raises(SourceError, match=r"label\.npy holds Python objects.*pickle"):
         open_reader(f"{tmp_path}/a.npz")
+
+
+def test_places_of_splits_outside_of_the_folder_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in ("images", "labels"):
+        (tmp_path / folder).mkdir()
+    picture = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(picture, "png")
+    (tmp_path / "images/a.png").write_bytes(picture.getvalue())
+    (tmp_path / "labels/a.txt").write_text("1 0.5 0.5 0.5 0.5\n")
+    (tmp_path / "data.yaml").write_text("names: [a, b]\ntrain: /elsewhere/train\n")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(tmp_path)).close()
+    assert "1 of the places of its splits are not in the data set's folder" in caplog.text
