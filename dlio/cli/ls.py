@@ -91,7 +91,10 @@ def describe(path: str, **options: object) -> DatasetDescription:
     layout = reader.layout
     size = data_bytes(reader)
     labels = reader.labels
-    countable = len(labels) and labels.min() >= 0 and labels.max() < _MOST_CLASSES
+    classes = len(reader.classes)
+    own = labels[labels >= 0]
+    """Without unlabelled samples, such as the Hub's -1."""
+    countable = len(own) and own.max() < _MOST_CLASSES and (own.size == labels.size or classes)
     mix = None
     counts: dict[str, int] = {}
     box_counts = abilities_of(reader).box_counts
@@ -100,10 +103,13 @@ def describe(path: str, **options: object) -> DatasetDescription:
     if boxes is not None:
         counts = boxes
     elif countable and not masks and (len(reader.classes) or labels.any()):
-        counted = np.bincount(labels, minlength=len(reader.classes)).tolist()
+        counted = np.bincount(own, minlength=len(reader.classes)).tolist()
         names = list(reader.classes) or [str(number) for number in range(len(counted))]
         counts = dict(zip(names, counted, strict=False))
-        mix = _class_mix(labels, layout)
+        if own.size < labels.size:
+            counts["(unlabelled)"] = int(labels.size - own.size)
+        else:
+            mix = _class_mix(labels, layout)
     place = file_system_of(reader.path if isinstance(path, str) else "/")
     return {
         "path": redact(str(path)),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import label_name
 from dlio.data.reader_contract import Abilities, Reader, abilities_of
 from dlio.data.schema import IMAGES, LABEL, Schema
 from dlio.errors import UsageError
@@ -87,8 +87,8 @@ class ReaderGroup:
         lacking = [
             name for name, each in zip(names, self._readers, strict=True) if not len(each.classes)
         ]
-        field = next((name for name in LABEL_NAMES if name in self.schema.kinds), "")
         places = {name: at for name, kind, at in self.schema.places() if kind.text == "int64"}
+        field = label_name(places)
         if lacking or field not in places:
             lacking_text = f", and {lacking[0]} {lacks}" if lacking else ""
             raise UsageError(f"{text}: their classes differ{lacking_text}: {remedy}")

@@ -3,32 +3,36 @@
 A reader takes the first of `LABEL_NAMES` among its fields. Formats with a convention of their own
 have a list of their own here, next to the common one.
 
-Labels that are all whole numbers are those numbers, also where they are written as 2.0. All others
-are classes, sorted, and a label is the number of its class. Nothing becomes 0 for want of a label:
+Labels that are all whole numbers are those numbers, also where they are written as 2.0, and truth
+values are 0 and 1. Other texts are classes, sorted, and a label is the number of its class. Numbers
+with fractions give no labels, but are to be predicted. Nothing becomes 0 for want of a label:
 `LabelEncoding.missing` has the texts that are none, and a reader refuses their samples by name.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.errors import SourceError
+
 # The last one is the second item of a sample that is a tuple, such as (image, label).
 # fmt: off
 LABEL_NAMES: Final = (
-    "label", "labels", "cls", "class", "target", "targets", "fine_label", "y", "1"
+    "label", "labels", "cls", "class", "target", "targets", "fine_label", "y", "category",
+    "label_id", "class_id", "category_id", "1",
 )
 # fmt: on
-"""Label fields, in the order of preference."""
+"""Label fields, in the order of preference; see `label_name`."""
 TAR_LABEL_NAMES: Final = ("label", "cls", "class", "id", "index")
 """Suffixes of tar members: WebDataset's `cls`, and the number where a sample has nothing else."""
-TABLE_LABEL_NAMES: Final = ("label", "class", "target", "category", "labels")
-"""Columns of the table of labels that may lie in an image folder (labels.csv, metadata.csv)."""
+_LIKELY: Final = ("label", "class", "category", "target")
+"""Parts of the names of fields that may be labels, by which a user is told of them."""
 MAX_CLASSES: Final = 1 << 16
 """Most different texts of a column that are taken for classes."""
 # fmt: off
@@ -39,6 +43,8 @@ MISSING: Final = frozenset((
 # fmt: on
 """Texts that stand for a missing value in a column of numbers, as in pandas. Among texts, only an
 empty one does: NA is also a country."""
+_TRUTHS: Final = {"False": 0, "false": 0, "FALSE": 0, "True": 1, "true": 1, "TRUE": 1}
+"""Truth values as numpy, JSON and R write them, which are numbers in other formats."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]+", re.ASCII)
 # Python's float() takes 1_0 as well, and digits of other alphabets.
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
@@ -57,12 +63,179 @@ class LabelEncoding:
     """Those of the texts that stand for a missing label."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampleLabels:
+    """The labels that a field gives."""
+
+    numbers: npt.NDArray[np.int64] | None
+    """Label of each sample, shape (samples,); None if the field's values give no labels."""
+    classes: list[str]
+    """Names that the labels number; empty if the values are numbers."""
+    reason: str = ""
+    """Why the values give no labels; follows the field's name."""
+
+
+class LabelColumn:
+    """The values of a label field, gathered part by part, of one kind: texts or numbers."""
+
+    def __init__(self, given: Sequence[str] = ()) -> None:
+        """Gather labels; `given` are the classes that the source names, in its order."""
+        self._given = list(given)
+        self._numbers: list[npt.NDArray[np.int64]] = []
+        self._texts: dict[str, int] = {}
+        self._gaps: list[int] = []
+        """Samples whose number is missing (NaN)."""
+        self._reason = ""
+        self._count = 0
+
+    @property
+    def is_refused(self) -> bool:
+        """True once a value is not a label."""
+        return bool(self._reason)
+
+    def add_texts(self, texts: Iterable[str | bytes | memoryview]) -> None:
+        """Add texts, which are UTF-8 if they are bytes; others give no labels."""
+        try:
+            plain = [text if isinstance(text, str) else bytes(text).decode() for text in texts]
+        except UnicodeDecodeError:
+            self.refuse("is bytes that are not UTF-8")
+            return
+        different = list(dict.fromkeys(plain))
+        place = {text: k for k, text in enumerate(different)}
+        self.add_codes(different, np.array([place[text] for text in plain], np.int64))
+
+    def add_codes(self, different: Sequence[str], codes: npt.NDArray[np.int64]) -> None:
+        """Add texts as places, shape (n,), in a list of different ones."""
+        self._count += len(codes)
+        if self._reason:
+            return
+        own = [self._texts.setdefault(text, len(self._texts)) for text in different]
+        if len(self._texts) > MAX_CLASSES:
+            self._reason = f"has over {MAX_CLASSES} different texts, too many for classes"
+        self._numbers.append(np.array(own, np.int64)[codes] if own else codes)
+
+    def add_numbers(self, values: npt.NDArray[np.generic]) -> None:
+        """Add numbers of shape (n,), (n, 1) and so on; others give no labels."""
+        first, self._count = self._count, self._count + len(values)
+        if self._reason:
+            return
+        gaps = np.zeros(len(values), bool)
+        if values.dtype.kind == "f" and values.size == len(values):
+            gaps = np.isnan(values.reshape(-1))
+            values = np.where(gaps, 0, values.reshape(-1))
+        numbers = whole_labels(values)
+        if numbers is None:
+            self._reason = _why_none(values)
+            return
+        self._numbers.append(numbers)
+        self._gaps += (np.flatnonzero(gaps) + first).tolist()
+
+    def refuse(self, reason: str) -> None:
+        """Have the values be no labels, for a reason that follows the field's name."""
+        self._reason = self._reason or reason
+
+    def labels(self, name: str, where: Callable[[int], str]) -> SampleLabels:
+        """Return the labels of all samples that were added.
+
+        Raises SourceError for a missing one, unless numbers have fractions, and are to be
+        predicted; `where` names a sample, `name` is the field's.
+        """
+        if self._reason or not self._numbers:
+            return SampleLabels(None, [], self._reason)
+        numbers = np.concatenate(self._numbers)
+        if not self._texts:
+            if self._gaps:
+                raise _missing(name, where, self._gaps, len(numbers))
+            return SampleLabels(numbers, self._given)
+        encoding = encode_labels(self._texts)
+        place = {text: k for k, text in enumerate(self._given)}
+        if self._texts.keys() <= place.keys():
+            encoding = LabelEncoding(place, self._given, frozenset())
+        gaps = [self._texts[text] for text in encoding.missing]
+        missing = np.flatnonzero(np.isin(numbers, gaps)).tolist()
+        if missing:
+            raise _missing(name, where, missing, len(numbers))
+        new = np.array([encoding.numbers[text] for text in self._texts], np.int64)
+        return SampleLabels(new[numbers], encoding.classes)
+
+
+def _missing(
+    name: str, where: Callable[[int], str], samples: Sequence[int], count: int
+) -> SourceError:
+    return SourceError(
+        f"{where(samples[0])}: its {name} is empty, as in {len(samples)} of {count} samples: fill "
+        "it, drop the sample, or name the fields to read without it"
+    )
+
+
+def _why_none(values: npt.NDArray[np.generic]) -> str:
+    """Return why numbers give no labels."""
+    sides = ",".join(str(size) for size in np.shape(values)[1:])
+    if values.size != len(values) or values.dtype.kind not in "biuf":
+        return not_scalar(f"{values.dtype.name}[{sides}]")
+    if values.dtype.kind == "f":
+        return "holds numbers with fractions: they are to be predicted, and not classes"
+    return "holds numbers beyond 64 bits with a sign, too large for class numbers"
+
+
+def not_scalar(kind: str) -> str:
+    """Return why a field of a kind, which is neither a number nor text, gives no labels."""
+    kinds = "masks, several labels or one-hot" if "[" in kind else "not text"
+    return f"is {kind}, {kinds}"
+
+
+def label_names(names: Iterable[str]) -> list[str]:
+    """Return those of the names of fields that are of labels, in the order of `LABEL_NAMES`.
+
+    In small letters or, where none is, in capitals. The label is the first whose values are labels.
+    """
+    known = list(names)
+    exact: list[str] = [name for name in LABEL_NAMES if name in known]
+    if exact:
+        return exact
+    small: dict[str, str] = {}
+    for name in known:
+        small.setdefault(name.lower(), name)
+    return [small[name] for name in LABEL_NAMES if name in small]
+
+
+def label_name(names: Iterable[str]) -> str | None:
+    """Return the first of `label_names`, None without one."""
+    return next(iter(label_names(names)), None)
+
+
+def first_labels(
+    columns: Mapping[str, LabelColumn], where: Callable[[int], str]
+) -> tuple[str | None, SampleLabels]:
+    """Return (field, its labels) of the first of some fields that gives labels; without one
+    (None, why the first does not).
+
+    Raises SourceError for a missing label; `where` names a sample.
+    """
+    reason = ""
+    for name, column in columns.items():
+        labelling = column.labels(name, where)
+        if labelling.numbers is not None:
+            return name, labelling
+        reason = reason or (labelling.reason and f"its {name} {labelling.reason}")
+    return None, SampleLabels(None, [], reason)
+
+
+def likely_label(names: Iterable[str]) -> str | None:
+    """Return a field that may be a label by its name, such as `image/class/text`; None without."""
+    return next((name for name in names if any(part in name.lower() for part in _LIKELY)), None)
+
+
 def encode_labels(texts: Iterable[str]) -> LabelEncoding:
     """Return the labels that the texts of a column are, given each different text once or more.
 
     Spaces around a text do not count.
     """
     different = {text: text.strip() for text in texts}
+    present = {text: value for text, value in different.items() if value}
+    if present and all(value in _TRUTHS for value in present.values()):
+        numbers = {text: _TRUTHS[value] for text, value in present.items()}
+        return LabelEncoding(numbers, [], frozenset(different.keys() - present.keys()))
     values = {text: value for text, value in different.items() if value not in MISSING}
     if values and all(map(is_number, values.values())):
         missing = frozenset(different.keys() - values.keys())
@@ -117,6 +290,8 @@ def whole_labels(values: npt.NDArray[np.generic]) -> npt.NDArray[np.int64] | Non
     if values.ndim < 1 or values.size != len(values) or values.dtype.kind not in "biuf":
         return None
     flat = values.reshape(-1)
+    if flat.dtype.kind == "u" and (flat.astype(np.uint64) > np.iinfo(np.int64).max).any():
+        return None
     if flat.dtype.kind == "f":
         wide = flat.astype(np.float64)
         if not (np.isfinite(wide) & (np.abs(wide) < 2**53) & (wide == np.trunc(wide))).all():

@@ -30,7 +30,7 @@ class NpyHead:
     """The parsed header of a .npy file."""
 
     dtype: str
-    """numpy's name of the type, without byte order."""
+    """numpy's name of the type, without byte order; of texts with it."""
     descr: str
     """The type with its byte order, as in the file."""
     shape: tuple[int, ...]
@@ -53,9 +53,10 @@ class NpyHead:
         return np.asarray(stored, np.dtype(self.dtype).newbyteorder("<"), order="C")
 
 
-def read_npy_head(data: memoryview, size: int | None = None) -> NpyHead:
+def read_npy_head(data: memoryview, size: int | None = None, *, texts: bool = False) -> NpyHead:
     """Parse the beginning of a .npy file. `data` has the header at least, and `size` is that of the
-    whole file; by default len(data).
+    whole file; by default len(data). With `texts`, its elements may also be texts or bytes of one
+    length.
 
     Raises CorruptBlock if the file is damaged, cut off or not a .npy file, and for element types
     that samples cannot have, such as objects.
@@ -75,11 +76,17 @@ def read_npy_head(data: memoryview, size: int | None = None) -> NpyHead:
         dtype = np.dtype(descr)
     except (TypeError, ValueError) as error:
         raise CorruptBlock("its .npy header is damaged") from error
-    if dtype.name not in DTYPES:
+    is_text = texts and dtype.kind in "US" and dtype.itemsize > 0
+    if dtype.hasobject:
+        raise CorruptBlock(
+            "holds Python objects, which numpy reads with pickle alone: refused; store texts as "
+            "np.array(texts, 'U'), and numbers as numbers"
+        )
+    if dtype.name not in DTYPES and not is_text:
         raise CorruptBlock(f"holds {dtype.name}, which samples cannot have: convert it")
     if len(shape) > MAX_DIMENSIONS or any(n >= 2**48 for n in shape):
         raise CorruptBlock("its .npy header is damaged")
-    parsed = NpyHead(dtype.name, dtype.str, shape, fortran, offset)
+    parsed = NpyHead(dtype.str if is_text else dtype.name, dtype.str, shape, fortran, offset)
     if parsed.offset + parsed.nbytes > size:
         raise CorruptBlock(f"is cut off: {size} bytes instead of {offset + parsed.nbytes}")
     return parsed

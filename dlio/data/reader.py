@@ -16,10 +16,12 @@ from dlio.data.interpretation import (
     files_of_split,
     lone_folder,
     split_folder,
+    tell_once,
 )
+from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
-from dlio.data.reader_contract import ReaderType, path_rules_of
+from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
 from dlio.data.source import Source, expand, last_name, listed_once, redact, split_fields
 from dlio.data.splits import WHOLE, chosen_split, splits_among
 from dlio.errors import SourceError, UsageError
@@ -104,7 +106,35 @@ def open_reading(
                 raise _unknown(f"this {type(path).__name__}", reasons, named=False)
             reading = Interpretation(name, kind, path, options)
         reading.tell()
-        return _opened(reading, named), reading
+        reader = _opened(reading, named)
+    _tell_of_labels(reader)
+    return reader, reading
+
+
+def _tell_of_labels(reader: Reader) -> None:
+    """Warn once if a field looks like a label and gives none, or if labels are fractions."""
+    if not abilities_of(reader).is_inspected:
+        return  # To look at its fields would read samples.
+    kinds = reader.schema.kinds
+    text: str = getattr(reader, "unlabelled", "")
+    if text:
+        text += "; so the data set has no labels (`targets` are 0)"
+    elif (
+        len(reader.classes)
+        and all(map(is_number, reader.classes))
+        and not all(each.isdecimal() for each in reader.classes)
+    ):
+        text = f"its labels are numbers with fractions, and are {len(reader.classes)} classes"
+    elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
+        able = [name for name, kind in kinds.items() if kind.text == "text" or kind.scalar]
+        name = likely_label(able)
+        if name is not None and not reader.labels.any():
+            text = (
+                f"none of its fields has a label's name; if {name} is it, name it label in the "
+                "source (`targets` are 0)"
+            )
+    if text:
+        tell_once(f"{redact(str(reader.path))}: {text}")
 
 
 def _opened(reading: Interpretation, named: bool) -> Reader:

@@ -104,7 +104,11 @@ def field_values(reader: Reader, field: str) -> Sequence[Any] | npt.NDArray[Any]
     if not isinstance(field, str):
         raise UsageError(f"{named('field', field)}: give its name, such as 'label'")
     if field == _CLASS and field not in schema.kinds and len(reader.classes):
-        return np.asarray(reader.classes)[np.asarray(reader.labels)]
+        labels = np.asarray(reader.labels)
+        has_class = (labels >= 0) & (labels < len(reader.classes))
+        # An unlabelled sample, such as the Hub's -1, has no class: Python's -1 would be the last.
+        of_each = np.asarray(reader.classes)[np.where(has_class, labels, 0)]
+        return np.where(has_class, of_each, "")
     if field not in schema.kinds:
         names = [name for name, _ in schema.fields]
         classes = f", or {_CLASS!r}" if len(reader.classes) else ""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import label_name
 from dlio.data.schema import IMAGES, Buffer, Schema
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decoder import decode_whole
@@ -38,7 +38,7 @@ def image_and_label(schema: Schema) -> tuple[str, str] | None:
 def label_field(schema: Schema) -> str | None:
     """Return the integer field with a label's name (`dlio.data.labels`); None without one."""
     numbers = [name for name, kind in schema.fields if kind in _INTEGERS]
-    return next((name for name in LABEL_NAMES if name in numbers), None)
+    return label_name(numbers)
 
 
 def decode_sample(schema: Schema, payload: Buffer, name: object) -> Sample:

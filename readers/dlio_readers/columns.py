@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import fingerprint_of
-from dlio.data.labels import LABEL_NAMES, whole_labels
+from dlio.data.labels import LabelColumn, SampleLabels, label_name, label_names, not_scalar
 from dlio.data.reader_contract import Abilities
-from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind
+from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind, parse_kind
 from dlio.data.source import ReadErrors, redact
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
@@ -154,6 +154,7 @@ SCHEMA: Final = "dlio_schema"
 KEPT_BYTES: Final = 32 << 20
 """Size of the cache of decoded chunks, for samples that are read one at a time."""
 _TEXTS_AT_ONCE: Final = 1024
+_LABELS_AT_ONCE: Final = 1 << 16
 _JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG"
 
@@ -242,7 +243,7 @@ class RaggedColumn:
 
 
 class TextArrayColumn:
-    """Texts in an array of one dimension, of one length or not."""
+    """Texts in an array of shape (rows,), or (rows, 1) and so on, of one length or not."""
 
     unit = 1
     kind = "text"
@@ -257,27 +258,53 @@ class TextArrayColumn:
         return np.array([len(text) for span in spans for text in self.rows(*span)], np.int64)
 
     def rows(self, start: int, stop: int) -> list[bytes]:
-        texts = np.asarray(self._array[start:stop]).tolist()
+        texts = np.asarray(self._array[start:stop]).reshape(-1).tolist()
         return [text if isinstance(text, bytes) else str(text).encode() for text in texts]
 
 
-class ClassColumn:
-    """Texts as the numbers of their classes, in alphabetical order."""
+class NumberedColumn:
+    """Labels that are known: of texts, the numbers of their classes. Shape (rows,)."""
 
     unit = 1
     kind = "int64"
 
-    def __init__(self, texts: Column, count: int) -> None:
-        values = [bytes(text).decode() for text in texts.rows(0, count)]
-        self.classes = sorted(set(values))
-        numbers = {name: k for k, name in enumerate(self.classes)}
-        self._labels = np.array([numbers[value] for value in values], np.int64)
+    def __init__(self, labels: npt.NDArray[np.int64]) -> None:
+        self._labels = labels
 
     def bodies(self) -> None:
         return None
 
     def rows(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         return self._labels[start:stop]
+
+
+class SingleValue:
+    """The label of a file that is one sample: an array without dimensions, as one row."""
+
+    unit = 1
+
+    def __init__(self, value: object, where: str) -> None:
+        self._rows = np.asarray(value).reshape(1)
+        if self._rows.dtype.hasobject:  # A text of h5py.
+            self._rows = np.asarray([_text(self._rows[0])])
+        is_text = self._rows.dtype.kind in "US"
+        if not is_text and not storable(self._rows.dtype):
+            raise UsageError(
+                f"{where} is {self._rows.dtype}, which samples cannot have: convert it"
+            )
+        self.kind = "text" if is_text else array_kind(self._rows.dtype)
+
+    def bodies(self) -> npt.NDArray[np.int64] | None:
+        return np.array([len(self.rows(0, 1)[0])]) if self.kind == "text" else None
+
+    def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
+        if self.kind != "text":
+            return self._rows
+        return [_text(self._rows[0]).encode()]
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 class ConcatColumn:
@@ -289,6 +316,7 @@ class ConcatColumn:
         self.kind = parts[0].kind
         self.unit = parts[0].unit
         self.dimensions = getattr(parts[0], "dimensions", None)
+        self.is_single = isinstance(parts[0], SingleValue)
 
     def bodies(self) -> npt.NDArray[np.int64] | None:
         bodies = [part.bodies() for part in self._parts]
@@ -349,8 +377,18 @@ class ColumnReader(PathReader):
         check_select(select, redact(self.path), dimensions)
         if not count:
             raise SourceError(f"{self.path} holds no samples")
-        self._columns = dict(columns)
         self._count = count
+        labelling, reason = SampleLabels(None, []), ""
+        for name in label_names(columns):
+            labelling = self._labels_of(name, columns[name], classes)
+            if labelling.numbers is not None:
+                if columns[name].kind == "text":
+                    columns = {**columns, name: NumberedColumn(labelling.numbers)}
+                reason = ""
+                break
+            reason = reason or f"its {name} {labelling.reason}"
+        self.unlabelled = reason
+        self._columns = dict(columns)
         self.schema = Schema(
             tuple((name, column.kind) for name, column in columns.items()), structure
         )
@@ -361,8 +399,9 @@ class ColumnReader(PathReader):
         self.sizes = self.schema.payload_sizes(count, known)
         if self.schema.is_fixed:
             self.sizes = np.broadcast_to(np.int64(self.schema.overhead), count)
-        self.classes = list(classes)
-        self.labels = self._find_labels()
+        self.classes = list(classes) if labelling.numbers is None else labelling.classes
+        none = np.broadcast_to(np.int64(0), count)
+        self.labels = none if labelling.numbers is None else labelling.numbers
         unit = max(column.unit for column in columns.values())
         units = np.arange(0, count, unit, dtype=np.int64) if unit > 1 else None
         self.layout = cut_blocks(self.sizes, Order(count, 0, shuffled=False), units)
@@ -413,31 +452,52 @@ class ColumnReader(PathReader):
             columns = {name: column.rows(low, high) for name, column in self._columns.items()}
             return joined_rows(self.schema, high - low, columns)
 
-    def _find_labels(self) -> npt.NDArray[np.int64]:
-        for name in LABEL_NAMES:
-            kind = self.schema.kinds.get(name)
-            # Also of shape (samples, 1), as many files have them.
-            if kind is None or not kind.fixed or set(kind.shape) - {1}:
-                continue
+    def _labels_of(self, name: str, column: Column, classes: Sequence[str]) -> SampleLabels:
+        """Return the labels that a column gives; `classes` are those that the source names.
+
+        Raises SourceError for a missing one.
+        """
+        kind = parse_kind(column.kind)
+        labels = LabelColumn(classes)
+        for start in range(0, self._count, _LABELS_AT_ONCE):
+            stop = min(start + _LABELS_AT_ONCE, self._count)
             with ReadErrors(f"{self.path}: {name}"):
-                labels = whole_labels(np.asarray(self._columns[name].rows(0, self._count)))
-            if labels is not None:
-                return labels
-        return np.broadcast_to(np.int64(0), self._count)
+                if kind.text == "text":
+                    labels.add_texts(list(column.rows(start, stop)))
+                elif kind.fixed and not set(kind.shape) - {1}:
+                    labels.add_numbers(np.asarray(column.rows(start, stop)))
+                else:
+                    return SampleLabels(None, [], not_scalar(kind.text))
+        return labels.labels(name, lambda row: f"{self.path}, sample {row}")
 
 
 def choose(
-    path: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Sequence[str],
+    *,
+    by_file: bool = True,
 ) -> tuple[list[str], int]:
     """Choose the arrays that become fields, all unless the user chose `names`; return (names,
     number of samples).
 
+    A label without dimensions is that of a file that is one sample, in formats of which files may
+    be samples (`by_file`).
+
     Raises UsageError for unknown names, and if the arrays differ in their number of rows.
     """
+    label = label_name(shapes)
+    single = label is not None and not shapes[label] and (not names or label in names)
+    if single and not by_file:
+        raise UsageError(
+            f"{path}: its {label} is a single value, where rows of arrays are samples: give it a "
+            "value for each row, or name the other arrays to read"
+        )
     own = [
         name
         for name in shapes
-        if not name.endswith((ENDS, SHAPE)) and (len(shapes[name]) or name in names)
+        if not name.endswith((ENDS, SHAPE))
+        and (len(shapes[name]) or name in names or (single and name == label))
     ]
     for name in names:
         if name not in own:
@@ -452,6 +512,8 @@ def choose(
     }
     if not chosen:
         raise SourceError(f"{path} holds no arrays")
+    if single:
+        return chosen, 1
     if len(set(counts.values())) > 1:
         rows = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
         raise UsageError(
@@ -531,8 +593,10 @@ def volumes_of(
     if samples not in (None, "rows", "files"):
         raise UsageError(f"samples={samples!r}: choose rows or files")
     names = list(tables[0])
+    single = [name for name, each in tables[0].items() if isinstance(each, SingleValue)]
     able = all(
-        list(table) == names and all(isinstance(column, PlainColumn) for column in table.values())
+        list(table) == names
+        and all(isinstance(column, PlainColumn | SingleValue) for column in table.values())
         for table in tables
     )
     plain = [{n: c for n, c in table.items() if isinstance(c, PlainColumn)} for table in tables]
@@ -540,8 +604,17 @@ def volumes_of(
         (part[name].dtype, len(part[name].shape))
         == (plain[0][name].dtype, len(plain[0][name].shape))
         for part in plain
-        for name in names
+        for name in plain[0]
     )
+    if single:
+        kinds = {tuple(table[name].kind for name in single if name in table) for table in tables}
+        able = able and len(kinds) == 1
+        if not able or samples == "rows":
+            raise UsageError(
+                f"{path}: its {single[0]} is a single value, so that each file is one sample, and "
+                "not its rows: give all files arrays of the same names, types and dimensions"
+            )
+        samples = "files"
     if samples == "rows" or not able:
         if samples == "files":
             raise UsageError(
@@ -558,9 +631,14 @@ def volumes_of(
             path,
             len(plain),
         )
-    if any(0 in part[name].shape for part in plain for name in names):
+    if any(0 in column.shape for part in plain for column in part.values()):
         raise SourceError(f"{path}: a file holds no rows: remove it")
-    return {name: VolumeColumn([part[name] for part in plain]) for name in names}
+    return {
+        name: ConcatColumn([table[name] for table in tables], [1] * len(tables))
+        if name in single
+        else VolumeColumn([part[name] for part in plain])
+        for name in names
+    }
 
 
 def _same_rows(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:

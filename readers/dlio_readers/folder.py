@@ -20,8 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names
-from dlio.data.interpretation import counted, counted_below
-from dlio.data.labels import TABLE_LABEL_NAMES, encode_labels, first_missing, label_text
+from dlio.data.interpretation import counted, counted_below, tell_once
+from dlio.data.labels import (
+    LABEL_NAMES,
+    encode_labels,
+    first_missing,
+    label_name,
+    label_text,
+    likely_label,
+)
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
@@ -42,7 +49,13 @@ _TABLES: Final = (
     "metadata.jsonl", "metadata.parquet",
 )
 # fmt: on
-_FILE_COLUMNS: Final = ("file_name", "filename", "file", "image", "path", "name")
+# fmt: off
+_FILE_COLUMNS: Final = (
+    "file_name", "filename", "file", "image", "path", "name", "image_id", "image_name",
+    "image_path", "file_path", "filepath", "img", "img_path", "id",
+)
+# fmt: on
+"""Columns of names of files, with their extension or without, in the order of preference."""
 _MAX_TABLE: Final = 128 << 20
 _MOST_ROWS: Final = 1 << 24
 _IMAGE: Final = Schema((("image", "image"),))
@@ -289,7 +302,7 @@ def _table_plan(source: Source, table: str) -> FolderPlan | None:
     """Return how a folder is read by a table of labels; None if it names no pictures of folders."""
     pictures = list(files_in(source, "", PICTURES))
     try:
-        rows = {os.path.normpath(name): each for name, each in _read_table(source, table).items()}
+        rows = _read_table(source, table, pictures)
     except SourceError:
         if any("/" not in name for name in pictures):
             raise
@@ -346,8 +359,9 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     classes: list[str] = []
     if table is not None:
         folders[table] = source.modified_ns(table)
-        label_of = _read_table(source, table)
-        _check_agreement(source, table, label_of, [entry.name for entry in images])
+        own = [entry.name for entry in images]
+        label_of = _read_table(source, table, own)
+        _check_agreement(source, table, label_of, own)
         labels, classes = _numbered([label_of[entry.name] for entry in images])
     files = _listed("", folders[""], images)
     overhead = IMAGE_LABEL.overhead if table is not None else 0
@@ -355,8 +369,11 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     return index, {"classes": classes, "labelled": table is not None, "folders": folders}
 
 
-def _read_table(source: Source, table: str) -> dict[str, str]:
-    """Return labels, as text, by file name. Raises SourceError for an invalid table."""
+def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str, str]:
+    """Return labels, as text, by file name, of which some are among `pictures`.
+
+    Raises SourceError for an invalid table.
+    """
     data = source.read(table, 0, _MAX_TABLE + 1)
     try:
         if len(data) > _MAX_TABLE:
@@ -382,16 +399,49 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
             rows = list(reader)
         if not rows:
             raise ValueError("it has no rows")
-        file = next((name for name in _FILE_COLUMNS if name in rows[0]), None)
-        label = next((name for name in TABLE_LABEL_NAMES if name in rows[0]), None)
+        columns = [str(name) for name in rows[0]]
+        small = {name.lower(): name for name in reversed(columns)}
+        file = next((small[name] for name in _FILE_COLUMNS if name in small), None)
+        label = label_name(name for name in columns if name != file)
         if file is None or label is None:
             raise ValueError(
-                f"it has {', '.join(map(str, rows[0]))}, and needs a column {_FILE_COLUMNS[0]} and "
-                f"a column {TABLE_LABEL_NAMES[0]}"
+                f"it has {', '.join(columns)}, and needs a column {_FILE_COLUMNS[0]} and "
+                f"a column {LABEL_NAMES[0]}"
             )
-        return _labels_of(rows, file, label)
+        labels, repeated = _labels_of(rows, file, label)
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
         raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
+    others = [name for name in columns if name not in (file, label) and likely_label([name])]
+    if others:
+        left = ", ".join(others)
+        tell_once(f"{source.path(table)}: labels are of its column {label}; left out: {left}")
+    if repeated:
+        tell_once(f"{source.path(table)}: {repeated} of its rows repeat others")
+    return _matched(labels, pictures)
+
+
+def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, str]:
+    """Return labels by the names of the pictures that a table means: it may leave out their
+    extension, and the folder that all of them lie in.
+
+    Raises SourceError if two of its names mean one picture.
+    """
+    known = set(pictures)
+    bare: dict[str, list[str]] = {}
+    for name in pictures:
+        bare.setdefault(os.path.splitext(name)[0], []).append(name)
+    folders = {os.path.dirname(name) for name in pictures}
+    inside = folders.pop() if len(folders) == 1 else ""
+    result: dict[str, str] = {}
+    for given, label in labels.items():
+        name = os.path.normpath(given)
+        tries = [name, os.path.join(inside, name)]
+        meant = [each for each in tries if each in known]
+        meant = meant or [each for bases in tries for each in bare.get(bases, ())]
+        target = meant[0] if len(set(meant)) == 1 or meant[:1] == [name] else name
+        if result.setdefault(target, label) != label:
+            raise SourceError(f"the table of labels has several for {target}: keep one")
+    return result
 
 
 def _parquet_rows(data: bytes) -> list[Any]:
@@ -403,19 +453,24 @@ def _parquet_rows(data: bytes) -> list[Any]:
         with pq.ParquetFile(io.BytesIO(data)) as file:
             if file.metadata.num_rows > _MOST_ROWS:
                 raise ValueError(f"it has over {_MOST_ROWS} rows")
-            wanted = (*_FILE_COLUMNS, *TABLE_LABEL_NAMES)
-            columns = [name for name in file.schema_arrow.names if name in wanted]
+            wanted = (*_FILE_COLUMNS, *LABEL_NAMES)
+            columns = [name for name in file.schema_arrow.names if name.lower() in wanted]
             rows: list[Any] = file.read(columns=columns).to_pylist()
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error
     return rows
 
 
-def _labels_of(rows: Sequence[Any], file: str, label: str) -> dict[str, str]:
-    """Return labels by file name. Raises ValueError if a row lacks either, or repeats a file."""
+def _labels_of(rows: Sequence[Any], file: str, label: str) -> tuple[dict[str, str], int]:
+    """Return (labels by file name, rows that repeat others).
+
+    Raises ValueError if a row lacks either, or gives a file another label.
+    """
     labels: dict[str, str] = {}
     for number, row in enumerate(rows):
         name, value = row.get(file), row.get(label)
+        if isinstance(name, int) and not isinstance(name, bool):
+            name = str(name)
         if not isinstance(name, str) or not name:
             raise ValueError(f"row {number + 1} of its data has no {file}")
         text = label_text(value)
@@ -429,7 +484,7 @@ def _labels_of(rows: Sequence[Any], file: str, label: str) -> dict[str, str]:
     gap = first_missing(list(labels.values()), encode_labels(labels.values()).missing)
     if gap >= 0:
         raise ValueError(f"{names[gap]} has no {label}: give it one, or remove its row")
-    return labels
+    return labels, len(rows) - len(labels)
 
 
 def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:

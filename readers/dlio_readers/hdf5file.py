@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
+from dlio.data.interpretation import tell_once
+from dlio.data.labels import label_name
 from dlio.data.schema import Schema, Value, array_kind, parse_kind
 from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError, UsageError
@@ -29,6 +31,8 @@ from dlio_readers.columns import (
     PlainColumn,
     RaggedColumn,
     Select,
+    SingleValue,
+    TextArrayColumn,
     choose,
     looks_like,
     parse_schema,
@@ -238,6 +242,8 @@ class Hdf5File:
         import h5py
 
         where = f"{self.file.name}::{name}"
+        if not dataset.shape:
+            return SingleValue(dataset[()], where)
         chunks = Chunks(dataset, where)
         if name + ENDS in sets:
             ends, shapes = (self._integers(name + each, sets) for each in (ENDS, SHAPE))
@@ -247,7 +253,7 @@ class Hdf5File:
             return RaggedColumn(self._array(dataset, chunks), ends, shapes, kind or "bytes", where)
         vlen = h5py.check_vlen_dtype(dataset.dtype)
         texts = h5py.check_string_dtype(dataset.dtype) is not None
-        if (texts or vlen is not None) and len(dataset.shape) > 1:
+        if (texts or vlen is not None) and set(dataset.shape[1:]) - ({1} if texts else set()):
             raise UsageError(
                 f"{where} has {'texts' if texts else 'values of varying length'} of shape "
                 f"{tuple(dataset.shape)}, and a sample can have one: leave it out, by naming the "
@@ -270,6 +276,16 @@ class Hdf5File:
             first = bytes(dataset[0][:16]) if self.count else b""
             kind = looks_like(first)
             return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
+        members = h5py.check_enum_dtype(dataset.dtype)
+        if members and name == label_name(sets):
+            named = {int(value): text for text, value in members.items()}
+            if sorted(named) != list(range(len(named))):
+                values = self._integers(name, sets)
+                assert values is not None
+                own = [named.get(value, str(value)) for value in values.reshape(-1).tolist()]
+                texts_array: Any = np.array(own, np.str_)
+                return TextArrayColumn(texts_array)
+            self.classes = [named[value] for value in range(len(named))]
         if not storable(dataset.dtype):
             raise UsageError(
                 f"{where} is {dataset.dtype}, which samples cannot have: name the "
@@ -308,6 +324,7 @@ class Hdf5File:
         import h5py
 
         sets: dict[str, Any] = {}
+        left: list[str] = []
         groups = 0
 
         def look(group: Any, prefix: str) -> None:
@@ -326,14 +343,15 @@ class Hdf5File:
                 )
                 if not asked:
                     continue
-                if not isinstance(link, h5py.HardLink):
+                child = _linked(root, group, key, link)
+                if child is None:
                     if names:
                         raise SourceError(
-                            f"{self.file.name}::{name} is a link, which dlio does not follow: "
-                            "name its target instead"
+                            f"{self.file.name}::{name} is a link to a group, to nothing or to "
+                            "another file, which dlio does not follow: name its target instead"
                         )
+                    left.append(name)
                     continue
-                child = group[key]
                 if isinstance(child, h5py.Group):
                     if prefix.count("/") < 16:
                         look(child, f"{name}/")
@@ -344,6 +362,11 @@ class Hdf5File:
                         raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
 
         look(root, "")
+        if left:
+            tell_once(
+                f"{self.file.name}: {len(left)} links to groups, to nothing or to other files are "
+                f"left out, such as {left[0]}"
+            )
         return sets
 
     def _check(self, name: str, dataset: Any) -> None:
@@ -354,6 +377,29 @@ class Hdf5File:
             others = {source.file_name for source in dataset.virtual_sources()} - {"."}
             if others:
                 raise SourceError(f"{where} is made of other files (virtual): name those instead")
+
+
+def _linked(root: Any, group: Any, key: str, link: Any) -> Any:
+    """Return a group's member of a name; None if it is a link that is not followed.
+
+    Soft links are followed to data sets of the file, by hard links alone: no other file is opened.
+    """
+    import h5py
+
+    if isinstance(link, h5py.HardLink):
+        return group[key]
+    if not isinstance(link, h5py.SoftLink):
+        return None
+    node = root if link.path.startswith("/") else group
+    for step in link.path.split("/"):
+        if step in ("", "."):
+            continue
+        if not isinstance(node, h5py.Group) or not isinstance(
+            node.get(step, getlink=True), h5py.HardLink
+        ):
+            return None
+        node = node[step]
+    return node if isinstance(node, h5py.Dataset) else None
 
 
 def _check_groups(file: str, sets: Mapping[str, Any]) -> None:
@@ -416,7 +462,7 @@ class _ValuesColumn:
         return np.array(sizes, np.int64)
 
     def rows(self, start: int, stop: int) -> list[Value]:
-        values = self._dataset[start:stop]
+        values = self._dataset[start:stop].reshape(-1)
         if "[" in self.kind:
             dtype = parse_kind(self.kind).dtype
             return [np.asarray(value).astype(dtype) for value in values]

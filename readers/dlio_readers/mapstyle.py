@@ -24,7 +24,7 @@ from dlio.comm import Communicator
 from dlio.comm.data_ranks import place
 from dlio.data.flow import MOST_REQUESTS, Flow
 from dlio.data.index import fingerprint_of
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import LabelColumn, SampleLabels, label_name, not_scalar, whole_labels
 from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import Buffer, Schema, Structure, Value, array_kind, leaves
 from dlio.errors import DlioError, SourceError, UsageError
@@ -283,7 +283,6 @@ class MapStyleReader:
         self.path = f"{type(path).__module__}.{type(path).__qualname__}"
         if not self._count:
             raise SourceError(f"{self.path} is empty: it has no samples")
-        self.classes: Sequence[str] = _class_names(path)
         self._facts: _DatasetFacts | None = None
         self._prepare()
         if place()[1] == 1:
@@ -346,20 +345,79 @@ class MapStyleReader:
     def fingerprint(self) -> str:
         return self._known().fingerprint
 
-    @cached_property
+    @property
     def labels(self) -> npt.NDArray[np.int64]:
         """Labels from the data set's `targets`, or else from every sample; shape (samples,)."""
+        labelling = self._given_labels
+        if labelling.numbers is None:
+            labelling = self._read_labels
+        none = np.broadcast_to(np.int64(0), self._count)
+        return none if labelling.numbers is None else labelling.numbers
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """The data set's `classes`, or those of its `targets` if these are texts."""
+        return self._given_labels.classes
+
+    @cached_property
+    def unlabelled(self) -> str:
+        """Why the field with a label's name gives no labels; empty if it may."""
+        name = label_name(self.schema.kinds)
+        if name is None or self._given_labels.numbers is not None:
+            return ""
+        kind = self.schema.kinds[name]
+        if kind.text == "text":
+            text = f"its {name} is text, of which no classes are made: give the data set `targets`"
+            return "" if len(self.classes) else text
+        if not kind.scalar:
+            return f"its {name} {not_scalar(kind.text)}"
+        seen = [self.schema.split(payload)[name] for payload in list(self._kept.values())]
+        is_whole = not seen or whole_labels(np.asarray(seen)) is not None
+        return "" if is_whole else f"its {name} has numbers with fractions, or none (NaN)"
+
+    @cached_property
+    def _given_labels(self) -> SampleLabels:
+        """The labels that the data set has as its `targets`; without them its classes alone.
+
+        Raises SourceError for a target that is an empty text.
+        """
+        classes = _class_names(self._data)
         targets = getattr(self._data, "targets", None)
-        if targets is not None and len(targets) == self._count:
-            try:
-                return np.asarray(targets).astype(np.int64)
-            except (TypeError, ValueError):
-                pass
-        name = next((n for n in LABEL_NAMES if n in self.schema.kinds), None)
-        if name is None or "int" not in self.schema.kinds[name].text or "[" in name:
-            return np.zeros(self._count, np.int64)
-        payloads = (self.read(np.array([sample]))[0] for sample in range(self._count))
-        return np.array([self.schema.split(payload)[name] for payload in payloads], np.int64)
+        try:
+            count = -1 if targets is None else len(targets)
+            values = np.asarray(targets)
+        except (TypeError, ValueError):
+            return SampleLabels(None, classes)
+        labels = LabelColumn(classes)
+        if count != self._count or not values.ndim:
+            return SampleLabels(None, classes)
+        if values.dtype.kind in "US":
+            labels.add_texts(values.reshape(-1).tolist() if values.size == count else [])
+        else:
+            labels.add_numbers(values)
+        labelling = labels.labels("target", self.name)
+        return (
+            labelling
+            if labelling.numbers is not None
+            else SampleLabels(None, classes, labelling.reason)
+        )
+
+    @cached_property
+    def _read_labels(self) -> SampleLabels:
+        """The labels that the samples hold, which reads each of them."""
+        name = label_name(self.schema.kinds)
+        if name is None or self.unlabelled:
+            return SampleLabels(None, [])
+        labels = LabelColumn(self.classes)
+        for sample in range(self._count):
+            value = self.schema.split(self.read(np.array([sample]))[0])[name]
+            if self.schema.kinds[name].text == "text":
+                labels.add_texts([bytes(value)])
+            else:
+                labels.add_numbers(np.asarray(value).reshape(1))
+            if labels.is_refused:
+                break
+        return labels.labels(name, self.name)
 
     def __len__(self) -> int:
         return self._count

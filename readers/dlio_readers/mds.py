@@ -15,14 +15,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import LabelColumn, first_labels, label_names, not_scalar
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema, array_kind
@@ -32,13 +31,15 @@ from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.path_reader import PathReader, neighbours
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _INDEX: Final = "index.json"
 _MAX_INDEX: Final = 64 << 20
 _MAX_SHARD: Final = 4 << 30
 _SLACK: Final = 1 << 20
 _MAX_COLUMNS: Final = 256
 _KEPT_BYTES: Final = 256 << 20
+_LONGEST_LABEL: Final = 1 << 12
+"""Bytes of the longest text or bytes that may be a label."""
 _PLAIN: Final = {
     "bytes": "bytes",
     "str": "text",
@@ -117,14 +118,21 @@ class MdsReader(PathReader):
             "mds", _VERSION, [shard.file for shard in self._shards], lambda: self._build(counts)
         )
         self._starts, self._bodies = index["starts"], index["bodies"]
-        dims = json.loads(index["dims"].tobytes())
-        self.schema = Schema(tuple((f.name, _kind(f, dims.get(f.name))) for f in self._fields))
+        head = json.loads(index["head"].tobytes())
+        dims, self._named = head["dims"], head["named"]
+        self.labels = index["labels"]
+        """Label of each sample; shape (samples,)."""
+        self.unlabelled = head["unlabelled"]
+        kinds = {field.name: _kind(field, dims.get(field.name)) for field in self._fields}
+        if self._named is not None:
+            kinds[self._named] = "int64"
+        self.schema = Schema(tuple(kinds.items()))
         known = {
             field.name: self._bodies[:, k]
             for k, field in enumerate(self._fields)
             if not self.schema.kinds[field.name].fixed
         }
-        self.classes: Sequence[str] = []
+        self.classes: Sequence[str] = head["classes"]
         files = [shard.file for shard in self._shards]
         self.sizes = self.schema.payload_sizes(total, known)
         self._lay_out(_VERSION, files, self.sizes)
@@ -138,17 +146,6 @@ class MdsReader(PathReader):
             return None if _shards(source) else "its index.json is not MDS's"
         except SourceError:
             return "its index.json is not MDS's"
-
-    @cached_property
-    def labels(self) -> npt.NDArray[np.int64]:
-        """Labels from the first column with a usual name of labels; shape (samples,)."""
-        name = next((n for n in LABEL_NAMES if n in self.schema.kinds), "")
-        kind = self.schema.kinds.get(name)
-        if kind is None or not kind.scalar or "int" not in kind.text:
-            return np.broadcast_to(np.int64(0), len(self))
-        blocks = map(self.layout.samples_of, range(self.layout.blocks))
-        payloads = (payload for block in blocks for payload in self.read(block))
-        return np.array([self.schema.split(payload)[name] for payload in payloads], np.int64)
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
@@ -176,12 +173,17 @@ class MdsReader(PathReader):
         values = {
             field.name: _value(field, part, self.schema)
             for field, part in zip(self._fields, parts, strict=True)
+            if field.name != self._named
         }
+        if self._named is not None:
+            values[self._named] = int(self.labels[sample])
         return self.schema.join(values)
 
     def _build(self, counts: Sequence[int]) -> Arrays:
-        """Index the offsets and column sizes of all samples; reads all shards once."""
+        """Index offsets, column sizes and labels of all samples; reads all shards once."""
         starts, bodies = [], []
+        places = {field.name: k for k, field in enumerate(self._fields)}
+        labels = {name: LabelColumn() for name in label_names(places)}
         dims: dict[str, tuple[str, list[int | None]]] = {}
         for shard, count in zip(self._shards, counts, strict=True):
             head = shard.read(0, 4 * (count + 2))
@@ -190,6 +192,7 @@ class MdsReader(PathReader):
             if int(numbers[0]) != count or (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
                 raise SourceError(f"{shard.file.name}: its offsets are invalid: restore it")
             data = shard.read(0, shard.raw_bytes)
+            values: dict[str, list[memoryview]] = {name: [] for name in labels}
             for k in range(count):
                 view = data[int(ends[k]) : int(ends[k + 1])]
                 try:
@@ -201,11 +204,26 @@ class MdsReader(PathReader):
                     ) from error
                 starts.append(int(ends[k]))
                 bodies.append([*row, len(view)])
-        dims_json = json.dumps({name: [dtype, shape] for name, (dtype, shape) in dims.items()})
+                for name, own in values.items():
+                    own.append(parts[places[name]])
+            for name, own in values.items():
+                if own:
+                    _add_labels(labels[name], self._fields[places[name]], own)
+        label, labelling = first_labels(labels, lambda k: f"{self._source.path()}, sample {k}")
+        is_text = label is not None and _kind_of_label(self._fields[places[label]]) == "text"
+        about = {
+            "dims": {name: [dtype, shape] for name, (dtype, shape) in dims.items()},
+            "classes": labelling.classes,
+            "named": label if is_text else None,
+            "unlabelled": labelling.reason,
+        }
         return {
             "starts": np.array(starts, np.int64),
             "bodies": np.array(bodies, np.int64),
-            "dims": np.frombuffer(dims_json.encode(), np.uint8),
+            "head": np.frombuffer(json.dumps(about).encode(), np.uint8),
+            "labels": np.zeros(len(starts), np.int64)
+            if labelling.numbers is None
+            else labelling.numbers,
         }
 
 
@@ -419,6 +437,36 @@ def _kind(field: _MdsColumn, dims: Any) -> str:
     if base == "ndarray":
         return array_kind(*(dims or (field.dtype, field.shape)))
     return "int64" if base == "int" else base
+
+
+def _kind_of_label(field: _MdsColumn) -> str:
+    """Return the kind of a column as a label: bytes may be texts."""
+    base = field.encoding.split(":")[0]
+    if base == "ndarray":
+        return base
+    kind = _kind(field, None)
+    return "text" if base == "bytes" else kind
+
+
+def _add_labels(labels: LabelColumn, field: _MdsColumn, values: Sequence[memoryview]) -> None:
+    """Add the label of each sample of a shard, as it is stored."""
+    kind = _kind_of_label(field)
+    if kind == "text" and max(map(len, values)) <= _LONGEST_LABEL:
+        labels.add_texts(values)
+    elif kind in _NUMBERS:
+        labels.add_numbers(np.frombuffer(b"".join(values), np.dtype(kind).newbyteorder("<")))
+    elif kind == "ndarray":
+        heads = [_array_head(field, value) for value in values]
+        if any(math.prod(shape) != 1 for _, shape, _ in heads):
+            labels.refuse(not_scalar(f"{heads[0][0]}[{','.join(map(str, heads[0][1]))}]"))
+            return
+        parts = [
+            np.frombuffer(value[at:], np.dtype(dtype).newbyteorder("<"))
+            for value, (dtype, _, at) in zip(values, heads, strict=True)
+        ]
+        labels.add_numbers(np.concatenate(parts))
+    else:
+        labels.refuse(not_scalar(field.encoding))
 
 
 def _value(field: _MdsColumn, part: memoryview, schema: Schema) -> Any:

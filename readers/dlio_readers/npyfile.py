@@ -47,7 +47,7 @@ def _stored(file: File, head: NpyHead, start: int) -> StoredArray | FortranArray
 
 def _head(data: bytes, size: int, name: str) -> NpyHead:
     try:
-        return read_npy_head(memoryview(data), size)
+        return read_npy_head(memoryview(data), size, texts=True)
     except CorruptBlock as error:
         others = ", or name the others to read, as in x.npz::image,label" if "::" in name else ""
         raise SourceError(f"{name} {error}{others}") from error

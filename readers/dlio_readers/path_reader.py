@@ -60,6 +60,8 @@ class PathReader:
     format: str
     fingerprint: str
     layout: Layout
+    unlabelled = ""
+    """Why the field with a label's name gives no labels; empty if it does, or if there is none."""
     _again: _Again
 
     def __new__(cls, path: str | Sequence[str], *given: object, **options: object) -> Self:

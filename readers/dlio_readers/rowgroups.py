@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LABEL_NAMES, MAX_CLASSES, encode_labels, whole_labels
+from dlio.data.labels import LabelColumn, first_labels, label_names, not_scalar
 from dlio.data.schema import DTYPES, Schema, array_kind, parse_kind
 from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError
@@ -99,7 +99,7 @@ class ColumnFacts:
 
     def kind(self) -> str:
         if self.named:
-            return "int64"
+            return "int64"  # Of classes, or of numbers that are written as texts.
         if self.is_text:
             return "text"
         if self._bytes:
@@ -315,20 +315,27 @@ def take(column: Decoded, rows: npt.NDArray[np.int64]) -> Decoded:
     return [memoryview(column[row].as_buffer()) for row in rows.tolist()]
 
 
-def class_names(schema: ArrowSchema, label: str | None) -> list[str]:
-    """Read the names of classes from Hugging Face's metadata."""
+def class_names(schema: ArrowSchema) -> dict[str, list[str]]:
+    """Read the names of classes, by column, from Hugging Face's metadata."""
     try:
-        metadata = json.loads((schema.metadata or {})[b"huggingface"])
-        names = metadata["info"]["features"][label]["names"]
-    except (KeyError, ValueError, TypeError, RecursionError):
-        return []
-    return [str(name) for name in names] if isinstance(names, list) else []
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        named = {
+            str(column): feature["names"]
+            for column, feature in features.items()
+            if isinstance(feature, dict) and isinstance(feature.get("names"), list)
+        }
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+    return {column: [str(name) for name in names] for column, names in named.items()}
 
 
 # Samples in groups of rows
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _KEPT_BYTES: Final = 64 << 20
+_LONGEST_LABEL: Final = 1 << 12
+"""Bytes of the longest bytes that may be a label's text."""
+_LISTS: Final = "is a list, of several labels or one-hot"
 
 
 class GroupedFile(Protocol):
@@ -385,7 +392,8 @@ class RowGroupReader(PathReader):
         bodies = {name: index["bodies"][:, k] for k, name in enumerate(variable)}
         self.labels = index["labels"]
         self._named: str | None = head["named"]
-        """The field whose texts are classes."""
+        """The label's field, if it is text in the file."""
+        self.unlabelled = head["unlabelled"]
         self.sizes = self.schema.payload_sizes(total, bodies)
         self._lay_out(_VERSION, self._files, self.sizes, self._starts[:-1])
 
@@ -482,91 +490,75 @@ class RowGroupReader(PathReader):
         if not starts[-1]:
             raise SourceError(f"{self.path} holds no rows")
         facts = {name: ColumnFacts(name, first.field(name).type) for name in chosen}
-        label = _LabelColumn(next((name for name in LABEL_NAMES if name in facts), None))
+        known = {name: names for name, names in class_names(first).items() if name in facts}
+        likely = label_names(facts) or (list(known) if len(known) == 1 else [])
+        labels = {name: LabelColumn(known.get(name, [])) for name in likely}
         for number, group in groups:
             table = self._read_group(number, group, chosen)
             for name, each in facts.items():
                 plain = self._plain(table, number, group, name)
-                if name == label.name:
-                    if plain.null_count and (each.whole or each.is_text):
-                        raise _missing(plain, self._where(number, group, name), "label: fill it")
-                    label.add(plain, self._where(number, group, name), each.is_text)
-                each.add(plain, self._where(number, group, name))
-        numbers, classes = label.numbered()
-        if label.name is not None and classes:
-            facts[label.name].named = True
+                where = self._where(number, group, name)
+                if name in labels:
+                    if plain.null_count and name == likely[0] and (each.whole or each.is_text):
+                        raise _missing(plain, where, "label: fill it")
+                    _add_labels(labels[name], plain)
+                each.add(plain, where)
+
+        def row_of(row: int) -> str:
+            k = int(np.searchsorted(starts, row, side="right")) - 1
+            file, group = groups[k]
+            name = self._files[file].name
+            return f"{name}, row group {group}, row {row - int(starts[k])}"
+
+        label, labelling = first_labels(labels, row_of)
+        if label is not None:
+            facts[label].named = (
+                facts[label].is_text or parse_kind(facts[label].kind()).dtype is None
+            )
         fields = [(name, each.kind()) for name, each in facts.items()]
         bodies = [each.sizes() for each in facts.values() if not parse_kind(each.kind()).fixed]
         total = int(starts[-1])
         head = {
             "fields": fields,
-            "classes": classes or class_names(first, label.name),
-            "named": label.name if classes else None,
+            "classes": labelling.classes,
+            "named": label if label is not None and facts[label].named else None,
+            "unlabelled": labelling.reason,
         }
         return {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
             "groups": np.array(groups, np.int64),
             "starts": starts,
             "bodies": np.stack(bodies, 1) if bodies else np.zeros((total, 0), np.int64),
-            "labels": np.zeros(total, np.int64) if numbers is None else numbers,
+            "labels": np.zeros(total, np.int64) if labelling.numbers is None else labelling.numbers,
         }
 
 
-class _LabelColumn:
-    """The labels of all rows, gathered over groups; `name` is None for tables without a label."""
+def _add_labels(labels: LabelColumn, column: ArrowColumn) -> None:
+    """Add a group's values, as `plain_values` returns them."""
+    if _is_text(column.type) or _is_bytes(column.type):
+        import pyarrow.compute as pc
 
-    def __init__(self, name: str | None) -> None:
-        self.name = name
-        self._numbers: list[npt.NDArray[np.int64]] = []
-        self._texts: dict[str, int] = {}
-        self._able = True
-
-    def add(self, column: ArrowColumn, where: str, is_text: bool) -> None:
-        """Add a group's values, as `plain_values` returns them.
-
-        Raises SourceError for an empty text among names of classes.
-        """
-        import pyarrow.types as t
-
-        if not self._able:
+        longest = pc.max(pc.binary_length(column)).as_py() or 0
+        if _is_bytes(column.type) and longest > _LONGEST_LABEL:
+            labels.refuse(not_scalar(str(column.type)))
             return
-        if is_text:
-            import pyarrow.compute as pc
-
-            coded = pc.dictionary_encode(column)
-            # Wide texts come as bytes.
+        if column.null_count:
+            column = pc.fill_null(column, "" if _is_text(column.type) else b"")
+        coded = pc.dictionary_encode(column)
+        try:
             own = [x.decode() if isinstance(x, bytes) else x for x in coded.dictionary.to_pylist()]
-            codes = np.array([self._texts.setdefault(x, len(self._texts)) for x in own], np.int64)
-            self._able = len(self._texts) <= MAX_CLASSES
-            rows = np.asarray(coded.indices).astype(np.int64)
-            blank = np.flatnonzero(np.array([not x.strip() for x in own], bool)[rows])
-            if self._able and len(blank):
-                raise SourceError(
-                    f"{where}, row {blank[0]}: its label is empty: fill it or drop the row, or "
-                    "name the columns to read, as in x.parquet::a,b"
-                )
-            self._numbers.append(codes[rows] if len(own) else rows)
+        except UnicodeDecodeError:
+            labels.refuse(not_scalar(str(column.type)))
             return
-        values = None
-        if t.is_fixed_size_list(column.type) or t.is_list(column.type):
-            flat = column.flatten()
-            if len(flat) == len(column) and not flat.null_count and _dtype(flat.type) is not None:
-                values = whole_labels(np.asarray(flat))
-        elif not column.null_count and _dtype(column.type) is not None:
-            values = whole_labels(np.asarray(column))
-        self._able = values is not None
-        if values is not None:
-            self._numbers.append(values)
-
-    def numbered(self) -> tuple[npt.NDArray[np.int64] | None, list[str]]:
-        """Return (labels, shape (rows,), or None without any; names of classes of texts)."""
-        if not self._able or not self._numbers:
-            return None, []
-        numbers = np.concatenate(self._numbers)
-        if not self._texts:
-            return numbers, []
-        encoding = encode_labels(self._texts)
-        if encoding.missing:
-            return None, []
-        new = np.array([encoding.numbers[text] for text in self._texts], np.int64)
-        return new[numbers], encoding.classes
+        labels.add_codes(own, np.asarray(coded.indices).astype(np.int64))
+        return
+    kind, depth = _inner_type(column.type)
+    values = column
+    while _is_list(values.type):
+        values = values.flatten()
+    if len(values) != len(column) or _dtype(kind) is None:
+        labels.refuse(not_scalar(str(column.type)) if depth == 0 else _LISTS)
+    elif values.null_count:
+        labels.add_numbers(np.asarray(values.cast("float64")))
+    else:
+        labels.add_numbers(np.asarray(values))

@@ -16,6 +16,8 @@ from dlio_readers.columns import (
     PlainColumn,
     Samples,
     Select,
+    SingleValue,
+    TextArrayColumn,
     choose,
     slab,
     volumes_of,
@@ -77,15 +79,15 @@ class TablesReader(ColumnReader):
         if any(texts) != all(texts):
             raise UsageError(f"{self.path}: arrays and tables of text: open them one by one")
         if texts[0]:
-            table, rows, classes = open_text_tables(files, names, separator, columns)
-            self._setup(table, rows, stamps, classes, select=select)
+            table, rows = open_text_tables(files, names, separator, columns)
+            self._setup(table, rows, stamps, select=select)
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
         opened = concurrently(partial(numpy_arrays, names=names), files, urls[0])
         arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
         self._files_are_samples = volumes
-        if volumes and select is None:
+        if volumes and select is None and not any(map(_is_single, arrays.values())):
             self._stored = [
                 {n: a for n in arrays if isinstance(a := each[n], StoredArray)} for each in opened
             ]
@@ -97,7 +99,8 @@ class TablesReader(ColumnReader):
                     chunked_array(each[name], f"{file.name}::{name}")
                     for file, each in zip(files, opened, strict=True)
                 ]
-                for name in arrays
+                for name, column in arrays.items()
+                if column.kind != "text" and not _is_single(column)
             }
         if count == len(files) > 1:
             self._names = [file.name.rsplit("/", 1)[-1] for file in files]
@@ -151,16 +154,7 @@ def _array_columns(
         shapes = {name: array.shape for name, array in arrays.items()}
         chosen, count = choose(file.name, shapes, names)
         counts.append(count)
-        tables.append(
-            {
-                name: PlainColumn(
-                    arrays[name],
-                    getattr(arrays[name], "unit", 1),
-                    slab(select, name, arrays[name].shape[1:]),
-                )
-                for name in chosen
-            }
-        )
+        tables.append({name: _column_of(file, name, arrays[name], select) for name in chosen})
     volumes = volumes_of(path, tables, samples)
     if volumes is not None:
         return volumes, len(files), True
@@ -174,6 +168,27 @@ def _array_columns(
         return tables[0], counts[0], False
     joined = {name: ConcatColumn([table[name] for table in tables], counts) for name in tables[0]}
     return dict(joined), sum(counts), False
+
+
+def _is_single(column: Column) -> bool:
+    """True for single values, one a file, which have no chunks."""
+    return isinstance(column, ConcatColumn) and column.is_single
+
+
+def _column_of(file: File, name: str, array: Arrays, select: Select) -> Column:
+    """Return an array as a column. Raises UsageError for several texts in a sample."""
+    sides = tuple(array.shape[1:])
+    if not array.shape:
+        value = array.read(()) if isinstance(array, StoredArray) else array[()]
+        return SingleValue(value, f"{file.name}::{name}")
+    if array.dtype.kind not in "US":
+        return PlainColumn(array, getattr(array, "unit", 1), slab(select, name, sides))
+    if set(sides) - {1}:
+        raise UsageError(
+            f"{file.name}::{name} has texts of shape {tuple(array.shape)}, and a sample can have "
+            "one: leave it out, by naming the others, as in x.npz::image,label"
+        )
+    return TextArrayColumn(array)
 
 
 def _kinds(table: Mapping[str, Column]) -> dict[str, str]:

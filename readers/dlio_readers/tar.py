@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names, cached_index
-from dlio.data.labels import MAX_CLASSES, TAR_LABEL_NAMES, encode_labels
+from dlio.data.labels import MAX_CLASSES, TAR_LABEL_NAMES, encode_labels, label_names, not_scalar
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities, PathRules
@@ -37,6 +37,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
 from dlio_readers.path_reader import PathReader, lie_at
+from dlio_readers.tarlabels import TextMembers, label_in_json, number_classes
 
 # Random access into LZ4 frames of independent blocks
 
@@ -381,7 +382,7 @@ def _pax(data: bytes, members: TarMembers, at: int) -> dict[str, str]:
 # Samples
 
 SUFFIXES: Final = (".tar", ".tar.lz4")
-_VERSION: Final = 2
+_VERSION: Final = 3
 _SCAN_THREADS: Final = 8
 _INTEGER: Final = re.compile(r"-?[0-9]+")
 _MAX_NUMBER: Final = 64
@@ -459,9 +460,7 @@ class TarReader(PathReader):
             name for name in TAR_LABEL_NAMES if dict(self.schema.fields).get(name) == "int64"
         ]
         label = numbers[0] if numbers else None
-        self.classes: Sequence[str] = first["classes"] or _number_classes(
-            parts, heads, names, label
-        )
+        self.classes: Sequence[str] = first["classes"] or number_classes(parts, heads, names, label)
         texts = [n for n in names if n != label and any(n in head["texts"] for head in heads)]
         if texts:  # Only one field can have the classes' names.
             kinds = ["text" if n in texts else k for n, k in self.schema.fields]
@@ -475,6 +474,12 @@ class TarReader(PathReader):
             for k, name in enumerate(names)
         }
         total = int(self._firsts[-1])
+        if label is None:
+            reasons = [head["unlabelled"] for head in heads] + [
+                f"its {name} {not_scalar(self.schema.kinds[name].text)}"
+                for name in label_names(names)
+            ]
+            self.unlabelled = next(filter(None, reasons), "")
         if label is not None:
             k = names.index(label)
             self.labels = np.concatenate([part["number"][:, k] for part in parts])
@@ -603,27 +608,6 @@ def _stand_in(field: str, here: Iterable[str], fields: Sequence[str]) -> str | N
     return others[0] if len(others) == 1 else None
 
 
-def _number_classes(
-    parts: list[Arrays], heads: Sequence[dict[str, Any]], names: Sequence[str], label: str | None
-) -> list[str]:
-    """Return the classes of a label that is text in some of the tars, and number them there."""
-    if label is None or not any(label in head["texts"] for head in heads):
-        return []
-    k = names.index(label)
-    own = [
-        head["texts"].get(label) or [str(n) for n in np.unique(part["number"][:, k]).tolist()]
-        for part, head in zip(parts, heads, strict=True)
-    ]
-    encoding = encode_labels(text for texts in own for text in texts)
-    for part, head, texts in zip(parts, heads, own, strict=True):
-        new = np.array([encoding.numbers[text] for text in texts], np.int64)
-        old = part["number"][:, k]
-        codes = old if label in head["texts"] else np.searchsorted(np.unique(old), old)
-        part["number"] = part["number"].copy()
-        part["number"][:, k] = new[codes]
-    return encoding.classes
-
-
 def _joined(k: int, heads: Sequence[dict[str, Any]]) -> str:
     """Kind of field number k over all files; dimensions that differ become `?`."""
     kinds = {head["fields"][k][1] for head in heads}
@@ -678,20 +662,6 @@ def is_part(name: str) -> bool:
     return not last.startswith(("__", ".")) and "." in last
 
 
-class _TextMembers:
-    """A field whose members are texts: numbers, or names of classes, or any."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, int] = {}
-        self.plain = False
-        """True if one of them is too long for a label."""
-        self.codes: list[int] = []
-
-    def add(self, text: str | None) -> None:
-        self.plain = self.plain or text is None
-        self.codes.append(self.texts.setdefault(text or "", len(self.texts)))
-
-
 class _Builder:
     """Group members into samples."""
 
@@ -705,11 +675,13 @@ class _Builder:
         self._keys: list[str] = []
         self._rows: list[list[tuple[int, int, int, int]]] = []
         self._shapes: dict[str, tuple[str, list[int | None]]] = {}
-        self._texts: dict[str, _TextMembers] = {}
+        self._texts: dict[str, TextMembers] = {}
         self._mixed: set[str] = set()
         """Fields that are pictures of several formats."""
         self._left: Counter[str] = Counter()
         """Members that the first sample lacks, of samples."""
+        self._in_json = ""
+        """Which value of the first sample's JSON may be a label, in words."""
 
     def add(self, name: str, at: int, size: int, members: TarMembers) -> None:
         folder, slash, last = name.rpartition("/")
@@ -742,6 +714,8 @@ class _Builder:
                 head = read_npy_head(memoryview(members.bytes_at(at, min(size, 1 << 12))), size)
             except CorruptBlock as error:
                 raise members.damaged(at, f"{name}: {error}") from error
+        elif field == "json" and not (self._packed or self._rows) and size <= _MAX_META:
+            self._in_json = label_in_json(members.bytes_at(at, size))
         self._sample[field] = (at, size, number, head)
 
     def _is_number(self, field: str, size: int) -> bool:
@@ -775,7 +749,7 @@ class _Builder:
                     )
                 shape[:] = [a if a == b else None for a, b in zip(shape, head.shape, strict=True)]
             if not isinstance(number, int):
-                self._texts.setdefault(field, _TextMembers()).add(number)
+                self._texts.setdefault(field, TextMembers()).add(number)
                 number = 0
             row.append((at, size, number, body))
         self._left.update(self._sample.keys() - taken)
@@ -829,6 +803,11 @@ class _Builder:
         if own.plain or (classes and (field not in _CLASSES or len(classes) > MAX_CLASSES)):
             return "text", []
         numbers = np.arange(len(own.texts), dtype=np.int64)
+        label = next((name for name in TAR_LABEL_NAMES if name in self._fields), None)
+        if not classes and field == label and field in _CLASSES and len(own.texts) <= MAX_CLASSES:
+            # Numbers written as 2.0 are the names of classes if another tar has other names.
+            plain = all(text.strip() == str(number) for text, number in encoding.numbers.items())
+            classes = [] if plain else list(own.texts)
         if not classes:
             numbers = np.array([encoding.numbers[text] for text in own.texts], np.int64)
         table[:, self._fields.index(field), 2] = numbers[own.codes]
@@ -860,6 +839,7 @@ class _Builder:
             "fields": kinds,
             "texts": texts,
             "notes": self._notes(note),
+            "unlabelled": self._in_json,
             "classes": self._packed.get("classes", []),
             "structure": self._packed.get("structure") if len(kinds) == len(packed) else None,
         }

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import MISSING, label_name
 from dlio.data.open_files import InMemoryFile
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
@@ -27,22 +27,14 @@ from dlio_readers.path_reader import check_names
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
 _ALL: Final = "*"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _MAX_TEXT: Final = 4 << 30
 _STEP: Final = 1 << 24
 _MAX_HEADER: Final = 1 << 24
 _MAX_CELL: Final = (1 << 31) - 1
-_MAX_CLASSES: Final = 1 << 16
 _MOST_KEPT: Final = 1 << 13
 """Parsed rows that a thread keeps for the other columns, at most."""
 _SEPARATORS: Final = (",", ";", "\t", "|")
-# fmt: off
-_MISSING: Final = frozenset((
-    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND",
-    "1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null",
-))
-# fmt: on
-"""Texts that stand for a missing value in a column of numbers, as in pandas."""
 _MAX_DIGITS: Final = 64
 """Characters of a whole number: Python converts no number of thousands of digits."""
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
@@ -59,8 +51,6 @@ class _TextColumnFacts:
     """Number of the first row without a value, as numbers go; -1 if all have one."""
     blank: int
     """Number of the first row with an empty text, -1 for none."""
-    distinct: list[str] | None
-    """The different texts of a label column, None for others and for too many."""
 
 
 class _LastRows(threading.local):
@@ -92,8 +82,8 @@ def open_text_tables(
     names: Sequence[str],
     separator: str | None = None,
     features: Sequence[str] | str | None = None,
-) -> tuple[Mapping[str, Column], int, list[str]]:
-    """Return (columns, rows, classes) of some files as one table. Their indexes are cached.
+) -> tuple[Mapping[str, Column], int]:
+    """Return (columns, rows) of some files as one table. Their indexes are cached.
 
     Columns in `names` are read, all if it is empty; without a separator the first line tells it.
     With `features`, columns of numbers that become one array, `FEATURES` ("*" for all of them but
@@ -113,17 +103,17 @@ def open_text_tables(
                 f"{parts[0].file.name} has {', '.join(header)}: read them one by one"
             )
     kinds = {name: _kind([part.facts[k] for part in parts]) for k, name in enumerate(header)}
-    label = next((name for name in LABEL_NAMES if name in header), None)
+    label = label_name(header)
+    if label is not None and kinds[label] == "":
+        kinds[label] = "text"  # NA is a name among labels.
+    kinds = {name: kind or "float64" for name, kind in kinds.items()}
     check_names(parts[0].file.name, names, header, "column")
     matrix = _feature_names(parts[0].file.name, kinds, label, features)
     chosen = list(names) or list(header)
     if features is not None:
         chosen = [name for name in header if name in names or name == label]
-    classes: list[str] = []
     if label in chosen:
         _check_labels(parts, header.index(label), kinds[label])
-        if kinds[label] == "text":
-            classes = _classes(parts, header.index(label))
     columns: dict[str, Column] = {}
     if features is not None:
         if FEATURES in chosen:
@@ -131,10 +121,9 @@ def open_text_tables(
         numbers = [header.index(name) for name in matrix]
         columns[FEATURES] = _joined(parts, lambda part: _Matrix(part, numbers))
     for name in chosen:
-        number, own = header.index(name), classes if name == label else []
-        make = partial(_TextColumn, number=number, kind=kinds[name], classes=own)
+        make = partial(_TextColumn, number=header.index(name), kind=kinds[name])
         columns[name] = _joined(parts, make)
-    return columns, sum(part.count for part in parts), classes
+    return columns, sum(part.count for part in parts)
 
 
 def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -> Column:
@@ -197,9 +186,12 @@ def _feature_names(
 
 
 def _kind(facts: Sequence[_TextColumnFacts]) -> str:
+    """Return the kind of a column of all files; empty if all its values are missing."""
     kinds = {each.kind for each in facts}
     if "text" in kinds:
         return "text"
+    if kinds == {"none"}:
+        return ""
     missing = any(each.missing >= 0 for each in facts)
     return "int64" if kinds == {"int64"} and not missing else "float64"
 
@@ -216,17 +208,6 @@ def _check_labels(parts: Sequence[_TableFile], number: int, kind: str) -> None:
                 f"{part.file.name}, row {row + 2}: its {facts.name} is missing: fill or drop the "
                 "row, or name the columns to read, as in x.csv::a,b"
             )
-
-
-def _classes(parts: Sequence[_TableFile], number: int) -> list[str]:
-    """Return the different texts of a label in alphabetical order; none for too many."""
-    names: set[str] = set()
-    for part in parts:
-        distinct = part.facts[number].distinct
-        if distinct is None:
-            return []
-        names.update(distinct)
-    return sorted(names) if len(names) <= _MAX_CLASSES else []
 
 
 def _parsed(part: _TableFile, start: int, stop: int) -> Sequence[list[str]]:
@@ -260,10 +241,8 @@ class _TextColumn:
 
     unit = 1
 
-    def __init__(self, part: _TableFile, number: int, kind: str, classes: Sequence[str]) -> None:
-        self._part, self._number = part, number
-        self.kind = "int64" if classes else kind
-        self._classes = {name: k for k, name in enumerate(classes)}
+    def __init__(self, part: _TableFile, number: int, kind: str) -> None:
+        self._part, self._number, self.kind = part, number, kind
 
     def bodies(self) -> npt.NDArray[np.int64] | None:
         bodies: npt.NDArray[np.int64] = self._part.index["bodies"][:, self._number]
@@ -271,8 +250,6 @@ class _TextColumn:
 
     def rows(self, start: int, stop: int) -> Any:
         values = [row[self._number] for row in _parsed(self._part, start, stop)]
-        if self._classes:
-            return np.array([self._classes[value] for value in values], np.int64)
         if self.kind == "text":
             return values
         if self.kind == "float64":
@@ -298,7 +275,7 @@ class _Matrix:
 
 
 def _number(text: str) -> float:
-    return math.nan if text.strip() in _MISSING else float(text)
+    return math.nan if text.strip() in MISSING else float(text)
 
 
 def _table_index(file: File, separator: str | None) -> Arrays:
@@ -365,15 +342,11 @@ def _rows(data: bytes, shift: int, separator: str, name: str) -> tuple[list[int]
 
 def _facts(name: str, values: Sequence[str]) -> list[Any]:
     """Return the fields of `_TextColumnFacts` of a column."""
-    gaps = [row for row, value in enumerate(values) if value.strip() in _MISSING]
+    gaps = [row for row, value in enumerate(values) if value.strip() in MISSING]
     blank = next((row for row in gaps if not values[row].strip()), -1)
     skipped = set(gaps)
     present = [value for row, value in enumerate(values) if row not in skipped]
-    distinct = None
-    if name in LABEL_NAMES:
-        texts = set(values)
-        distinct = sorted(texts) if len(texts) <= _MAX_CLASSES else None
-    return [name, _kind_of(present), gaps[0] if gaps else -1, blank, distinct]
+    return [name, _kind_of(present), gaps[0] if gaps else -1, blank]
 
 
 def _kind_of(values: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import re
 import struct
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final, Literal
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import LabelColumn, SampleLabels, first_labels, label_names, not_scalar
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
@@ -377,22 +377,33 @@ def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
         starts.append(len(whole.at))
         whole.append(part)
     fields = [(name, column.kind_of_field) for name, column in whole.columns.items()]
+
+    def where(sample: int) -> str:
+        file = bisect_right(starts, sample) - 1
+        return f"{files[file].name}, record {sample - starts[file]},"
+
+    label, labelling = _labels_of(whole.columns, where)
+    is_text = label is not None and dict(fields)[label] == "text"
+    if is_text:
+        fields = [(name, "int64" if name == label else kind) for name, kind in fields]
     schema = Schema(tuple(fields))
     variable = [name for name, _ in fields if not schema.kinds[name].fixed]
     bodies = [np.array(whole.columns[name].bodies, np.int64) for name in variable]
-    label = _label_of([name for name, kind in fields if kind == "int64"])
     count = len(whole.at)
+    head = {
+        "fields": fields,
+        "variable": variable,
+        "classes": labelling.classes,
+        "named": label if is_text else None,
+        "unlabelled": labelling.reason,
+    }
     return {
-        "head": np.frombuffer(
-            json.dumps({"fields": fields, "variable": variable}).encode(), np.uint8
-        ),
+        "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
         "at": np.array(whole.at, np.int64),
         "stored": np.array(whole.stored, np.int64),
         "starts": np.array(starts, np.int64),
         "bodies": np.stack(bodies, 1) if bodies else np.zeros((count, 0), np.int64),
-        "labels": np.array(whole.columns[label].whole, np.int64)
-        if label
-        else np.zeros(count, np.int64),
+        "labels": np.zeros(count, np.int64) if labelling.numbers is None else labelling.numbers,
     }
 
 
@@ -434,6 +445,10 @@ class _Column:
     """Bytes of the values of each record."""
     whole: list[int] = field(default_factory=list)
     """The values, as long as each is a single whole number."""
+    keeps: bool = False
+    """True for a feature that may be the label, by its name."""
+    values: list[bytes | float] = field(default_factory=list)
+    """Its values, as long as each is a text or a single float; of none an empty text."""
     images: set[str] = field(default_factory=set)
     is_text: bool = True
 
@@ -444,12 +459,15 @@ class _Column:
             self.counts.add(count)
         if feature is None or not count:
             self.bodies.append(0)
+            self.values += [b""] * self.keeps
             return
         self._agree(feature.kind, where, name)
         if feature.kind != "bytes":
             self.bodies.append(count * (8 if feature.kind == "int64" else 4))
             if feature.kind == "int64" and self.counts == {1}:
                 self.whole.append(int(ints_of(record, feature)[0]))
+            if self.keeps and feature.kind == "float32" and count == 1:
+                self.values.append(float(floats_of(record, feature)[0]))
             return
         if count > 1:
             raise SourceError(
@@ -461,6 +479,8 @@ class _Column:
         self.images.add(looks_like(record.part(start, min(end, start + _HEAD_BYTES))))
         if self.is_text:
             self.is_text = end - start <= _TEXT_BYTES and _is_text(record.part(start, end))
+        if self.keeps and self.is_text:
+            self.values.append(record.part(start, end))
 
     def append(self, later: "_Column", name: str) -> None:
         """Add the values of the next file's records."""
@@ -469,6 +489,7 @@ class _Column:
         self.counts |= later.counts
         self.bodies += later.bodies
         self.whole += later.whole
+        self.values += later.values
         self.images |= later.images
         self.is_text = self.is_text and later.is_text
 
@@ -500,7 +521,8 @@ class _ScanPart:
         """Offset of each record's data in its file."""
         self.stored: list[int] = []
         """Bytes of it."""
-        self.columns = {name: _Column() for name in wanted.names}
+        likely = _likely_labels(wanted.names)
+        self.columns = {name: _Column(keeps=name in likely) for name in wanted.names}
 
     def add(self, offset: int, record: LazyRecord, where: str) -> None:
         """Add a record. Raises SourceError if it does not fit to the others."""
@@ -535,12 +557,39 @@ def _scanned(file: File, wanted: _FeatureRequest) -> _ScanPart:
     return part
 
 
-def _label_of(whole: Sequence[str]) -> str:
-    """Return the label among the fields that are whole numbers; empty without one."""
-    known: list[str] = [name for name in LABEL_NAMES if name in whole]
-    known += [name for name in whole if name.endswith("/label")]
-    known += whole if len(whole) == 1 else []
-    return known[0] if known else ""
+def _likely_labels(names: Sequence[str]) -> list[str]:
+    """Return the features that may be the label, in the order of preference."""
+    known = label_names(names)
+    for ending in ("/label", "/class", "/class/text"):
+        known += [name for name in names if name.endswith(ending) and name not in known]
+    return known
+
+
+def _labels_of(
+    columns: Mapping[str, _Column], where: Callable[[int], str]
+) -> tuple[str | None, SampleLabels]:
+    """Return (the label's feature, its labels): of features that may be it the first that gives
+    labels, or the only whole number.
+
+    Raises SourceError for a missing text.
+    """
+    labels = {name: LabelColumn() for name in _likely_labels(list(columns))}
+    for name, own in labels.items():
+        column = columns[name]
+        kind = column.kind_of_field
+        if kind == "int64":
+            own.add_numbers(np.array(column.whole, np.int64))
+        elif kind == "float32":
+            own.add_numbers(np.array(column.values, np.float32))
+        elif kind == "text":
+            own.add_texts([each for each in column.values if isinstance(each, bytes)])
+        else:
+            own.refuse(not_scalar(kind))
+    label, labelling = first_labels(labels, where)
+    whole = [name for name, column in columns.items() if column.kind_of_field == "int64"]
+    if label is None and len(whole) == 1:
+        return whole[0], SampleLabels(np.array(columns[whole[0]].whole, np.int64), [])
+    return label, labelling
 
 
 def _is_text(data: bytes) -> bool:
@@ -556,7 +605,7 @@ def _is_text(data: bytes) -> bool:
 _SUFFIXES: Final = (".tfrecord", ".tfrecords", ".tfrec", ".tfr")
 _PACKED: Final = tuple(f"{suffix}.gz" for suffix in _SUFFIXES)
 _SHARD: Final = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})")
-_VERSION: Final = 1
+_VERSION: Final = 2
 _RUN_BYTES: Final = 8 << 20
 """Bytes of a file's stretches, of which records that are neighbours are read together."""
 _CHANGED: Final = "has changed since it was indexed: open it again"
@@ -598,8 +647,9 @@ class TfRecordReader(PathReader):
             index = scan(self.path, names, self._files)
             head = json.loads(index["head"].tobytes())
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
-        self.classes: Sequence[str] = []
+        self.classes: Sequence[str] = head["classes"]
         self.labels = index["labels"]
+        self._named, self.unlabelled = head["named"], head["unlabelled"]
         self._at, self._stored = index["at"], index["stored"]
         self._starts: list[int] = index["starts"].tolist()
         cuts = np.flatnonzero(np.diff(self._at // _RUN_BYTES)) + 1
@@ -668,9 +718,12 @@ class TfRecordReader(PathReader):
         try:
             features = features_of(record)
             values = {
-                name: _value(record, features.get(name), self.schema.kinds[name].text)
-                for name, _ in self.schema.fields
+                name: _value(record, features.get(name), kind)
+                for name, kind in self.schema.fields
+                if name != self._named
             }
+            if self._named is not None:
+                values[self._named] = int(self.labels[sample])
             return self.schema.join(values)
         except (ValueError, CorruptBlock) as error:
             raise SourceError(f"{where} {error}") from error

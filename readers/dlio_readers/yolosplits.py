@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from dlio.data.interpretation import tell_once
 from dlio.data.source import Source
 from dlio.data.splits import WHOLE, chosen_split, split_of
-from dlio.errors import SourceError, UsageError
+from dlio.errors import SourceError, UsageError, printable
 from dlio_readers.fileset import PICTURES, files_in
 
 _MOST_LIST: Final = 128 << 20
@@ -47,15 +48,23 @@ def yolo_split(
     """
     entries = {key: value for key, value in described.items() if split_of(key, folder=True)}
     known: dict[str, list[str]] = {}
+    lost: list[str] = []
     for key, value in entries.items():
         given = value if isinstance(value, list) else [value]
-        places = [_place(source, described, each) for each in given if isinstance(each, str)]
+        names = [each for each in given if isinstance(each, str)]
+        places = [_place(source, described, each) for each in names]
+        lost += [each for each, place in zip(names, places, strict=True) if place is None]
         existing = [each for each in places if each is not None]
         if existing:
             known[key] = existing
+    shown = source.path(yaml)
+    if lost:
+        tell_once(
+            f"{shown}: {len(lost)} of the places of its splits are not in the data set's folder, "
+            f"such as {printable(lost[0])}: left out"
+        )
     if not known:
         return None
-    shown = source.path(yaml)
     if split is None or split == WHOLE:
         keys = list(known)
         if split is None and any(known[key] != known[keys[0]] for key in keys):

@@ -9,7 +9,6 @@ import numpy as np
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.identity import store_sample
-from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, ReadErrors, Source, is_remote, own_name, redact, split_fields
 from dlio.errors import SourceError, UsageError
@@ -19,7 +18,6 @@ from dlio_readers.columns import (
     ENDS,
     SCHEMA,
     SHAPE,
-    ClassColumn,
     Column,
     ColumnReader,
     PlainColumn,
@@ -80,7 +78,7 @@ class ZarrReader(ColumnReader):
             schema, classes = packed
             names = names or tuple(name for name, _ in schema.fields)
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        chosen, count = choose(redact(path), shapes, names)
+        chosen, count = choose(redact(path), shapes, names, by_file=False)
         self._missing = missing or ("error" if packed is not None else "fill")
         columns: dict[str, Column] = {}
         for name in chosen:
@@ -98,12 +96,8 @@ class ZarrReader(ColumnReader):
                 sizes = None if shape is None else self._whole(shape, where).astype(np.int64)
                 columns[name] = RaggedColumn(array, ends, sizes, kind, where)
                 continue
-            if array.dtype.kind in "TUS" and len(array.shape) == 1:
-                texts = columns[name] = TextArrayColumn(array)
-                if name in LABEL_NAMES and not classes and select is None:
-                    with ReadErrors(where):
-                        made = columns[name] = ClassColumn(texts, count)
-                    classes = made.classes
+            if array.dtype.kind in "TUS" and not set(array.shape[1:]) - {1}:
+                columns[name] = TextArrayColumn(array)
                 continue
             if not storable(array.dtype):
                 raise UsageError(f"{where} is {array.dtype}, which samples cannot have")

@@ -64,9 +64,26 @@ def test_any_other_header_is_damaged(header: str) -> None:
         read_npy_head(_file(header))
 
 
-@pytest.mark.parametrize("dtype", ["O", "S3", "M8[ns]", [("a", "f4"), ("b", "i4")]])
+@pytest.mark.parametrize("dtype", ["S3", "M8[ns]", [("a", "f4"), ("b", "i4")]])
 def test_types_that_samples_cannot_have_are_named(dtype: object) -> None:
     file = io.BytesIO()
     np.save(file, np.zeros(3, dtype))  # type: ignore[call-overload]
     with pytest.raises(CorruptBlock, match=r"holds \w+.*, which samples cannot have: convert it"):
         read_npy_head(memoryview(file.getvalue()))
+
+
+def test_objects_are_refused_by_what_reads_them() -> None:
+    file = io.BytesIO()
+    np.save(file, np.array(["a", None], object))
+    with pytest.raises(CorruptBlock, match="Python objects, which numpy reads with pickle alone"):
+        read_npy_head(memoryview(file.getvalue()))
+
+
+def test_texts_are_read_where_they_are_asked_for() -> None:
+    for texts in (np.array(["b", "äöü"]), np.array([b"b", b"xyz"])):
+        file = io.BytesIO()
+        np.save(file, texts)
+        data = memoryview(file.getvalue())
+        assert read_npy_head(data, texts=True).array(data).tolist() == texts.tolist()
+        with pytest.raises(CorruptBlock, match="samples cannot have"):
+            read_npy_head(data)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import label_name
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
@@ -63,7 +63,7 @@ class ImageSet:
         self.schema = Schema(tuple(kinds.items()))
         self.labels: npt.NDArray[np.int64] = np.zeros(len(data), np.int64)
         self.sizes = self._measure(kinds)
-        label = next((name for name in LABEL_NAMES if name in kinds), None)
+        label = label_name(kinds)
         names = getattr(self._features[label], "names", None) if label else None
         self.classes: Sequence[str] = list(names or ())
         self.layout = shuffled_layout(self.sizes)
@@ -121,7 +121,7 @@ class ImageSet:
             for name, kind in kinds.items()
             if kind in ("image", "text", "bytes")
         }
-        label = next((n for n in LABEL_NAMES if "int" in kinds.get(n, "")), None)
+        label = label_name(name for name, kind in kinds.items() if "int" in kind)
         arrow = self._raw.with_format("arrow")
         for first in range(0, count, _ROWS):
             rows = slice(first, min(first + _ROWS, count))

@@ -158,6 +158,15 @@ def _check(data: Dataset) -> None:
     if not data.has_classes:
         fields = ", ".join(name for name, _ in data.reader.schema.fields)
         raise UsageError(f"{data.path} holds {fields}: training needs images with labels")
+    labels = np.asarray(data.reader.labels)
+    unlabelled = np.flatnonzero(labels < 0)
+    if len(unlabelled):
+        first = int(unlabelled[0])
+        raise UsageError(
+            f"{data.path}: {len(unlabelled)} of {len(labels)} samples have a label below 0, as "
+            f"unlabelled ones do; the first is {data.reader.name(first)}, with {labels[first]}: "
+            "leave them out of the data set"
+        )
 
 
 def _difference(one: Iterable[str], other: Iterable[str]) -> str:

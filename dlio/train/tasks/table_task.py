@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio.data.labels import LABEL_NAMES
+from dlio.data.labels import label_name
 from dlio.data.reader import Reader
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
@@ -229,7 +229,7 @@ def _target_name(options: ModelOptions, reader: Reader, names: Mapping[str, obje
         if options.target not in names:
             raise _unknown(reader, f"--target {options.target}", names)
         return options.target
-    label = next((name for name in LABEL_NAMES if name in names), None)
+    label = label_name(names)
     if label is None:
         raise UsageError(
             f"{reader.path} is a table: give --target with the column to predict, one of "

@@ -92,7 +92,7 @@ def test_held_out_rows_without_their_number_are_refused(tmp_path: Path, wrong: s
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_held_out_arrays_without_their_number_are_refused(tmp_path: Path, wrong: float) -> None:
-    values = np.arange(4, dtype=np.float32)
+    values = np.arange(4, dtype=np.float32) + 0.5
     for name, numbers in (("t", values), ("val", np.array([*values[:-1], wrong], np.float32))):
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
             file["volume"] = np.ones((4, 1, 8, 8), np.float32)

@@ -1,0 +1,289 @@
+"""One column of labels, written by each format's own library, is the same labels and classes."""
+
+import csv
+import io
+import json
+import logging
+import struct
+import tarfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlio.data import interpretation
+from dlio.data.reader import open_reader
+from dlio.errors import SourceError
+from dlio.util.settings import REHEARSAL
+
+from .tfrecords import example
+from .tfrecords import write as write_records
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REHEARSAL, "1")  # Each new file is read by a child process otherwise.
+    monkeypatch.setattr(interpretation, "_told", set())
+
+
+Column = Sequence[Any]
+Labels = tuple[list[str], list[int]]
+
+
+def expected_of(column: Column) -> Labels | None:
+    """Return (classes, labels) of a column, None if one of its texts is empty."""
+    if not isinstance(column[0], str):
+        return [], [int(value) for value in column]
+    texts = [value.strip() for value in column]
+    if "" in texts:
+        return None
+    if set(texts) <= {"True", "False"}:
+        return [], [int(text == "True") for text in texts]
+    if all(text.lstrip("-").replace(".0", "").isdecimal() for text in texts):
+        return [], [int(float(text)) for text in texts]
+    classes = sorted(set(texts))
+    return classes, [classes.index(text) for text in texts]
+
+
+def open_labels(path: object) -> Labels | None:
+    """Return dlio's labels, None for an error; the samples must have the same labels."""
+    try:
+        reader = open_reader(path)
+    except SourceError as error:
+        if "is empty" not in str(error) and "is missing" not in str(error):
+            raise
+        return None
+    labels = np.asarray(reader.labels).tolist()
+    name = next((name for name in ("label", "cls") if name in reader.schema.kinds), "label")
+    payloads = reader.read(np.arange(len(reader)))
+    values = [reader.schema.split(payload)[name] for payload in payloads]
+    if reader.format != "torch":  # Whose samples stay as the data set returns them.
+        assert [int(np.asarray(value).reshape(-1)[0]) for value in values] == labels
+    classes = list(reader.classes)
+    reader.close()
+    return classes, labels
+
+
+def _array(column: Column, form: str) -> np.ndarray[Any, Any]:
+    """Return a column as numpy holds it, texts as bytes or not."""
+    if isinstance(column[0], str) and form == "bytes":
+        return np.array([value.encode() for value in column])
+    return np.array(column)
+
+
+def _parts(column: Column, files: int) -> list[Column]:
+    return [column] if files == 1 or len(column) < 2 else [column[:1], column[1:]]
+
+
+def _csv(path: Path, column: Column, form: str) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["x", "label"])
+        writer.writerows([0.5, value] for value in column)
+
+
+def _arrow(column: Column, form: str) -> pa.Table:
+    label = pa.array([v.encode() if form == "bytes" and isinstance(v, str) else v for v in column])
+    if form == "category" and isinstance(column[0], str):
+        label = label.dictionary_encode()
+    return pa.table({"x": np.full(len(column), 0.5), "label": label})
+
+
+def _parquet(path: Path, column: Column, form: str) -> None:
+    pq.write_table(_arrow(column, form), path, row_group_size=2)
+
+
+def _feather(path: Path, column: Column, form: str) -> None:
+    feather.write_feather(_arrow(column, form), str(path))
+
+
+def _npz(path: Path, column: Column, form: str) -> None:
+    save = np.savez_compressed if form == "category" else np.savez
+    save(path, label=_array(column, form), x=np.full(len(column), 0.5))
+
+
+def _hdf5(path: Path, column: Column, form: str) -> None:
+    values: Any = _array(column, form)
+    with h5py.File(path, "w") as file:
+        file["x"] = np.full(len(column), 0.5)
+        if values.dtype.kind == "U":
+            values = np.array(column, object).reshape(-1, 1 if form == "category" else len(column))
+            values = values if form == "category" else values.reshape(-1)
+            file.create_dataset("label", data=values, dtype=h5py.string_dtype())
+        else:
+            file["label"] = values
+
+
+def _zarr(path: Path, column: Column, form: str) -> None:
+    group: Any = zarr.open_group(str(path), mode="w", zarr_format=2)
+    group.create_array("x", data=np.full(len(column), 0.5))
+    values = _array(column, form)
+    if values.dtype.kind == "U":
+        texts = group.create_array("label", shape=values.shape, dtype=str)
+        texts[:] = values.astype(object)
+    else:
+        group.create_array("label", data=values)
+
+
+def _tar(path: Path, column: Column, form: str) -> None:
+    with tarfile.open(path, "w") as file:
+        for k, value in enumerate(column):
+            text = f"{value}\n" if form == "category" else str(value)
+            for name, data in ((f"{k:04d}.cls", text.encode()), (f"{k:04d}.txt", b"x")):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                file.addfile(member, io.BytesIO(data))
+
+
+def _tfrecord(path: Path, column: Column, form: str) -> None:
+    def value_of(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.encode()
+        return float(value) if isinstance(value, float) else int(value)
+
+    write_records(path, [example({"x": [0.5], "label": [value_of(v)]}) for v in column])
+
+
+def _mds(folder: Path, parts: Sequence[Column], form: str) -> None:
+    """Write shards as Streaming lays them out: sizes of texts, then all values of a sample."""
+    first = parts[0][0]
+    encoding = "str" if isinstance(first, str) else "float64" if isinstance(first, float) else "int"
+    if encoding == "str" and form == "bytes":
+        encoding = "bytes"
+    folder.mkdir()
+    shards = []
+    for number, column in enumerate(parts):
+        rows = []
+        for value in column:
+            if isinstance(value, str):
+                data = value.encode()
+                rows.append(struct.pack("<I", len(data)) + data + b"x")
+            else:
+                rows.append(struct.pack("<d" if encoding == "float64" else "<q", value) + b"x")
+        ends = np.cumsum([4 * (len(rows) + 2), *map(len, rows)]).astype("<u4")
+        raw = struct.pack("<I", len(rows)) + ends.tobytes() + b"".join(rows)
+        name = f"shard.{number:05d}.mds"
+        (folder / name).write_bytes(raw)
+        shards.append(
+            {
+                "column_encodings": [encoding, "bytes"],
+                "column_names": ["label", "x"],
+                "column_sizes": [None if isinstance(first, str) else 8, 1],
+                "compression": None,
+                "format": "mds",
+                "hashes": [],
+                "raw_data": {"basename": name, "bytes": len(raw), "hashes": {}},
+                "samples": len(rows),
+                "size_limit": 1 << 26,
+                "version": 2,
+                "zip_data": None,
+            }
+        )
+    (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
+
+
+class MapData:
+    def __init__(self, column: Column) -> None:
+        self.targets = list(column)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        return {"x": np.float32(0.5), "label": self.targets[k]}
+
+
+WRITERS: dict[str, Callable[[Path, Column, str], None]] = {
+    "csv": _csv,
+    "parquet": _parquet,
+    "feather": _feather,
+    "npz": _npz,
+    "h5": _hdf5,
+    "zarr": _zarr,
+    "tar": _tar,
+    "tfrecord": _tfrecord,
+}
+NAMES = st.lists(
+    st.sampled_from(["cat", "dög", "2", "10", "2.0", "1_0", "NA", "nan", "no", "None", "a,b"]),
+    min_size=1,
+    max_size=6,
+)
+COLUMNS = st.one_of(
+    st.lists(st.integers(-100, 2**40), min_size=1, max_size=6),
+    st.lists(st.integers(-100, 100).map(float), min_size=1, max_size=6),
+    st.lists(st.booleans(), min_size=1, max_size=6),
+    st.lists(st.integers(-5, 30).map(str), min_size=1, max_size=6),
+    st.lists(st.integers(0, 30).map("{}.0".format), min_size=1, max_size=6),
+    NAMES.map(lambda names: [*names, "cat"]),
+    NAMES.map(lambda names: [*names, ""]),
+)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    column=COLUMNS,
+    form=st.sampled_from(["plain", "bytes", "category"]),
+    files=st.integers(1, 2),
+)
+def test_a_column_has_the_same_labels_in_all_formats(
+    column: Column, form: str, files: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("labels")
+    expected = expected_of(column)
+    for suffix, write in WRITERS.items():
+        parts = [column] if suffix == "zarr" else _parts(column, files)
+        paths = [folder / f"part{k}.{suffix}" for k in range(len(parts))]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Zarr's, of texts in version 2.
+            for path, part in zip(paths, parts, strict=True):
+                write(path, part, form)
+        assert open_labels([str(path) for path in paths]) == expected, (suffix, form)
+    _mds(folder / "mds", _parts(column, files), form)
+    assert open_labels(str(folder / "mds")) == expected, ("mds", form)
+    assert open_labels(MapData(column)) == expected
+
+
+@pytest.mark.parametrize("column", [[0.5, 2.0], [0.5, float("nan")]])
+def test_numbers_to_predict_stay_numbers_and_are_told(
+    column: Column, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writers = {suffix: write for suffix, write in WRITERS.items() if suffix != "tar"}
+    paths: list[object] = [tmp_path / f"a.{suffix}" for suffix in writers]
+    for path, write in zip(paths, writers.values(), strict=True):
+        assert isinstance(path, Path)
+        write(path, column, "plain")
+    _mds(tmp_path / "mds", [column], "plain")
+    for path in [*paths, tmp_path / "mds"]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "dlio"):
+            reader = open_reader(str(path))
+        payloads = reader.read(np.arange(2))
+        values = [reader.schema.split(payload)["label"] for payload in payloads]
+        assert np.array_equal(values, column, equal_nan=True)
+        assert not len(reader.classes)
+        assert "its label" in caplog.text, path
+        assert "with fractions" in caplog.text
+        reader.close()
+
+
+def test_a_missing_label_among_whole_numbers_is_an_error_that_names_the_sample(
+    tmp_path: Path,
+) -> None:
+    for suffix, write in WRITERS.items():
+        path = tmp_path / f"a.{suffix}"
+        write(path, [1.0, float("nan"), 2.0], "plain")
+        with pytest.raises(SourceError, match=r"is (empty|missing)") as caught:
+            open_reader(str(path))
+        assert "row 3" in str(caught.value) or "1" in str(caught.value).rsplit(": its", 1)[0][-8:]
