@@ -14,8 +14,10 @@ from dlio.data.interpretation import (
     best_fit,
     check_pattern,
     files_of_split,
+    folder_of_all,
     lone_folder,
     split_folder,
+    tell_once,
 )
 from dlio.data.links import following_links
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
@@ -165,10 +167,13 @@ def _of_folder(
     if reading is not None:
         reading.options = options
         reading.path = url + fields
-        if "split" in inspect.signature(reading.kind).parameters:
+        own = getattr(reading.kind, "own_splits", None)
+        takes = "split" in inspect.signature(reading.kind).parameters
+        if takes and (own is None or own(url, options)):
             reading.split = split or ""
             if split is not None:
                 reading.options = {**options, "split": split}
+                reading.words += f", split {split}" if own is not None else ""
             return reading
         if reading.has_files:
             files_of_split(url, fields, reading, split)
@@ -183,6 +188,12 @@ def _of_folder(
         inner_kinds = _fitting_of(lone + fields, kinds)[0] if lone is not None else []
         if lone is not None and inner_kinds and not path_rules_of(inner_kinds[0][1]).is_fallback:
             return _of_folder(lone, fields, kinds, split, options)
+        suffixes = path_rules_of(reading.kind).samples if reading is not None else ()
+        below = folder_of_all(url, suffixes) if suffixes else None
+        if below is not None:
+            made = _of_folder(below, fields, kinds, split, options)
+            tell_once(f"{redact(url)} holds samples in {redact(below)} alone, which is read")
+            return made
         if split is not None and split != WHOLE:
             raise UsageError(f"split={split!r}: {redact(url)} has no splits: leave split= out")
     if reading is None:

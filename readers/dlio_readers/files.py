@@ -35,6 +35,7 @@ from dlio.util.limits import check_claim, parsing
 from dlio.util.memory import new_memory
 from dlio_readers.columns import storable
 from dlio_readers.dicom import DICOM_SUFFIXES, dicom_array, is_dicom, may_be_dicom
+from dlio_readers.fileset import PICTURES
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
@@ -259,13 +260,17 @@ class FilesReader(PathReader):
         return "its folders hold no arrays or scans"
 
     @staticmethod
-    def fit(path: str, _: Mapping[str, object]) -> Fit:
+    def fit(path: str, _: Mapping[str, object]) -> Fit | None:
         """Return how well a folder fits: class folders count, and pairs are marked."""
         source = Source(path)
         rows = source.names()
         here = [n for n, folder in rows if not folder and n.lower().endswith(_SCANS)]
         folders = [name for name, folder in rows if folder]
-        if any(name in _INPUTS for name in folders):
+        inputs = [name for name in folders if name in _INPUTS]
+        if inputs:
+            own, pictures = (counted_below(source, inputs, each)[0] for each in (_SUFFIXES, PICTURES))
+            if sum(own.values()) <= sum(pictures.values()):
+                return None  # Pictures, perhaps next to a few files of arrays.
             return Fit("inputs and their targets, one a file", 1, is_marked=True)
         if here:
             return Fit(f"{counted(here)}, one a sample", len(here))
