@@ -178,14 +178,23 @@ def counted_below(
     return counts, not left
 
 
+def has_split_files(path: str, reading: Interpretation) -> bool:
+    """True if the names of files that a reader would read say their splits."""
+    return bool(splits_among(_own_files(path, reading)))
+
+
+def _own_files(path: str, reading: Interpretation) -> list[str]:
+    owns = path_rules_of(reading.kind).owns
+    names = [name for name, folder in Source(path).names() if not folder]
+    return [name for name in names if owns is not None and owns(name.lower())]
+
+
 def files_of_split(path: str, fields: str, reading: Interpretation, split: str | None) -> None:
     """Have a reader of a folder's files read those of one split.
 
     Raises UsageError when there are several and none is chosen, or no such one.
     """
-    owns = path_rules_of(reading.kind).owns
-    names = [name for name, folder in Source(path).names() if not folder]
-    own = [name for name in names if owns is not None and owns(name.lower())]
+    own = _own_files(path, reading)
     splits = splits_among(own)
     if split == WHOLE:
         reading.path = [inside(path, name) + fields for name in own]

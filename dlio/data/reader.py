@@ -15,6 +15,7 @@ from dlio.data.interpretation import (
     check_pattern,
     files_of_split,
     folder_of_all,
+    has_split_files,
     lone_folder,
     split_folder,
     tell_once,
@@ -169,14 +170,14 @@ def _of_folder(
         reading.path = url + fields
         own = getattr(reading.kind, "own_splits", None)
         takes = "split" in inspect.signature(reading.kind).parameters
+        if reading.has_files and not (takes and not has_split_files(url, reading)):
+            files_of_split(url, fields, reading, split)
+            return reading
         if takes and (own is None or own(url, options)):
             reading.split = split or ""
             if split is not None:
                 reading.options = {**options, "split": split}
                 reading.words += f", split {split}" if own is not None else ""
-            return reading
-        if reading.has_files:
-            files_of_split(url, fields, reading, split)
             return reading
     if reading is None or reading.has_folders or split is not None:
         inner = split_folder(url, split) if split != WHOLE else None

@@ -337,6 +337,8 @@ def _check_classes(source: Source, folders: Sequence[str]) -> None:
     """Raise UsageError if each folder holds splits, such as Cityscapes' `leftImg8bit` and `gtFine`:
     pictures and their masks are not two classes."""
     splits: list[str] = []
+    if len(folders) == 1:
+        return
     for folder in folders:
         inner = [name for name, is_folder in source.names(folder) if is_folder]
         splits = list(splits_among(inner, folder=True))
