@@ -23,7 +23,7 @@ from dlio.data.interpretation import (
 from dlio.data.links import following_links
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, path_rules_of
-from dlio.data.source import Source, expand, last_name, listed_once, redact, split_fields
+from dlio.data.source import Source, expand, inside, last_name, listed_once, redact, split_fields
 from dlio.data.splits import WHOLE, chosen_split, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
@@ -39,6 +39,10 @@ OPEN_ARGUMENTS: Final = (
 )
 # fmt: on
 """Arguments of `dlio.open` that readers do not see, for suggestions."""
+
+
+_MOST_FOLDERS: Final = 16
+"""Folders that are looked into for data sets of their own."""
 
 
 def open_reader(
@@ -178,6 +182,8 @@ def _of_folder(
             if split is not None:
                 reading.options = {**options, "split": split}
                 reading.words += f", split {split}" if own is not None else ""
+                # Other splits are left out by choice.
+                reading.left_out = [text for text in reading.left_out if "split=" not in text]
             return reading
     if reading is None or reading.has_folders or split is not None:
         inner = split_folder(url, split) if split != WHOLE else None
@@ -193,13 +199,35 @@ def _of_folder(
         below = folder_of_all(url, suffixes) if suffixes else None
         if below is not None:
             made = _of_folder(below, fields, kinds, split, options)
+            if reading is not None:
+                made.left_out = [*reading.left_out, *made.left_out]
             tell_once(f"{redact(url)} holds samples in {redact(below)} alone, which is read")
             return made
+        if reading is None or not reading.weight:
+            _check_several(url, kinds)
         if split is not None and split != WHOLE:
             raise UsageError(f"split={split!r}: {redact(url)} has no splits: leave split= out")
     if reading is None:
         raise _unknown(redact(url + fields), reasons, named=True)
     return reading
+
+
+def _check_several(url: str, kinds: Kinds) -> None:
+    """Raise UsageError if the folders of a folder, which holds no samples of its own, are data
+    sets, such as the configurations of a repository of Hugging Face's Hub."""
+    folders = [name for name, folder in Source(url).names() if folder][:_MOST_FOLDERS]
+    known = {}
+    for name in folders:
+        fitting = _fitting_of(inside(url, name), kinds)[0]
+        if fitting and not path_rules_of(fitting[0][1]).is_fallback:
+            known[name] = fitting[0][0]
+    if len(known) > 1:
+        first = next(iter(known))
+        shown = ", ".join(f"{name} ({form})" for name, form in known.items())
+        raise UsageError(
+            f"{redact(url)} holds the data sets {shown}: open one of them, such as "
+            f"{redact(inside(url, first))}"
+        )
 
 
 def _without_parts(shown: str, fields: Sequence[str], bare: str, name: str) -> SourceError:

@@ -64,9 +64,10 @@ def chosen_split(split: str, have: Sequence[str], where: str) -> str:
         return split
     # `train` may mean `trainval`; one who asks for `trainval` wants more than `train`.
     meant = None if split == _BOTH else split_of(split, folder=True)
-    fits = [name for name in have if meant is not None and split_of(name, folder=True) == meant]
-    if len(fits) == 1:
-        return fits[0]
+    for folder in (True, False):
+        fits = [name for name in have if meant and split_of(name, folder=folder) == meant]
+        if len(fits) == 1:
+            return fits[0]
     shown = ", ".join(filter(None, have)) or "no splits"
     raise UsageError(
         f"split={split!r}: {where} has {shown}: "

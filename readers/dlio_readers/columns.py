@@ -31,6 +31,7 @@ from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
+from dlio_readers.array_names import splits_of_arrays
 from dlio_readers.path_reader import PathReader, joined_rows, neighbours
 
 # Parts of samples: which slab of every array is read, as `select=` says
@@ -414,7 +415,11 @@ class ColumnReader(PathReader):
             return joined_rows(self.schema, high - low, columns)
 
     def _find_labels(self) -> npt.NDArray[np.int64]:
-        for name in LABEL_NAMES:
+        named = splits_of_arrays(list(self.schema.kinds))
+        # `train_labels` of `x.npz::train_images,train_labels`.
+        of_split = next(iter(named.values())) if len(named) == 1 else {}
+        for each in LABEL_NAMES:
+            name = of_split.get(each, each)
             kind = self.schema.kinds.get(name)
             # Also of shape (samples, 1), as many files have them.
             if kind is None or not kind.fixed or set(kind.shape) - {1}:

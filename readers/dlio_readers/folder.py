@@ -326,8 +326,15 @@ def _lists_above(source: Source) -> tuple[str, ...]:
         return ()
     try:
         lists = names_of_lists(Source(above), folder)
+        others = [name for name, is_folder in Source(above).names() if not is_folder]
     except (SourceError, UsageError):
         return ()
+    matlab = [name for name in others if "label" in name.lower() and name.endswith(".mat")]
+    if matlab:
+        return (
+            f"the labels of {above}/{matlab[0]}, which dlio does not read: write them to "
+            f"{source.path('labels.csv')} (file_name, label)",
+        )
     if not lists:
         return ()
     return (f"the labels of {above}/{lists[0]}: open {above}, or give table=",)

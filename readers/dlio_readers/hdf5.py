@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
+from dlio.data.interpretation import counted
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader_contract import PathRules
+from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.source import File, Source, expand, files_below, split_fields
 from dlio.errors import SourceError
 from dlio_readers.array_names import joined_parts, side_by_side
@@ -20,7 +21,7 @@ from dlio_readers.columns import (
     Select,
     volumes_of,
 )
-from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
+from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File, is_old_matlab
 from dlio_readers.path_reader import lie_at, split_paths
 from dlio_readers.rehearsal import rehearse
 
@@ -125,6 +126,15 @@ class Hdf5Reader(ColumnReader):
             return None if begins else "does not begin like an HDF5 file"
         except SourceError:
             return "is not a file"
+
+    @staticmethod
+    def fit(path: str, _: Mapping[str, object]) -> Fit | None:
+        """Return how well a folder fits; files of MATLAB before 7.3 do not count."""
+        source = Source(path)
+        own = [name for name, is_folder in source.names() if not is_folder]
+        own = [name for name in own if name.lower().endswith(HDF5_SUFFIXES)]
+        own = [n for n in own if not (n.lower().endswith(".mat") and is_old_matlab(source, n))]
+        return Fit(f"{counted(own)} of hdf5", len(own)) if own else None
 
     def close(self) -> None:
         for file in self._files:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.schema import Schema, Value, array_kind, parse_kind
-from dlio.data.source import File, ReadErrors
+from dlio.data.source import File, ReadErrors, Source
 from dlio.data.splits import WHOLE
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
@@ -141,6 +141,11 @@ _WRITTEN: Final = ("unable to lock file", "already open for write", "already ope
 _MAX_SETS: Final = 1 << 12
 _MAX_GROUPS: Final = 1 << 12
 _DIGITS: Final = re.compile(r"[0-9]+")
+
+
+def is_old_matlab(source: Source, name: str) -> bool:
+    """True for a file of MATLAB before 7.3, which is not HDF5."""
+    return source.read(name, 0, len(_OLD_MATLAB)) == _OLD_MATLAB
 
 
 class Hdf5File:
