@@ -24,8 +24,18 @@ _MOST_COUNTED: Final = 10_000
 _LISTED: Final = 64
 """Folders that are listed to count their files; the others count as one file each."""
 _DEEPEST: Final = 32
-_CONTAINERS: Final = ("images", "image", "imgs", "img", "pictures", "photos", "data", "jpg", "jpegs")
-"""Names of folders of samples, in lower case, that are no classes."""
+_CONTAINERS: Final = (
+    "images",
+    "image",
+    "imgs",
+    "img",
+    "pictures",
+    "photos",
+    "data",
+    "jpg",
+    "jpegs",
+)
+"""Names of folders of all samples, in lower case, and not of a class."""
 _TABLES: Final = ("labels.", "metadata.")
 _log = logging.getLogger("dlio")
 _told: set[str] = set()

@@ -163,6 +163,8 @@ def _of_folder(
 ) -> Interpretation:
     """Return how a folder is read; `fields` is "" or the names of fields with `::` before them."""
     fitting, reasons = _fitting_of(url + fields, kinds)
+    if not fitting and len(kinds) == 1 and options:
+        fitting = list(kinds)  # The format is chosen, and options may say where its files are.
     if fields and not fitting:
         bare, _ = _fitting_of(url, kinds)
         if bare:
@@ -203,7 +205,7 @@ def _of_folder(
                 made.left_out = [*reading.left_out, *made.left_out]
             tell_once(f"{redact(url)} holds samples in {redact(below)} alone, which is read")
             return made
-        if reading is None or not reading.weight:
+        if reading is None or (path_rules_of(reading.kind).is_fallback and not reading.weight):
             _check_several(url, kinds)
         if split is not None and split != WHOLE:
             raise UsageError(f"split={split!r}: {redact(url)} has no splits: leave split= out")

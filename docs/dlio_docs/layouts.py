@@ -6,6 +6,7 @@ layouts in the documentation is made with them.
 """
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -39,7 +40,7 @@ def class_folders(root: Path) -> None:
 
 
 def split_class_folders(root: Path) -> None:
-    """`train/<class>/*.jpg` and `val/<class>/*.jpg`, with a table of other labels beside (Imagenette)."""
+    """`train/<class>/*.jpg` and `val/<class>/*.jpg`, and a table of other labels (Imagenette)."""
     for split, count in (("train", 3), ("val", 1)):
         for wnid in ("n01440764", "n02102040"):
             for k in range(count):
@@ -58,7 +59,7 @@ def stray_folders(root: Path) -> None:
 
 
 def metadata_table(root: Path) -> None:
-    """`metadata.csv` of file_name and label beside the pictures of a folder."""
+    """`metadata.csv` of file_name and label next to the pictures of a folder."""
     for k in range(4):
         _picture(root / "images" / f"{k}.jpg", 40 * k)
     rows = [f"images/{k}.jpg,{'ab'[k % 2]}" for k in range(4)]
@@ -73,7 +74,7 @@ def inner_metadata_table(root: Path) -> None:
 
 
 def kaggle_table(root: Path) -> None:
-    """`train.csv` of id and class beside `train/` and `test/`, ids without a suffix."""
+    """`train.csv` of id and class next to `train/` and `test/`, ids without a suffix."""
     for k in range(4):
         _picture(root / "train" / f"a{k}.jpg", 40 * k)
     for k in range(2):
@@ -167,7 +168,10 @@ def coco(root: Path) -> None:
 
 def lvis(root: Path) -> None:
     """LVIS v1: pictures of COCO's folders, by `coco_url`."""
-    for split, folders in (("train", ["train2017", "train2017", "val2017"]), ("val", ["train2017"])):
+    for split, folders in (
+        ("train", ["train2017", "train2017", "val2017"]),
+        ("val", ["train2017"]),
+    ):
         images, notes = [], []
         for k, folder in enumerate(folders):
             number = 100 + k + 50 * (split == "val")
@@ -182,7 +186,7 @@ def lvis(root: Path) -> None:
             {"id": k, "name": name, "synset": f"{name}.n.01", "frequency": "c"}
             for k, name in ((1, "aerosol_can"), (2, "air_conditioner"))
         ]
-        whole = {"info": {}, "annotations": notes, "images": images, "licenses": []}
+        whole: dict[str, Any] = {"info": {}, "annotations": notes, "images": images, "licenses": []}
         _text(root / f"lvis_v1_{split}.json", json.dumps({**whole, "categories": kinds}))
 
 
@@ -199,7 +203,10 @@ def medmnist(root: Path) -> None:
             members[f"{split}_images"] = np.broadcast_to(pictures, (count, *shape)).copy()
             numbers = np.arange(count * width, dtype=np.uint8).reshape(count, width)
             members[f"{split}_labels"] = numbers % classes
-        np.savez(root / f"{name}.npz", **members)
+        with zipfile.ZipFile(root / f"{name}.npz", "w") as archive:
+            for member, values in members.items():
+                with archive.open(f"{member}.npy", "w") as stream:
+                    np.lib.format.write_array(stream, values)
 
 
 def pcam(root: Path) -> None:
@@ -262,17 +269,8 @@ def _ome_image(group: Any, value: int, version: str) -> None:
     for level in range(3):
         side = 16 >> level
         data = np.full((2, 4, side, side), value + level, np.uint16)
-        extra = {"dimension_separator": "/"} if version == "0.4" else {}
-        if version == "0.4":
-            made = group.create_array(
-                str(level),
-                data=data,
-                chunks=(1, 2, 8, 8),
-                chunk_key_encoding={"name": "v2", "separator": "/"},
-            )
-        else:
-            made = group.create_array(str(level), data=data, chunks=(1, 2, 8, 8))
-        assert made.shape == data.shape, extra
+        keys = {"name": "v2" if version == "0.4" else "default", "separator": "/"}
+        group.create_array(str(level), data=data, chunks=(1, 2, 8, 8), chunk_key_encoding=keys)
         scale = [1.0, 1.0, 2.0**level, 2.0**level]
         transform = [{"type": "scale", "scale": scale}]
         datasets.append({"path": str(level), "coordinateTransformations": transform})

@@ -1,10 +1,10 @@
-"""What the names of arrays and of their files say: the split, and which belong to one sample.
+"""Splits and parts of samples by the names of arrays and of their files.
 
-    pathmnist.npz             train_images, train_labels, val_images, ...       members by split
-    mnist.npz                 x_train, y_train, x_test, y_test
-    x.h5                      train/images, test/images                         groups by split
-    ..._train_x.h5, ..._train_y.h5                                              one file an array
-    X_train.npy, y_train.npy
+pathmnist.npz             train_images, train_labels, val_images, ...       members by split
+mnist.npz                 x_train, y_train, x_test, y_test
+x.h5                      train/images, test/images                         groups by split
+..._train_x.h5, ..._train_y.h5                                              one file an array
+X_train.npy, y_train.npy
 """
 
 import re
@@ -67,7 +67,7 @@ def chosen_arrays(
         first = chosen[0]
         raise UsageError(
             f"{where} holds the splits {', '.join(chosen)}, each with {', '.join(splits[first])}: "
-            f"choose one, as with split={first!r}, or split={WHOLE!r} for all of them as one data set"
+            f"choose one, as with split={first!r}, or split={WHOLE!r} for all of them together"
         )
     if split not in (None, WHOLE):
         chosen = [chosen_split(split or "", chosen, where)]

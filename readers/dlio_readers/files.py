@@ -264,7 +264,7 @@ class FilesReader(PathReader):
         return "its folders hold no arrays or scans"
 
     @staticmethod
-    def fit(path: str, _: Mapping[str, object]) -> Fit | None:
+    def fit(path: str, options: Mapping[str, object]) -> Fit | None:
         """Return how well a folder fits: class folders count, and pairs are marked."""
         source = Source(path)
         rows = source.names()
@@ -272,13 +272,16 @@ class FilesReader(PathReader):
         folders = [name for name, folder in rows if folder]
         inputs = [name for name in folders if name in _INPUTS]
         if inputs:
-            own, pictures = (counted_below(source, inputs, each)[0] for each in (_SUFFIXES, PICTURES))
-            if sum(own.values()) <= sum(pictures.values()):
+            arrays, _ = counted_below(source, inputs, _SUFFIXES)
+            pictures, _ = counted_below(source, inputs, PICTURES)
+            if sum(arrays.values()) < sum(pictures.values()):
                 return None  # Pictures, perhaps next to a few files of arrays.
-            tests = counted_below(source, [_TESTS] if _TESTS in folders else [], _SUFFIXES)[0]
-            left = tuple(f"{n:,} files of {name}, which split='test' reads" for name, n in tests.items())
+            left: tuple[str, ...] = ()
+            if FilesReader.own_splits(path, options):
+                tests, _ = counted_below(source, [_TESTS], _SUFFIXES)
+                left = (f"{sum(tests.values()):,} files of {_TESTS}, which split='test' reads",)
             words = "inputs and their targets, one a file"
-            return Fit(words, 1, is_marked=True, left_out=left if _TRAINS in folders else ())
+            return Fit(words, 1, is_marked=True, left_out=left)
         if here:
             return Fit(f"{counted(here)}, one a sample", len(here))
         counts, more = counted_below(source, folders, _SUFFIXES)

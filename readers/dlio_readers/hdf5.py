@@ -63,11 +63,12 @@ class Hdf5Reader(ColumnReader):
         options = {"select": select, "samples": samples, "split": split}
         rehearse("hdf5", "h5py", path, files, options)
         runs = side_by_side([file.name for file in files]) if split is None else []
-        self._files = [
-            Hdf5File(file, each)
-            for file in files
-            for each in ([None] if runs else Hdf5File(file).splits(names, split))
-        ]
+        self._files = []
+        for file in files:
+            opened = Hdf5File(file)
+            splits = [None] if runs else opened.splits(names, split)
+            opened.split = splits[0]
+            self._files += [opened, *(Hdf5File(file, each) for each in splits[1:])]
         tables = [file.columns(names, select) for file in self._files]
         self._runs = runs or [[("", k)] for k in range(len(self._files))]
         if runs:

@@ -20,7 +20,7 @@ from dlio.data.interpretation import tell_once
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import Schema
 from dlio.data.source import Source
-from dlio.data.splits import WHOLE, chosen_split, splits_among
+from dlio.data.splits import WHOLE, chosen_split, split_of, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio_readers.fileset import (
@@ -51,7 +51,7 @@ class MaskReader(ListedReader, PathReader):
         split: which of several splits, such as `train`; of lists of pictures as well.
         images: the folder of pictures, below the path; found for None.
         masks: the folder of masks.
-        mask_suffix: what the name of a mask has after that of its picture, such as `_mask.png`;
+        mask_suffix: end of the name of a mask, after the name of its picture, such as `_mask.png`;
             None for the only one, or the one with `labelIds`.
 
     Raises SourceError if a picture has no mask, or a mask no picture; UsageError if there are
@@ -172,7 +172,7 @@ def _twins(path: str) -> list[tuple[str, SideFolders]]:
     if not 2 <= len(tops) <= _MOST_FOLDERS:
         return []
     splits = {
-        top: [name for name, folder in source.names(top) if folder and splits_among([name], folder=True)]
+        top: [name for name, inner in source.names(top) if inner and split_of(name, folder=True)]
         for top in tops
     }
     for images in tops:
@@ -189,7 +189,9 @@ def _twins(path: str) -> list[tuple[str, SideFolders]]:
             if not source.is_folder(here):
                 continue
             names = [name for name, folder in source.names(here) if not folder]
-            if any(name.startswith(key) and name.lower().endswith(PICTURES) for name in names):
+            longer = [name[len(key) :] for name in names if name.startswith(key)]
+            # Equal names do not say which are the masks.
+            if any(each[0] in "-_" and each.lower().endswith(PICTURES) for each in longer):
                 return [
                     (name, SideFolders(path, f"{images}/{name}", f"{masks}/{name}"))
                     for name in both
@@ -248,9 +250,7 @@ def _key(sides: SideFolders, picture: str) -> tuple[str, str]:
     return place, stem.removesuffix(f"_{sides.images.partition('/')[0]}")
 
 
-def _matched(
-    source: Source, sides: SideFolders, suffix: str | None
-) -> tuple[list[str], list[str]]:
+def _matched(source: Source, sides: SideFolders, suffix: str | None) -> tuple[list[str], list[str]]:
     """Return the pictures, and the mask of each. Raises SourceError if they do not match."""
     images = list(files_in(source, sides.images, PICTURES))
     files = list(files_in(source, sides.others, PICTURES))
@@ -274,7 +274,7 @@ def _matched(
 def _by_suffix(
     source: Source, sides: SideFolders, images: list[str], files: list[str], suffix: str | None
 ) -> list[str] | None:
-    """Return the masks whose names are those of their pictures and a suffix; None if there are none.
+    """Return the masks whose names are those of their pictures and a suffix; None if no names are.
 
     Raises UsageError if there are several for each picture and none is chosen, SourceError if a
     picture has none.

@@ -33,7 +33,7 @@ def ome_images(root: ZarrGroup, where: str) -> dict[str, dict[str, ZarrArray]]:
     fields = {tuple(each) for each in images.values()}
     if len(fields) > 1:
         first, other = (", ".join(each) for each in sorted(fields)[:2])
-        raise SourceError(f"{where}: some images have {first}, others {other}: open them one by one")
+        raise SourceError(f"{where}: some images have {first}, others {other}: open them alone")
     return images
 
 

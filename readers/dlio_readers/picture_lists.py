@@ -1,4 +1,4 @@
-"""Lists of pictures in text files next to their folders: which are in which split, and their labels.
+"""Lists of pictures in text files next to their folders: their splits and their labels.
 
     train.csv, test.csv                 id,breed                      of Kaggle: `train/<id>.jpg`
     annotations/{trainval,test}.txt     <name> <class> ...            Oxford-IIIT Pets
@@ -14,7 +14,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -35,7 +35,7 @@ _MOST_LISTS: Final = 16
 _PROBED: Final = 8
 """First rows by which a list is recognised."""
 _WORDY: Final = 3
-"""Words of a value that is no label but, say, boxes."""
+"""Words of a label, at most; longer values are boxes or descriptions."""
 _COMMENT: Final = "#"
 _NUMBERED: Final = re.compile(r"(.+?)[-_ ]?[0-9]+")
 Rows = Sequence[tuple[str, str | None]]
@@ -142,13 +142,14 @@ def find_lists(
             f"table={first.file!r}, label={first.columns[0]!r}, or read them without labels with "
             "layout='flat'"
         )
-    if not made:
+    known = {name for each in made.values() for name in each}
+    if not made or (table is None and not _are_whole(source, tops, folders, known, unlisted)):
         return None
     if len(made) > 1:
         made.pop("", None)  # A list of all.
     for top in tops:
-        if split_of(top, folder=True) and top not in folders and table is None:
-            others = {name: "" for name in files_in(source, top, PICTURES)}
+        if (split_of(top, folder=True) or split_of(top)) and top not in folders and table is None:
+            others = dict.fromkeys(files_in(source, top, PICTURES), "")
             if others:
                 made.setdefault(top, others)
     known = {name for each in made.values() for name in each}
@@ -158,24 +159,36 @@ def find_lists(
     ordered = dict(
         sorted(made.items(), key=lambda each: places.get(split_of(each[0], folder=True) or "", 9))
     )
-    return PictureLists(tuple(dict.fromkeys(used)), ordered,  encoding, left)
+    return PictureLists(tuple(dict.fromkeys(used)), ordered, encoding, left)
+
+
+def _are_whole(
+    source: Source, tops: Sequence[str], folders: set[str], known: set[str], all_of: set[str]
+) -> bool:
+    """True unless lists name few of the pictures next to them, or pictures of one class folder."""
+    if 2 * len(known) < len(all_of):
+        return False
+    others = [top for top in tops if top not in folders and not split_of(top)]
+    others = [top for top in others if not split_of(top, folder=True)]
+    return "" in folders or not any(
+        True for top in others for _ in islice(files_in(source, top, PICTURES), 1)
+    )
 
 
 def names_of_lists(source: Source, folder: str) -> list[str]:
     """Return the lists in a folder that name pictures of one of its folders."""
     rows = source.names()
-    found = []
+    lists = []
     for each in _candidates(source, rows, None):
         place = _folder_of(source, [folder], each.rows)
-        inner = place == "" and all(name.startswith(f"{folder}/") for name, _ in each.rows[:_PROBED])
+        first = [name for name, _ in each.rows[:_PROBED]]
+        inner = place == "" and all(name.startswith(f"{folder}/") for name in first)
         if place == folder or inner:
-            found.append(each.file)
-    return found
+            lists.append(each.file)
+    return lists
 
 
-def _candidates(
-    source: Source, rows: Sequence[tuple[str, bool]], label: str | None
-) -> list[_List]:
+def _candidates(source: Source, rows: Sequence[tuple[str, bool]], label: str | None) -> list[_List]:
     """Return the files that may be lists, read."""
     numbered = _by_numbers(source, rows)
     if numbered:
@@ -298,7 +311,9 @@ def _by_numbers(source: Source, rows: Sequence[tuple[str, bool]]) -> list[_List]
         parts.append({number: value or "" for number, value in plain})
     pictures, labels = parts[:2]
     if pictures.keys() != labels.keys() or any(part.keys() != pictures.keys() for part in parts):
-        raise SourceError(f"{source.path()}: {', '.join(names)} number other pictures: restore them")
+        raise SourceError(
+            f"{source.path()}: {', '.join(names)} number other pictures: restore them"
+        )
     if len(parts) < len(names):
         made = [(name, labels[k]) for k, name in pictures.items()]
         return [_List(names[0], "", made, True, beside=names[1:2])]
@@ -321,9 +336,9 @@ def _folder_of(source: Source, tops: Sequence[str], rows: Rows) -> str | None:
     for folder in ("images", "", *tops):
         if folder and folder not in tops:
             continue
-        found = sum(_lies_in(source, folder, name) for name in first)
-        if found > most:
-            best, most = folder, found
+        count = sum(_lies_in(source, folder, name) for name in first)
+        if count > most:
+            best, most = folder, count
     return best
 
 
@@ -406,9 +421,3 @@ def _folder_name(picture: str) -> str:
 def _first_words(picture: str) -> str:
     match = _NUMBERED.fullmatch(os.path.splitext(picture.rpartition("/")[2])[0])
     return match[1] if match else ""
-
-
-def kept_names(lists: PictureLists, names: Iterable[str], split: str, where: str) -> list[str]:
-    """Return those of some pictures that are in a split."""
-    own = lists.chosen(split, where)
-    return [name for name in names if name in own]

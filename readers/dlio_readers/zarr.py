@@ -167,7 +167,7 @@ class ZarrReader(ColumnReader):
         for name, each in parts.items():
             kinds = {(column.dtype, len(column.shape)) for column in each}
             if len(kinds) > 1:
-                raise UsageError(f"{redact(url)}: its images differ in {name}: open them one by one")
+                raise UsageError(f"{redact(url)}: its images differ in {name}: open them alone")
         columns = {name: VolumeColumn(each) for name, each in parts.items()}
         self._setup(columns, len(images), [url, archive, self._stamp(url)])
 
