@@ -353,8 +353,8 @@ def _check_classes(source: Source, folders: Sequence[str]) -> None:
             return
     raise UsageError(
         f"{source.path()}: {' and '.join(folders[:2])} hold the splits {', '.join(splits)}, and "
-        f"are not classes: open one split, such as {source.path(folders[0])}/{inner[0]}, or pictures "
-        f"and masks with format='masks', images={folders[1]!r}, masks={folders[0]!r}, "
+        f"are not classes: open one split, such as {source.path(folders[0])}/{inner[0]}, or "
+        f"both with format='masks', images={folders[1]!r}, masks={folders[0]!r}, "
         f"split={inner[0]!r}"
     )
 

@@ -49,7 +49,8 @@ class MaskReader(ListedReader, PathReader):
     Args:
         path: the folder of the data set, or the folder of pictures of one split.
         split: which of several splits, such as `train`; of lists of pictures as well.
-        images: the folder of pictures, below the path; found for None.
+        images: the folder of pictures, below the path; found for None. With other names than the
+            usual ones, give `format="masks"` as well.
         masks: the folder of masks.
         mask_suffix: end of the name of a mask, after the name of its picture, such as `_mask.png`;
             None for the only one, or the one with `labelIds`.
@@ -88,17 +89,19 @@ class MaskReader(ListedReader, PathReader):
             source = Source(sides.root)
             if any(True for _ in files_in(source, sides.others, PICTURES)):
                 return None
-        # Of any names, as images= and masks= give them.
         return "has no folders images and masks with image files, and no twins such as gtFine"
 
     @staticmethod
     def fit(path: str, options: Mapping[str, object]) -> Fit:
         """Return how well a folder fits: less than lists of its pictures that have labels."""
+        named = [str(options[name]) for name in ("images", "masks") if options.get(name)]
+        if named:
+            return Fit(f"pictures and masks in {' and '.join(named)}", 1, is_marked=True)
         sides = _sides_of(path)
         source = Source(sides[0][1].root)
         own = [sides[0][1].images, sides[0][1].others]
         words = f"pictures in {own[0]} with masks in {own[1]}"
-        chosen = any(options.get(name) for name in ("images", "masks", "mask_suffix"))
+        chosen = bool(options.get("mask_suffix"))
         lists = None if chosen or len(sides) > 1 or "/" not in own[1] else find_lists(source)
         labelled = lists is not None and bool(lists.encoding.numbers)
         return Fit(words, 1, is_marked=not labelled)

@@ -70,7 +70,8 @@ def _about(group: ZarrGroup) -> Mapping[str, Any]:
 def _listed(about: object, key: str, where: str) -> list[str]:
     """Return the paths of a list of metadata. Raises SourceError if they lead elsewhere."""
     rows = about.get(key) if isinstance(about, Mapping) else None
-    paths = [row.get("path") if isinstance(row, Mapping) else None for row in rows or ()]
+    rows = rows if isinstance(rows, list) else []
+    paths = [row.get("path") if isinstance(row, Mapping) else None for row in rows]
     named = [path for path in paths if isinstance(path, str)]
     if not named or len(named) < len(paths):
         raise SourceError(f"{where}: its metadata list no {key} with a path: correct them")
