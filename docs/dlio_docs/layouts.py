@@ -5,7 +5,9 @@ pixels, so that a pixel's red value tells which picture it is. Tests open them, 
 layouts in the documentation is made with them.
 """
 
+import io
 import json
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -177,8 +179,8 @@ def lvis(root: Path) -> None:
             number = 100 + k + 50 * (split == "val")
             _picture(root / folder / f"{number:012d}.jpg", 40 * k, 32)
             url = f"http://images.cocodataset.org/{folder}/{number:012d}.jpg"
-            extra = {"neg_category_ids": [], "not_exhaustive_category_ids": []}
-            images.append({"id": number, "coco_url": url, "height": 32, "width": 32, **extra})
+            row = {"id": number, "coco_url": url, "height": 32, "width": 32}
+            images.append({**row, "neg_category_ids": [], "not_exhaustive_category_ids": []})
             shape = {"segmentation": [[1, 2, 11, 2, 11, 22, 1, 22]], "area": 200.0}
             note = {"id": k + 1, "image_id": number, "category_id": 1 + k % 2}
             notes.append({**note, "bbox": [1.0, 2.0, 10.0, 20.0], **shape})
@@ -420,6 +422,63 @@ def flowers102(root: Path) -> None:
         (root / f"{name}.mat").write_bytes(b"MATLAB 5.0 MAT-file" + b" " * 109)
 
 
+def _tar(path: Path, members: dict[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, data in members.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            archive.addfile(about, io.BytesIO(data))
+
+
+def _encoded(suffix: str, red: int) -> bytes:
+    stream = io.BytesIO()
+    kind = {"jpg": "JPEG", "png": "PNG"}[suffix]
+    Image.new("RGB", (8, 8), (red, 0, 0)).save(stream, kind)
+    return stream.getvalue()
+
+
+def tar_shards(root: Path) -> None:
+    """Tars of WebDataset with `.jpg` and `.cls`."""
+    for shard in range(2):
+        members = {}
+        for k in range(3):
+            members[f"{shard}{k}.jpg"] = _encoded("jpg", 40 * k)
+            members[f"{shard}{k}.cls"] = str(k % 2).encode()
+        _tar(root / f"{shard:06d}.tar", members)
+
+
+def tar_splits(root: Path) -> None:
+    """Tars of two splits, with pictures of two formats."""
+    for split, count in (("train", 4), ("test", 2)):
+        members = {}
+        for k in range(count):
+            suffix = ("jpg", "png")[k % 2]
+            members[f"{k}.{suffix}"] = _encoded(suffix, 40 * k)
+            members[f"{k}.cls"] = str(k % 2).encode()
+        _tar(root / f"{split}-000000.tar", members)
+
+
+def mds(root: Path) -> None:
+    """Shards of MosaicML Streaming, of a number and a text."""
+    root.mkdir(parents=True, exist_ok=True)
+    rows = [(k % 3, word.encode()) for k, word in enumerate(("a", "bb", "ccc", "dddd"))]
+    samples = [
+        len(text).to_bytes(4, "little") + label.to_bytes(8, "little") + text for label, text in rows
+    ]
+    names = {"column_names": ["label", "text"], "column_encodings": ["int", "str"]}
+    about = {**names, "column_sizes": [8, None], "compression": None, "format": "mds", "hashes": []}
+    head = json.dumps({**about, "size_limit": 1 << 26}, sort_keys=True).encode()
+    first = 4 * (len(samples) + 2) + len(head)
+    ends = np.cumsum([first, *map(len, samples)]).astype("<u4")
+    data = len(samples).to_bytes(4, "little") + ends.tobytes() + head + b"".join(samples)
+    (root / "shard.00000.mds").write_bytes(data)
+    raw = {"basename": "shard.00000.mds", "bytes": len(data), "hashes": {}}
+    shard = {**about, "raw_data": raw, "samples": len(samples), "size_limit": 1 << 26}
+    shard = {**shard, "version": 2, "zip_data": None}
+    _text(root / "index.json", json.dumps({"shards": [shard], "version": 2}))
+
+
 LAYOUTS: Final[dict[str, Callable[[Path], None]]] = {
     "class folders": class_folders,
     "class folders of splits": split_class_folders,
@@ -444,5 +503,8 @@ LAYOUTS: Final[dict[str, Callable[[Path], None]]] = {
     "Tiny ImageNet": tiny_imagenet,
     "ImageNet of Kaggle": imagenet_kaggle,
     "Flowers 102": flowers102,
+    "tars": tar_shards,
+    "tars of splits": tar_splits,
+    "MDS": mds,
 }
 """What makes a layout in a folder, by its name."""

@@ -63,12 +63,12 @@ class Hdf5Reader(ColumnReader):
         options = {"select": select, "samples": samples, "split": split}
         rehearse("hdf5", "h5py", path, files, options)
         runs = side_by_side([file.name for file in files]) if split is None else []
-        self._files = []
+        self._files: list[Hdf5File] = []
         for file in files:
-            opened = Hdf5File(file)
-            splits = [None] if runs else opened.splits(names, split)
-            opened.split = splits[0]
-            self._files += [opened, *(Hdf5File(file, each) for each in splits[1:])]
+            one = Hdf5File(file)
+            splits = [None] if runs else one.splits(names, split)
+            one.split = splits[0]
+            self._files += [one, *(Hdf5File(file, each) for each in splits[1:])]
         tables = [file.columns(names, select) for file in self._files]
         self._runs = runs or [[("", k)] for k in range(len(self._files))]
         if runs:
@@ -78,10 +78,10 @@ class Hdf5Reader(ColumnReader):
         volumes = volumes_of(self.path, tables, "rows" if packed is not None else samples)
         self._files_are_samples = volumes is not None
         heads = [self._files[run[0][1]] for run in self._runs]
-        for file, table in zip(heads, tables, strict=True):
+        for head, table in zip(heads, tables, strict=True):
             kinds = {name: column.kind for name, column in table.items()}
             if not volumes and kinds != {name: column.kind for name, column in first.items()}:
-                raise SourceError(f"{file.file.name} and {urls[0]} hold different data sets")
+                raise SourceError(f"{head.file.name} and {urls[0]} hold different data sets")
         counts = [1 if volumes else file.count for file in heads]
         columns: dict[str, Column] = volumes or {
             name: first[name]

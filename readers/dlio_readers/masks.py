@@ -205,7 +205,7 @@ def _twins(path: str) -> list[tuple[str, SideFolders]]:
 def _chosen_sides(
     path: str, split: str | None, images: str | None, masks: str | None
 ) -> tuple[SideFolders, bool]:
-    """Return the folders of a split, and True if lists of pictures say what is in it.
+    """Return the folders of a split, and True if lists of pictures name its members.
 
     Raises UsageError if there are several splits and none is chosen, or no such one.
     """

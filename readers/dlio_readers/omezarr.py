@@ -25,7 +25,7 @@ def ome_images(root: ZarrGroup, where: str) -> dict[str, dict[str, ZarrArray]]:
 
     `image` is the first level, `label` that of the only mask; several masks have their own names.
 
-    Raises SourceError for metadata that name what is not there.
+    Raises SourceError for metadata that name missing parts.
     """
     if not hasattr(root, "groups"):
         return {}
