@@ -39,7 +39,7 @@ _PICTURES: Final = (
 )
 _FILES: Final = {"MedMNIST": "pathmnist.npz"}
 """Files that are opened in place of the folder, which has several data sets."""
-_NOTHING: Final = "–"
+_NOTHING: Final = "-"
 _LONGEST: Final = 110
 
 

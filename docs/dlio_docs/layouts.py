@@ -52,7 +52,7 @@ def split_class_folders(root: Path) -> None:
 
 
 def stray_folders(root: Path) -> None:
-    """Class folders with what systems leave behind, a contact sheet and an archive."""
+    """Class folders with leftovers of systems, a contact sheet and an archive."""
     class_folders(root)
     for name in (".ipynb_checkpoints", "__MACOSX"):
         _picture(root / name / "0.jpg")
@@ -507,4 +507,4 @@ LAYOUTS: Final[dict[str, Callable[[Path], None]]] = {
     "tars of splits": tar_splits,
     "MDS": mds,
 }
-"""What makes a layout in a folder, by its name."""
+"""Makers of layouts in a folder, by their names."""

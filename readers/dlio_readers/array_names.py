@@ -58,6 +58,8 @@ def chosen_arrays(
     Raises UsageError if there are several and none is chosen, or no such one.
     """
     splits = {} if names else splits_of_arrays(list(arrays))
+    if len(splits) == 1 and split is None:
+        return [dict(arrays)]
     if not splits:
         if split not in (None, WHOLE):
             raise UsageError(f"split={split!r}: {where} has no splits: leave split= out")

@@ -43,6 +43,7 @@ from dlio_readers.picture_lists import (
     MAX_TABLE,
     PictureLists,
     find_lists,
+    has_lists,
     names_of_lists,
 )
 
@@ -150,6 +151,8 @@ class FolderReader(ListedReader):
     @staticmethod
     def own_splits(path: str, options: Mapping[str, object]) -> list[str]:
         """Return the splits that lists of pictures in a folder name."""
+        if not options and not has_lists(Source(path)):
+            return []
         lists = plan_of(Source(path), *map(options.get, _CHOICES)).lists
         return [] if lists is None else list(lists.splits)
 
@@ -320,7 +323,7 @@ def _list_plan(lists: PictureLists) -> FolderPlan:
 
 
 def _lists_above(source: Source) -> tuple[str, ...]:
-    """Return what to tell of lists next to a folder of pictures that is opened by itself."""
+    """Return the words about lists next to a folder of pictures that is opened by itself."""
     above, _, folder = source.root.rpartition("/")
     if not source.local or not above:
         return ()

@@ -62,7 +62,7 @@ class Hdf5Reader(ColumnReader):
         files = [PersistentFile(url) for url in files_below(urls, HDF5_SUFFIXES)]
         options = {"select": select, "samples": samples, "split": split}
         rehearse("hdf5", "h5py", path, files, options)
-        runs = side_by_side([file.name for file in files]) if split is None else []
+        runs = [] if split or names else side_by_side([file.name for file in files])
         self._files: list[Hdf5File] = []
         for file in files:
             one = Hdf5File(file)

@@ -224,10 +224,10 @@ class Hdf5File:
             root = self.handle()
             own = [] if names or SCHEMA in root.attrs else list(self._find(root, ()))
         known = splits_of_arrays(own)
+        chosen_arrays(self.file.name, dict.fromkeys(own), split)
         if split == WHOLE and known:
             return list(known)
-        chosen_arrays(self.file.name, dict.fromkeys(own), split)
-        return [split or next(iter(known), None)] if known else [None]
+        return [split if known else None]
 
     def columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
         """Return the columns that samples are made of, by field. Raises SourceError, UsageError."""

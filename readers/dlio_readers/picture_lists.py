@@ -32,6 +32,7 @@ _NOT_PICTURES: Final = (*_LIST_FOLDERS, "masks", "labels", "trimaps", "segmentat
 _MOST_FOLDERS: Final = 16
 """Folders next to a list; more of them are classes."""
 _MOST_LISTS: Final = 16
+_HEAD: Final = 1 << 16
 _PROBED: Final = 8
 """First rows by which a list is recognised."""
 _WORDY: Final = 3
@@ -106,7 +107,7 @@ def find_lists(
     if table is not None:
         listed = [_read(source, table, label, is_named=True)]
     else:
-        listed = _candidates(source, rows, label)
+        listed = _candidates(source, rows, tops, label)
     made: dict[str, dict[str, str]] = {}
     used: list[str] = []
     unclear: list[tuple[_List, str]] = []
@@ -179,7 +180,7 @@ def names_of_lists(source: Source, folder: str) -> list[str]:
     """Return the lists in a folder that name pictures of one of its folders."""
     rows = source.names()
     lists = []
-    for each in _candidates(source, rows, None):
+    for each in _candidates(source, rows, [folder], None):
         place = _folder_of(source, [folder], each.rows)
         first = [name for name, _ in each.rows[:_PROBED]]
         inner = place == "" and all(name.startswith(f"{folder}/") for name in first)
@@ -188,22 +189,40 @@ def names_of_lists(source: Source, folder: str) -> list[str]:
     return lists
 
 
-def _candidates(source: Source, rows: Sequence[tuple[str, bool]], label: str | None) -> list[_List]:
-    """Return the files that may be lists, read."""
-    numbered = _by_numbers(source, rows)
-    if numbered:
-        return numbered
+def has_lists(source: Source) -> bool:
+    """True if a folder holds files that may be lists."""
+    return bool(_files_of(source, source.names()))
+
+
+def _files_of(source: Source, rows: Sequence[tuple[str, bool]]) -> list[str]:
+    """Return the files that may be lists, by their names."""
     files = [name for name, folder in rows if not folder and _may_be_list(name)]
     for folder in (name for name, is_folder in rows if is_folder and name in _LIST_FOLDERS):
         inner = [name for name, is_folder in source.names(folder) if not is_folder]
         files += [f"{folder}/{name}" for name in inner if _may_be_list(name, folder)]
+    return files[:_MOST_LISTS]
+
+
+def _candidates(
+    source: Source, rows: Sequence[tuple[str, bool]], tops: Sequence[str], label: str | None
+) -> list[_List]:
+    """Return the files whose first rows name pictures, read. Raises SourceError if one is not a
+    list all the same."""
+    numbered = _by_numbers(source, rows)
+    if numbered:
+        return numbered
     made = []
-    for file in files[:_MOST_LISTS]:
+    for file in _files_of(source, rows):
+        source.check_links(file)
+        head = source.read(file, 0, _HEAD)
+        whole, mark, _ = head.rpartition(b"\n")
         try:
-            made.append(_read(source, file, label))
+            first = _parsed(file, whole if mark and len(head) == _HEAD else head, None, file, True)
         except SourceError:
             continue  # A text of another kind.
-    return [each for each in made if each.rows]
+        if _folder_of(source, tops, first.rows) is not None:
+            made.append(_read(source, file, label))
+    return made
 
 
 def _may_be_list(name: str, folder: str = "") -> bool:
@@ -223,6 +242,16 @@ def _read(source: Source, file: str, label: str | None, is_named: bool = False) 
         source.check_links(file)
         data = source.read(file, 0, MAX_TABLE + 1)
     where = source.path(file) if not os.path.isabs(file) else file
+    if is_named and label is not None and b"," not in data[:_HEAD] and not file.endswith(".tsv"):
+        raise UsageError(f"label={label!r}: {where} has no header: leave label= out")
+    made = _parsed(file, data, label, where)
+    if is_named and label is not None and not made.has_labels:
+        raise UsageError(f"label={label!r}: {where} has {', '.join(made.columns)}")
+    return made
+
+
+def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool = False) -> _List:
+    """Return the list that some bytes are, of a head its names alone. Raises SourceError."""
     try:
         if len(data) > MAX_TABLE:
             raise ValueError(f"it has over {MAX_TABLE} bytes")
@@ -237,10 +266,12 @@ def _read(source: Source, file: str, label: str | None, is_named: bool = False) 
         rows = [row for row in table if row]
     except (ValueError, csv.Error) as error:
         raise SourceError(f"{where} is not a list of pictures: {error}") from error
+    if is_head and header:
+        lower = [name.lower() for name in header]
+        at = next((lower.index(name) for name in FILE_COLUMNS if name in lower), 0)
+        return _List(file, split, [(row[at].strip(), None) for row in rows if len(row) > at], False)
     if label is not None and label not in header:
-        if is_named:
-            raise UsageError(f"label={label!r}: {where} has {', '.join(header)}")
-        label = None
+        return _List(file, split, [(row[0], None) for row in rows], False, tuple(header))
     return _columns(file, split, header, rows, label, where)
 
 
@@ -393,7 +424,8 @@ def _add(
     if lost:
         raise SourceError(
             f"{source.path(each.file)}: {len(lost)} of its {len(each.rows)} pictures are not in "
-            f"{source.path(folder)} {lost[:3]}: copy them, or remove their rows"
+            f"{source.path(folder)} {lost[:3]}: copy them, remove their rows, or "
+            "leave the list out with layout='classes'"
         )
 
 

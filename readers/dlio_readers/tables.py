@@ -155,7 +155,7 @@ def _parts(
 ) -> tuple[list[File], list[Mapping[str, Arrays]]]:
     """Return (file, its arrays by field) of each split that is read, and of files that lie side by
     side the arrays of all. Raises UsageError."""
-    runs = side_by_side([file.name for file in files]) if split is None else []
+    runs = [] if split or names else side_by_side([file.name for file in files])
     if runs:
         return (
             [files[run[0][1]] for run in runs],

@@ -1,4 +1,4 @@
-"""The table of layouts is what the libraries do: dlio always, others where they are installed."""
+"""The table of layouts is true: of dlio always, of others where they are installed."""
 
 import json
 from importlib.metadata import PackageNotFoundError, version

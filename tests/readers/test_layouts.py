@@ -413,8 +413,12 @@ def test_lists_that_name_missing_pictures_are_refused(tmp_path: Path) -> None:
         open_reader(str(tmp_path), split="train")
     LAYOUTS["train.csv of Kaggle"](tmp_path)
     (tmp_path / "train.csv").write_text("id,breed\na0,pug\na1,\na2,pug\na3,pug\n")
-    with pytest.raises(DlioError, match="a1 has no breed"):
-        open_reader(str(tmp_path), table="train.csv")
+    for options in ({"table": "train.csv"}, {"split": "train"}):
+        with pytest.raises(SourceError, match="a1 has no breed"):
+            open_reader(str(tmp_path), **options)
+    (tmp_path / "train.csv").write_text("id,breed\na0,pug\na1,pug,1\na2,pug\na3,pug\n")
+    with pytest.raises(SourceError, match="row 2 has 3 of 2 values"):
+        open_reader(str(tmp_path), split="train")
 
 
 def test_pictures_that_no_list_names_are_told(
