@@ -413,7 +413,8 @@ def test_lists_that_name_missing_pictures_are_refused(tmp_path: Path) -> None:
         open_reader(str(tmp_path), split="train")
     LAYOUTS["train.csv of Kaggle"](tmp_path)
     (tmp_path / "train.csv").write_text("id,breed\na0,pug\na1,\na2,pug\na3,pug\n")
-    for options in ({"table": "train.csv"}, {"split": "train"}):
+    chosen: list[dict[str, Any]] = [{"table": "train.csv"}, {"split": "train"}]
+    for options in chosen:
         with pytest.raises(SourceError, match="a1 has no breed"):
             open_reader(str(tmp_path), **options)
     (tmp_path / "train.csv").write_text("id,breed\na0,pug\na1,pug,1\na2,pug\na3,pug\n")
