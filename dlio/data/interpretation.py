@@ -24,6 +24,19 @@ _MOST_COUNTED: Final = 10_000
 _LISTED: Final = 64
 """Folders that are listed to count their files; the others count as one file each."""
 _DEEPEST: Final = 32
+_CONTAINERS: Final = (
+    "images",
+    "image",
+    "imgs",
+    "img",
+    "pictures",
+    "photos",
+    "data",
+    "jpg",
+    "jpegs",
+)
+"""Names of folders of all samples, in lower case, and not of a class."""
+_TABLES: Final = ("labels.", "metadata.")
 _log = logging.getLogger("dlio")
 _told: set[str] = set()
 
@@ -175,14 +188,23 @@ def counted_below(
     return counts, not left
 
 
+def has_split_files(path: str, reading: Interpretation) -> bool:
+    """True if the names of files that a reader would read say their splits."""
+    return bool(splits_among(_own_files(path, reading)))
+
+
+def _own_files(path: str, reading: Interpretation) -> list[str]:
+    owns = path_rules_of(reading.kind).owns
+    names = [name for name, folder in Source(path).names() if not folder]
+    return [name for name in names if owns is not None and owns(name.lower())]
+
+
 def files_of_split(path: str, fields: str, reading: Interpretation, split: str | None) -> None:
     """Have a reader of a folder's files read those of one split.
 
     Raises UsageError when there are several and none is chosen, or no such one.
     """
-    owns = path_rules_of(reading.kind).owns
-    names = [name for name, folder in Source(path).names() if not folder]
-    own = [name for name in names if owns is not None and owns(name.lower())]
+    own = _own_files(path, reading)
     splits = splits_among(own)
     if split == WHOLE:
         reading.path = [inside(path, name) + fields for name in own]
@@ -234,6 +256,7 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
         return None
     if split is not None:
         chosen = chosen_split(split, splits, redact(path))
+        _check_alike(source, chosen, splits)
         return inside(path, chosen), chosen
     suffix = _first_suffix(source, splits)
     if any(count_below(source, n, (suffix,), 1) for n in folders if n not in splits):
@@ -249,6 +272,20 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     )
 
 
+def _check_alike(source: Source, chosen: str, splits: Sequence[str]) -> None:
+    """Warn once of a split whose samples lie side by side, where others have class folders, as
+    ImageNet's `val` of Kaggle: they have no labels."""
+    if any(folder for _, folder in source.names(chosen)):
+        return
+    others = [name for name in splits if any(folder for _, folder in source.names(name))]
+    tables = [name for name, _ in source.names(chosen) if name.endswith((".csv", ".txt"))]
+    if others and not tables:
+        tell_once(
+            f"{source.path(chosen)} has no class folders, which {source.path(others[0])} has: its "
+            "samples have no labels; name a list of them with table= and label="
+        )
+
+
 def _first_suffix(source: Source, folders: Sequence[str]) -> str:
     """Return the suffix of the first file at or below some folders, "" without one."""
     stack = [(name, 0) for name in reversed(folders)]
@@ -262,6 +299,29 @@ def _first_suffix(source: Source, folders: Sequence[str]) -> str:
                 below.append((f"{here}/{name}", depth + 1))
         stack += reversed(below)
     return ""
+
+
+def folder_of_all(path: str, suffixes: tuple[str, ...]) -> str | None:
+    """Return the folder in which all samples of a folder lie, in folders of their own or next to a
+    table; None if there are several such folders, or if it is a class.
+
+    So it is with `images` of many data sets, and `Data/CLS-LOC` of ImageNet.
+    """
+    source = Source(path)
+    rows = source.names()
+    folders = [name for name, folder in rows if folder]
+    if len(folders) > _LISTED or any(n.lower().endswith(suffixes) for n, f in rows if not f):
+        return None
+    full = [name for name in folders if count_below(source, name, suffixes, 1)]
+    if len(full) != 1:
+        return None
+    inner = source.names(full[0])
+    here = [name for name, folder in inner if not folder]
+    if any(name.lower().endswith(suffixes) for name in here):
+        is_class = full[0].lower() not in _CONTAINERS or len(folders) > 1
+        if is_class and not any(name.startswith(_TABLES) for name in here):
+            return None
+    return inside(path, full[0])
 
 
 def lone_folder(path: str, *, has_data: bool) -> str | None:

@@ -14,6 +14,8 @@ from dlio.data.interpretation import (
     best_fit,
     check_pattern,
     files_of_split,
+    folder_of_all,
+    has_split_files,
     lone_folder,
     split_folder,
     tell_once,
@@ -22,7 +24,7 @@ from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
-from dlio.data.source import Source, expand, last_name, listed_once, redact, split_fields
+from dlio.data.source import Source, expand, inside, last_name, listed_once, redact, split_fields
 from dlio.data.splits import WHOLE, chosen_split, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
@@ -38,6 +40,10 @@ OPEN_ARGUMENTS: Final = (
 )
 # fmt: on
 """Arguments of `dlio.open` that readers do not see, for suggestions."""
+
+
+_MOST_FOLDERS: Final = 16
+"""Folders that are looked into for data sets of their own."""
 
 
 def open_reader(
@@ -186,6 +192,8 @@ def _of_folder(
 ) -> Interpretation:
     """Return how a folder is read; `fields` is "" or the names of fields with `::` before them."""
     fitting, reasons = _fitting_of(url + fields, kinds)
+    if not fitting and len(kinds) == 1 and options:
+        fitting = list(kinds)  # The format is chosen, and options may say where its files are.
     if fields and not fitting:
         bare, _ = _fitting_of(url, kinds)
         if bare:
@@ -195,13 +203,18 @@ def _of_folder(
     if reading is not None:
         reading.options = options
         reading.path = url + fields
-        if "split" in inspect.signature(reading.kind).parameters:
+        own = getattr(reading.kind, "own_splits", None)
+        takes = "split" in inspect.signature(reading.kind).parameters
+        if reading.has_files and not (takes and not has_split_files(url, reading)):
+            files_of_split(url, fields, reading, split)
+            return reading
+        if takes and (own is None or own(url, options)):
             reading.split = split or ""
             if split is not None:
                 reading.options = {**options, "split": split}
-            return reading
-        if reading.has_files:
-            files_of_split(url, fields, reading, split)
+                reading.words += f", split {split}" if own is not None else ""
+                # Other splits are left out by choice.
+                reading.left_out = [text for text in reading.left_out if "split=" not in text]
             return reading
     if reading is None or reading.has_folders or split is not None:
         inner = split_folder(url, split) if split != WHOLE else None
@@ -213,11 +226,39 @@ def _of_folder(
         inner_kinds = _fitting_of(lone + fields, kinds)[0] if lone is not None else []
         if lone is not None and inner_kinds and not path_rules_of(inner_kinds[0][1]).is_fallback:
             return _of_folder(lone, fields, kinds, split, options)
+        suffixes = path_rules_of(reading.kind).samples if reading is not None else ()
+        below = folder_of_all(url, suffixes) if suffixes else None
+        if below is not None:
+            made = _of_folder(below, fields, kinds, split, options)
+            if reading is not None:
+                made.left_out = [*reading.left_out, *made.left_out]
+            tell_once(f"{redact(url)} holds samples in {redact(below)} alone, which is read")
+            return made
+        if reading is None or (path_rules_of(reading.kind).is_fallback and not reading.weight):
+            _check_several(url, kinds)
         if split is not None and split != WHOLE:
             raise UsageError(f"split={split!r}: {redact(url)} has no splits: leave split= out")
     if reading is None:
         raise _unknown(redact(url + fields), reasons, named=True)
     return reading
+
+
+def _check_several(url: str, kinds: Kinds) -> None:
+    """Raise UsageError if the folders of a folder, which holds no samples of its own, are data
+    sets, such as the configurations of a repository of Hugging Face's Hub."""
+    folders = [name for name, folder in Source(url).names() if folder][:_MOST_FOLDERS]
+    known = {}
+    for name in folders:
+        fitting = _fitting_of(inside(url, name), kinds)[0]
+        if fitting and not path_rules_of(fitting[0][1]).is_fallback:
+            known[name] = fitting[0][0]
+    if len(known) > 1:
+        first = next(iter(known))
+        shown = ", ".join(f"{name} ({form})" for name, form in known.items())
+        raise UsageError(
+            f"{redact(url)} holds the data sets {shown}: open one of them, such as "
+            f"{redact(inside(url, first))}"
+        )
 
 
 def _without_parts(shown: str, fields: Sequence[str], bare: str, name: str) -> SourceError:

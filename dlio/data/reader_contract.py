@@ -266,13 +266,17 @@ class PathRules:
     owns: Callable[[str], bool] | None = None
     """True for the name of a file, in lower case, that it reads out of a folder: these are counted
     and have splits. None if the format has an index, or folders of its own."""
+    samples: tuple[str, ...] = ()
+    """Suffixes of its samples, if these are files in class folders: a folder whose samples all lie
+    in one folder below is read from there."""
 
 
 class ReaderType(Protocol):
     """A reader's class, as entry points name it.
 
-    It may have an attribute `path_rules`, and a static method `fit(path, options)` that returns the
-    `Fit` of a folder that it recognises, or None if that was by chance.
+    It may have an attribute `path_rules`, and two static methods: `fit(path, options)` returns the
+    `Fit` of a folder that it recognises, or None if that was by chance; `own_splits(path, options)`
+    the splits of a folder that it knows by other means than folders and names of files.
     """
 
     def __call__(self, path: object, **options: object) -> Reader: ...

@@ -16,9 +16,10 @@ TRAIN_FOLDERS: Final = ("train", "training")
 VAL_FOLDERS: Final = ("val", "validation", "valid", "dev", "eval", "test", "testing")
 WHOLE: Final = "all"
 """`split=` that reads all parts as one data set."""
+_BOTH: Final = "trainval"
 SPLITS: Final = ("train", "validation", "test")
 _SPLITS: Final = {
-    "train": ("train", "training"),
+    "train": ("train", "training", _BOTH),
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("testing", "test"),
 }
@@ -58,6 +59,12 @@ def split_of(name: str, *, folder: bool = False) -> str | None:
     return _CANONICAL[match[1].lower()] if match else None
 
 
+def split_word(name: str) -> str | None:
+    """Return the word in a file's name that says which part it is, as the name spells it."""
+    match = _FOLDER.fullmatch(name) or _FILE.search(name)
+    return match[1] if match else None
+
+
 def splits_among(names: Iterable[str], *, folder: bool = False) -> dict[str, list[str]]:
     """Return the names that say which part they are, by part, in their order."""
     groups: dict[str, list[str]] = {}
@@ -76,10 +83,12 @@ def chosen_split(split: str, have: Sequence[str], where: str) -> str:
     """
     if split in have:
         return split
-    meant = split_of(split, folder=True)
-    fits = [name for name in have if meant is not None and split_of(name, folder=True) == meant]
-    if len(fits) == 1:
-        return fits[0]
+    # `train` may mean `trainval`; one who asks for `trainval` wants more than `train`.
+    meant = None if split == _BOTH else split_of(split, folder=True)
+    for folder in (True, False):
+        fits = [name for name in have if meant and split_of(name, folder=folder) == meant]
+        if len(fits) == 1:
+            return fits[0]
     shown = ", ".join(filter(None, have)) or "no splits"
     raise UsageError(
         f"split={split!r}: {where} has {shown}: "

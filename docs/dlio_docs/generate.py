@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dlio_docs import benchmarks, reference, workloads
+from dlio_docs import benchmarks, layout_table, reference, workloads
 
 __all__ = ["GENERATORS"]
 
@@ -58,6 +58,7 @@ GENERATORS: Final[dict[str, Callable[[str], str]]] = {
     "environment": lambda _: reference.environment_table(),
     "fields": _fields,
     "file": _file,
+    "layouts": lambda _: layout_table.table(),
     "names": _names,
     "workload-keys": lambda _: workloads.keys_table(),
     "workload-rounds": lambda _: workloads.rounds_table(),

@@ -305,6 +305,8 @@ _MAIN, _KEYPOINTS = "instances_", "person_keypoints_"
 _BOXLESS: Final = ("captions_", "image_info_", "panoptic_", "stuff_")
 """Beginnings of the names of files without boxes."""
 _HEAD: Final = 1 << 16
+_MOST_TEXTS: Final = 16
+"""JSON files at the root that are looked into."""
 _FOLDER: Final = "annotations"
 
 
@@ -318,7 +320,8 @@ class CocoReader(AnnotatedReader):
     Args:
         path: a file of annotations, or a folder with `annotations/*.json`.
         split: which of several files, such as `train2017`.
-        pictures: folder of the pictures, below the data set's; found by itself in common layouts.
+        pictures: folder of the pictures, below the data set's, or elsewhere by `..` or a full path;
+            found by itself in common layouts.
         masks: give a mask of each box, drawn of its polygons or run lengths.
         keypoints: give keypoints; None to give them if the data set has some.
         crowds: keep boxes around crowds, marked by `iscrowd`.
@@ -343,8 +346,11 @@ class CocoReader(AnnotatedReader):
         outside: Literal["error", "clip"] = "error",
     ) -> None:
         root, file = _annotation_file(path, split)
-        source = Source(root)
-        options = (masks, keypoints, crowds, labels, outside, pictures)
+        source, wanted = Source(root), pictures
+        options = (masks, keypoints, crowds, labels, outside, pictures, root)
+        leads_out = pictures is not None and os.path.normpath(pictures).startswith(("/", ".."))
+        if pictures is not None and source.local and leads_out:
+            source, wanted = Source(os.path.join(source.root, pictures)), ""
 
         def build() -> Annotations:
             main = CocoFile(File(inside(root, file)))
@@ -355,10 +361,10 @@ class CocoReader(AnnotatedReader):
                 if source.exists(other):
                     others.append(CocoFile(File(inside(root, other))))
             made = joined(main, others, masks, keypoints, crowds, labels, outside)
-            folder = _pictures_folder(source, file, pictures, made.names[0], main.name)
+            folder = _pictures_folder(source, file, wanted, made.names[0], main.name)
             made.names = [f"{folder}/{each}" if folder else each for each in made.names]
             made.files = [each.url for each in (main, *others)]
-            made.folders = [os.path.dirname(file)]
+            made.folders = [] if wanted == "" else [os.path.dirname(file)]
             return made
 
         super().__init__(source, index_kind("coco", file, options), build)
@@ -381,7 +387,13 @@ class CocoReader(AnnotatedReader):
 def _files(source: Source) -> list[str]:
     """Return the files of boxes in a data set's folder, of instances if there are any."""
     rows = source.names()
-    here = [name for name, folder in rows if not folder and name == "_annotations.coco.json"]
+    texts = [name for name, folder in rows if not folder and name.endswith(".json")]
+    has_folders = any(folder for _, folder in rows)
+    here = [
+        name
+        for name in texts[:_MOST_TEXTS]
+        if name == "_annotations.coco.json" or (has_folders and _has_boxes(source, name))
+    ]
     if (_FOLDER, True) in rows:
         below = [name for name, folder in source.names(_FOLDER) if not folder]
         for prefix in (_MAIN, _KEYPOINTS, ""):
@@ -390,6 +402,17 @@ def _files(source: Source) -> list[str]:
             if chosen:
                 return here + [f"{_FOLDER}/{name}" for name in chosen]
     return here
+
+
+def _has_boxes(source: Source, name: str) -> bool:
+    """True for annotations at the root, as LVIS has them."""
+    if any(part in name for part in _BOXLESS):
+        return False
+    try:
+        head = source.read(name, 0, _HEAD).lstrip()
+    except SourceError:
+        return False
+    return head.startswith(b"{") and b'"bbox"' in head
 
 
 def _annotation_file(path: str, split: str | None) -> tuple[str, str]:
@@ -424,6 +447,7 @@ def _pictures_folder(source: Source, file: str, wanted: str | None, first: str, 
     folder, split = os.path.dirname(file), _split_of(file)
     candidates = [split, f"images/{split}", "images", "", folder, f"{folder}/{split}"]
     candidates += [f"{folder}/images", "data", "train", "val", "test"]
+    candidates += ["coco", "train2017", "val2017"]
     if wanted is not None:
         candidates = [wanted.strip("/")]
     for folder in candidates:

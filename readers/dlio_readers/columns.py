@@ -31,6 +31,7 @@ from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
+from dlio_readers.array_names import splits_of_arrays
 from dlio_readers.path_reader import PathReader, joined_rows, neighbours
 
 # Parts of samples: which slab of every array is read, as `select=` says
@@ -379,7 +380,11 @@ class ColumnReader(PathReader):
             raise SourceError(f"{self.path} holds no samples")
         self._count = count
         labelling, reason = SampleLabels(None, []), ""
-        for name in label_names(columns):
+        named = splits_of_arrays(list(columns))
+        # `train_labels` of `x.npz::train_images,train_labels`.
+        of_split = next(iter(named.values())) if len(named) == 1 else {}
+        for field in label_names(of_split or columns):
+            name = of_split.get(field, field)
             labelling = self._labels_of(name, columns[name], classes)
             if labelling.numbers is not None:
                 if columns[name].kind == "text":

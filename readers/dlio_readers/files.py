@@ -27,6 +27,7 @@ from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name
+from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import shuffled_layout
 from dlio.util.extras import how_to_install
@@ -35,6 +36,7 @@ from dlio.util.limits import check_claim, parsing
 from dlio.util.memory import new_memory
 from dlio_readers.columns import storable
 from dlio_readers.dicom import DICOM_SUFFIXES, dicom_array, is_dicom, may_be_dicom
+from dlio_readers.fileset import PICTURES
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
@@ -137,6 +139,7 @@ _SCANS: Final = (*NIFTI_SUFFIXES, *DICOM_SUFFIXES)
 _SUFFIXES: Final = (*_NUMPY, *HDF5_SUFFIXES, *_SCANS)
 _INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")
 _TARGETS: Final = ("labels", "label", "labelsTr", "masks", "mask", "segmentations", "targets")
+_TRAINS, _TESTS, _TEST_TARGETS = "imagesTr", "imagesTs", "labelsTs"
 _CHANNEL: Final = "_0000"
 """Ends the name of an image's first channel, as nnU-Net names files; its label lacks it."""
 _VERSION: Final = 2
@@ -176,6 +179,8 @@ class FilesReader(PathReader):
 
     Args:
         path: a folder, or a file, a pattern or a list of scans.
+        split: `train` for `imagesTr` and its targets, as also without it, `test` for `imagesTs`,
+            which may have none.
 
     Raises SourceError for damaged files, a missing target, and files that differ in fields, types
     or numbers of dimensions.
@@ -184,8 +189,8 @@ class FilesReader(PathReader):
     format = "files"
     objects = True
 
-    def __init__(self, path: str | Sequence[str]) -> None:
-        self._rows, self.classes, self._paired = _find(path)
+    def __init__(self, path: str | Sequence[str], split: str | None = None) -> None:
+        self._rows, self.classes, self._paired = _find(path, split)
         self.abilities = Abilities(chunked=self._chunked, files_are_samples=True)
         self._urls = [url for row in self._rows for url in row.urls]
         self._sides = len(self._rows[0].urls)
@@ -259,14 +264,24 @@ class FilesReader(PathReader):
         return "its folders hold no arrays or scans"
 
     @staticmethod
-    def fit(path: str, _: Mapping[str, object]) -> Fit:
+    def fit(path: str, options: Mapping[str, object]) -> Fit | None:
         """Return how well a folder fits: class folders count, and pairs are marked."""
         source = Source(path)
         rows = source.names()
         here = [n for n, folder in rows if not folder and n.lower().endswith(_SCANS)]
         folders = [name for name, folder in rows if folder]
-        if any(name in _INPUTS for name in folders):
-            return Fit("inputs and their targets, one a file", 1, is_marked=True)
+        inputs = [name for name in folders if name in _INPUTS]
+        if inputs:
+            arrays, _ = counted_below(source, inputs, _SUFFIXES)
+            pictures, _ = counted_below(source, inputs, PICTURES)
+            if sum(arrays.values()) < sum(pictures.values()):
+                return None  # Pictures, perhaps next to a few files of arrays.
+            left: tuple[str, ...] = ()
+            if FilesReader.own_splits(path, options):
+                tests, _ = counted_below(source, [_TESTS], _SUFFIXES)
+                left = (f"{sum(tests.values()):,} files of {_TESTS}, which split='test' reads",)
+            words = "inputs and their targets, one a file"
+            return Fit(words, 1, is_marked=True, left_out=left)
         if here:
             return Fit(f"{counted(here)}, one a sample", len(here))
         counts, more = counted_below(source, folders, _SUFFIXES)
@@ -274,6 +289,12 @@ class FilesReader(PathReader):
         over = "over " if more else ""
         words = f"{len(counts)} class folders with {over}{total:,} arrays or scans"
         return Fit(words, total, in_folders=True)
+
+    @staticmethod
+    def own_splits(path: str, _: Mapping[str, object]) -> list[str]:
+        """Return the splits of a task of the Medical Segmentation Decathlon or of nnU-Net."""
+        folders = [name for name, folder in Source(path).names() if folder]
+        return ["train", "test"] if _TRAINS in folders and _TESTS in folders else []
 
     def name(self, sample: int) -> str:
         return self._rows[sample].name
@@ -482,9 +503,22 @@ def _common(shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
     return [sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*shapes, strict=True)]
 
 
-def _find(path: str | Sequence[str]) -> tuple[list[_SampleFiles], list[str], bool]:
+def _find(
+    path: str | Sequence[str], split: str | None
+) -> tuple[list[_SampleFiles], list[str], bool]:
     """Return (samples, classes, True if inputs have targets) of a path. Raises SourceError."""
     urls = expand(path)
+    splits = FilesReader.own_splits(urls[0], {}) if Source(urls[0]).is_folder() else []
+    if split is not None and not splits:
+        raise UsageError(f"split={split!r}: {urls[0]} has no splits: leave split= out")
+    if split is not None and chosen_split(split, splits, urls[0]) == "test":
+        source, url = Source(urls[0]), urls[0]
+        if source.is_folder(_TEST_TARGETS):
+            return _pairs(source, url, _TESTS, _TEST_TARGETS), [], True
+        own = _files(source, url, _TESTS)
+        if not own:
+            raise SourceError(f"{url}/{_TESTS} holds no arrays or scans: check the path")
+        return [_SampleFiles(f"{_TESTS}/{_last(each)}", (each,)) for each in own], [], False
     if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS) or not Source(urls[0]).is_folder():
         return [_SampleFiles(_last(url), (url,)) for url in urls], [], False
     source, url = Source(urls[0]), urls[0]

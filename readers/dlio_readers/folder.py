@@ -23,6 +23,7 @@ from dlio.data.index import Arrays, Names
 from dlio.data.interpretation import counted, counted_below, tell_once
 from dlio.data.labels import (
     LABEL_NAMES,
+    LabelEncoding,
     encode_labels,
     first_missing,
     label_name,
@@ -32,13 +33,21 @@ from dlio.data.labels import (
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
-from dlio.data.source import Entry, Source
+from dlio.data.source import Entry, File, Source
 from dlio.data.splits import splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
-from dlio_readers.fileset import PICTURES, FileSet, ListedReader, files_in
+from dlio_readers.fileset import PICTURES, FileSet, ListedReader, files_in, index_kind
+from dlio_readers.picture_lists import (
+    FILE_COLUMNS,
+    MAX_TABLE,
+    PictureLists,
+    find_lists,
+    has_lists,
+    names_of_lists,
+)
 
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
@@ -49,14 +58,7 @@ _TABLES: Final = (
     "metadata.jsonl", "metadata.parquet",
 )
 # fmt: on
-# fmt: off
-_FILE_COLUMNS: Final = (
-    "file_name", "filename", "file", "image", "path", "name", "image_id", "image_name",
-    "image_path", "file_path", "filepath", "img", "img_path", "id",
-)
-# fmt: on
-"""Columns of names of files, with their extension or without, in the order of preference."""
-_MAX_TABLE: Final = 128 << 20
+_CHOICES: Final = ("layout", "table", "label")
 _MOST_ROWS: Final = 1 << 24
 _IMAGE: Final = Schema((("image", "image"),))
 
@@ -91,20 +93,34 @@ class FolderReader(ListedReader):
         path: the folder.
         layout: `classes` for folders that are classes, `flat` for the pictures of the folder
             itself; None for the one that clearly has more.
+        split: which of several splits that lists of pictures name, or `all`.
+        table: the list of pictures and labels to read, below the folder or by its full path; None
+            for those that are found; see `dlio_readers.picture_lists`.
+        label: the column of labels in lists with a header; None for the one that is called so.
 
     Raises SourceError if the folder, or a class folder, holds no images, or if the table and the
     images disagree.
     """
 
     format = "folder"
-    path_rules = PathRules(one_path=True, is_fallback=True)
-    version = 5
+    path_rules = PathRules(one_path=True, is_fallback=True, samples=PICTURES)
+    version = 6
 
-    def __init__(self, path: str, layout: Literal["classes", "flat"] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        layout: Literal["classes", "flat"] | None = None,
+        split: str | None = None,
+        table: str | None = None,
+        label: str | None = None,
+    ) -> None:
         self.path = path
-        self._layout = layout
+        self._layout, self._split, self._table, self._label = layout, split, table, label
         # A listing that followed links elsewhere is not used by those who do not.
         kind = "-".join(["folder", *["links"] * links_followed(), *([layout] if layout else [])])
+        if split or table or label:
+            stamp = File(table).state if table and (os.path.isabs(table) or "://" in table) else ""
+            kind = index_kind(kind, split, table, label, stamp)
         index, head = self._open(Source(path), kind)
         self.schema = IMAGE_LABEL if head["labelled"] else _IMAGE
         self.labels = index["labels"]
@@ -132,8 +148,15 @@ class FolderReader(ListedReader):
     @staticmethod
     def fit(path: str, options: Mapping[str, object]) -> Fit:
         """Return how well a folder fits: as class folders, or pictures with or without a table."""
-        source = Source(path)
-        return plan_of(source, options.get("layout")).fit
+        return plan_of(Source(path), *map(options.get, _CHOICES)).fit
+
+    @staticmethod
+    def own_splits(path: str, options: Mapping[str, object]) -> list[str]:
+        """Return the splits that lists of pictures in a folder name."""
+        if not options and not has_lists(Source(path)):
+            return []
+        lists = plan_of(Source(path), *map(options.get, _CHOICES)).lists
+        return [] if lists is None else list(lists.splits)
 
     def _read(self, sample: int) -> bytes | memoryview:
         label = b""
@@ -155,8 +178,10 @@ class FolderReader(ListedReader):
         source, started = self._source, time.time()
         rows = source.names()
         classes = [name for name, folder in rows if folder]
-        plan = plan_of(source, self._layout)
-        if plan.labels:
+        plan = plan_of(source, self._layout, self._table, self._label)
+        if plan.lists is not None:
+            index, head = _by_lists(source, plan.lists, self._split)
+        elif plan.labels:
             index, head = _by_table(source, plan.table, plan.labels, plan.pictures)
         elif plan.is_flat:
             index, head = _flat(source, rows)
@@ -231,25 +256,40 @@ class FolderPlan:
     """Labels of pictures of folders, by their names, out of the table; {} without."""
     pictures: list[str] = field(default_factory=list)
     """All pictures below the folder, where a table names some."""
+    lists: PictureLists | None = None
+    """Lists of the pictures of splits."""
 
 
-def plan_of(source: Source, layout: object = None) -> FolderPlan:
-    """Return how a folder is read: with a table, as class folders, or flat.
+def plan_of(
+    source: Source, layout: object = None, table: object = None, label: object = None
+) -> FolderPlan:
+    """Return how a folder is read: with a table or lists, as class folders, or flat.
 
     Raises UsageError if it holds about as many pictures as its folders do.
     """
+    named, column = (each if isinstance(each, str) else None for each in (table, label))
+    if named is not None or column is not None:
+        lists = find_lists(source, named, column)
+        if lists is None:
+            raise UsageError(f"label={label!r}: {source.path()} has no list of its pictures")
+        return _list_plan(lists)
     rows = source.names()
     here = [name for name, folder in rows if not folder and name.lower().endswith(PICTURES)]
     folders = [name for name, folder in rows if folder]
     table = next((name for name in _TABLES if (name, False) in rows), "")
-    if not folders:
-        words = f"{len(here):,} pictures" + (f" with {table}" if table else "")
-        weight = len(here) if table else len(here) / 2
-        return FolderPlan(Fit(words, weight, used=(table,)), is_flat=bool(here))
-    if table:
+    if table and folders:
         plan = _table_plan(source, table)
         if plan is not None:
             return plan
+    lists = None if layout or (table and not folders) else find_lists(source)
+    if lists is not None:
+        return _list_plan(lists)
+    if not folders:
+        words = f"{len(here):,} pictures" + (f" with {table}" if table else "")
+        weight = len(here) if table else len(here) / 2
+        above = () if table or layout or not here else _lists_above(source)
+        fit = Fit(words, weight, left_out=above, used=(table,))
+        return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)
     others = [f"{table}, which has no labels of the pictures"] if table and not here else []
     words, weight = _class_words(source, folders)
@@ -274,10 +314,43 @@ def plan_of(source: Source, layout: object = None) -> FolderPlan:
     return FolderPlan(Fit(words, weight, in_folders=True, left_out=tuple(others), used=used))
 
 
+def _list_plan(lists: PictureLists) -> FolderPlan:
+    count = sum(len(each) for each in lists.splits.values())
+    labelled = "the labels of " if lists.encoding.numbers else ""
+    words = f"{count:,} pictures with {labelled}{', '.join(lists.files)}"
+    left = (f"{counted(lists.unlisted)} that they do not name",) if lists.unlisted else ()
+    return FolderPlan(
+        Fit(words, count, is_marked=True, left_out=left, used=lists.files), lists=lists
+    )
+
+
+def _lists_above(source: Source) -> tuple[str, ...]:
+    """Return the words about lists next to a folder of pictures that is opened by itself."""
+    above, _, folder = source.root.rpartition("/")
+    if not source.local or not above:
+        return ()
+    try:
+        lists = names_of_lists(Source(above), folder)
+        others = [name for name, is_folder in Source(above).names() if not is_folder]
+    except (SourceError, UsageError):
+        return ()
+    matlab = [name for name in others if "label" in name.lower() and name.endswith(".mat")]
+    if matlab:
+        return (
+            f"the labels of {above}/{matlab[0]}, which dlio does not read: write them to "
+            f"{source.path('labels.csv')} (file_name, label)",
+        )
+    if not lists:
+        return ()
+    return (f"the labels of {above}/{lists[0]}: open {above}, or give table=",)
+
+
 def _check_classes(source: Source, folders: Sequence[str]) -> None:
     """Raise UsageError if each folder holds splits, such as Cityscapes' `leftImg8bit` and `gtFine`:
     pictures and their masks are not two classes."""
     splits: list[str] = []
+    if len(folders) == 1:
+        return
     for folder in folders:
         inner = [name for name, is_folder in source.names(folder) if is_folder]
         splits = list(splits_among(inner, folder=True))
@@ -285,7 +358,9 @@ def _check_classes(source: Source, folders: Sequence[str]) -> None:
             return
     raise UsageError(
         f"{source.path()}: {' and '.join(folders[:2])} hold the splits {', '.join(splits)}, and "
-        f"are not classes: open one split, such as {source.path(folders[0])}/{inner[0]}"
+        f"are not classes: open one split, such as {source.path(folders[0])}/{inner[0]}, or "
+        f"both with format='masks', images={folders[1]!r}, masks={folders[0]!r}, "
+        f"split={inner[0]!r}"
     )
 
 
@@ -328,6 +403,32 @@ def _by_table(
     places = ["", table, *sorted(below - {""})]
     folders = {place: source.modified_ns(place) for place in places}
     return index, {"classes": classes, "labelled": True, "folders": folders}
+
+
+def _by_lists(
+    source: Source, lists: PictureLists, split: str | None
+) -> tuple[Arrays, dict[str, Any]]:
+    """List the pictures of a split. Raises UsageError if none is chosen of several."""
+    labels = lists.chosen(split, source.path())
+    names = sorted(labels)
+    has = [name for name in names if labels[name]]
+    if has and len(has) < len(names):
+        raise UsageError(
+            f"{source.path()}: {len(names) - len(has)} of its {len(names)} pictures have no label: "
+            f"choose with split= of {', '.join(lists.splits)}"
+        )
+    index = FileSet.listing(source, names)
+    index["sizes"] = index["sizes"] + (IMAGE_LABEL.overhead if has else 0)
+    index["labels"] = np.zeros(len(names), np.int64)
+    classes: list[str] = []
+    if has:
+        index["labels"], classes = _numbered([labels[name] for name in names], lists.encoding)
+    below = {name.rpartition("/")[0] for name in names}
+    own = [file for file in lists.files if not os.path.isabs(file) and "://" not in file]
+    below |= {file.rpartition("/")[0] for file in own}
+    places = ["", *own, *sorted(below - {""})]
+    folders = {place: source.modified_ns(place) for place in places}
+    return index, {"classes": classes, "labelled": bool(has), "folders": folders}
 
 
 def _check_agreement(
@@ -374,10 +475,10 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
 
     Raises SourceError for an invalid table.
     """
-    data = source.read(table, 0, _MAX_TABLE + 1)
+    data = source.read(table, 0, MAX_TABLE + 1)
     try:
-        if len(data) > _MAX_TABLE:
-            raise ValueError(f"it has over {_MAX_TABLE} bytes")
+        if len(data) > MAX_TABLE:
+            raise ValueError(f"it has over {MAX_TABLE} bytes")
         text = "" if table.endswith(".parquet") else data.decode("utf-8-sig")
         if table.endswith(".parquet"):
             rows: list[Any] = _parquet_rows(data)
@@ -401,11 +502,11 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
             raise ValueError("it has no rows")
         columns = [str(name) for name in rows[0]]
         small = {name.lower(): name for name in reversed(columns)}
-        file = next((small[name] for name in _FILE_COLUMNS if name in small), None)
+        file = next((small[name] for name in FILE_COLUMNS if name in small), None)
         label = label_name(name for name in columns if name != file)
         if file is None or label is None:
             raise ValueError(
-                f"it has {', '.join(columns)}, and needs a column {_FILE_COLUMNS[0]} and "
+                f"it has {', '.join(columns)}, and needs a column {FILE_COLUMNS[0]} and "
                 f"a column {LABEL_NAMES[0]}"
             )
         labels, repeated = _labels_of(rows, file, label)
@@ -453,7 +554,7 @@ def _parquet_rows(data: bytes) -> list[Any]:
         with pq.ParquetFile(io.BytesIO(data)) as file:
             if file.metadata.num_rows > _MOST_ROWS:
                 raise ValueError(f"it has over {_MOST_ROWS} rows")
-            wanted = (*_FILE_COLUMNS, *LABEL_NAMES)
+            wanted = (*FILE_COLUMNS, *LABEL_NAMES)
             columns = [name for name in file.schema_arrow.names if name.lower() in wanted]
             rows: list[Any] = file.read(columns=columns).to_pylist()
     except pyarrow.ArrowException as error:
@@ -487,9 +588,11 @@ def _labels_of(rows: Sequence[Any], file: str, label: str) -> tuple[dict[str, st
     return labels, len(rows) - len(labels)
 
 
-def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
+def _numbered(
+    labels: Sequence[str], known: LabelEncoding | None = None
+) -> tuple[npt.NDArray[np.int64], list[str]]:
     """Return (class numbers, class names); whole numbers stay, other labels are sorted."""
-    encoding = encode_labels(labels)
+    encoding = encode_labels(labels) if known is None else known
     numbers = np.array([encoding.numbers[label] for label in labels], np.int64)
     if encoding.classes:
         return numbers, encoding.classes

@@ -3,14 +3,16 @@
 `dlio_readers.hdf5file` reads a file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
+from dlio.data.interpretation import counted
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader_contract import PathRules
+from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.source import File, Source, expand, files_below, split_fields
 from dlio.errors import SourceError
+from dlio_readers.array_names import joined_parts, side_by_side
 from dlio_readers.columns import (
     Column,
     ColumnReader,
@@ -19,7 +21,7 @@ from dlio_readers.columns import (
     Select,
     volumes_of,
 )
-from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
+from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File, is_old_matlab
 from dlio_readers.path_reader import lie_at, split_paths
 from dlio_readers.rehearsal import rehearse
 
@@ -37,6 +39,10 @@ class Hdf5Reader(ColumnReader):
         select: part of every sample to read, as `{"volume": (slice(0, 64),)}`.
         samples: `rows`, or `files` if each file is one sample, such as a scan; None: files if
             there are several whose arrays are volumes of different shapes.
+        split: which of several splits that names of data sets and groups say, as `train/images`
+            and `x_test` do, or `all`.
+
+    Files such as `train_x.h5` and `train_y.h5` are the parts of the same samples.
 
     Raises SourceError for damaged files and references to other files, UsageError if the choice of
     data sets is ambiguous.
@@ -50,21 +56,33 @@ class Hdf5Reader(ColumnReader):
         path: str | Sequence[str],
         select: Select = None,
         samples: Samples | None = None,
+        split: str | None = None,
     ) -> None:
         urls, names = split_paths(path)
         files = [PersistentFile(url) for url in files_below(urls, HDF5_SUFFIXES)]
-        rehearse("hdf5", "h5py", path, files, {"select": select, "samples": samples})
-        self._files = [Hdf5File(file) for file in files]
+        options = {"select": select, "samples": samples, "split": split}
+        rehearse("hdf5", "h5py", path, files, options)
+        runs = [] if split or names else side_by_side([file.name for file in files])
+        self._files: list[Hdf5File] = []
+        for file in files:
+            one = Hdf5File(file)
+            splits = [None] if runs else one.splits(names, split)
+            one.split = splits[0]
+            self._files += [one, *(Hdf5File(file, each) for each in splits[1:])]
         tables = [file.columns(names, select) for file in self._files]
+        self._runs = runs or [[("", k)] for k in range(len(self._files))]
+        if runs:
+            tables = [self._joined(run, tables) for run in runs]
         first = tables[0]
         packed = self._files[0].packed_schema
         volumes = volumes_of(self.path, tables, "rows" if packed is not None else samples)
         self._files_are_samples = volumes is not None
-        for file, table in zip(self._files, tables, strict=True):
+        heads = [self._files[run[0][1]] for run in self._runs]
+        for head, table in zip(heads, tables, strict=True):
             kinds = {name: column.kind for name, column in table.items()}
             if not volumes and kinds != {name: column.kind for name, column in first.items()}:
-                raise SourceError(f"{file.file.name} and {urls[0]} hold different data sets")
-        counts = [1 if volumes else file.count for file in self._files]
+                raise SourceError(f"{head.file.name} and {urls[0]} hold different data sets")
+        counts = [1 if volumes else file.count for file in heads]
         columns: dict[str, Column] = volumes or {
             name: first[name]
             if len(tables) == 1
@@ -75,15 +93,25 @@ class Hdf5Reader(ColumnReader):
         self._setup(
             columns,
             sum(counts),
-            [*stamps, repr(select)],
+            [*stamps, repr((select, split)) if split else repr(select)],
             self._files[0].classes,
             packed.structure if packed is not None and len(packed.fields) == len(columns) else None,
             select,
         )
 
+    def _joined(
+        self, run: Sequence[tuple[str, int]], tables: Sequence[Mapping[str, Column]]
+    ) -> dict[str, Column]:
+        """Return the columns of files that hold parts of the same samples. Raises SourceError."""
+        rows = {self._files[k].file.name: self._files[k].count for _, k in run}
+        if len(set(rows.values())) > 1:
+            shown = ", ".join(f"{name} has {count}" for name, count in rows.items())
+            raise SourceError(f"{self.path}: parts of the same samples differ in rows: {shown}")
+        return joined_parts(self.path, [(part, tables[k]) for part, k in run])
+
     def name(self, sample: int) -> str:
         if self._files_are_samples:
-            return self._files[sample].file.name.rsplit("/", 1)[-1]
+            return self._files[self._runs[sample][0][1]].file.name.rsplit("/", 1)[-1]
         return super().name(sample)
 
     @staticmethod
@@ -100,10 +128,23 @@ class Hdf5Reader(ColumnReader):
         except SourceError:
             return "is not a file"
 
+    @staticmethod
+    def fit(path: str, _: Mapping[str, object]) -> Fit | None:
+        """Return how well a folder fits; files of MATLAB before 7.3 do not count."""
+        source = Source(path)
+        own = [name for name, is_folder in source.names() if not is_folder]
+        own = [name for name in own if name.lower().endswith(HDF5_SUFFIXES)]
+        own = [n for n in own if not (n.lower().endswith(".mat") and is_old_matlab(source, n))]
+        return Fit(f"{counted(own)} of hdf5", len(own)) if own else None
+
     def close(self) -> None:
         for file in self._files:
             file.close()
 
     def _chunked(self) -> dict[str, list[ChunkedArray]]:
-        names = [name for name in self._columns if name in self._files[0].chunked]
-        return {name: [f.chunked[name] for f in self._files] for name in names}
+        arrays = [
+            joined_parts(self.path, [(part, self._files[k].chunked) for part, k in run])
+            for run in self._runs
+        ]
+        names = [name for name in self._columns if name in arrays[0]]
+        return {name: [each[name] for each in arrays] for name in names}

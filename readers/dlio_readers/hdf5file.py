@@ -17,12 +17,14 @@ from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.interpretation import tell_once
 from dlio.data.labels import label_name
 from dlio.data.schema import Schema, Value, array_kind, parse_kind
-from dlio.data.source import File, ReadErrors
+from dlio.data.source import File, ReadErrors, Source
+from dlio.data.splits import WHOLE
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.decompression_limits import exceeds
 from dlio.util.forks import new_rlock
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, is_trusted, parsing
+from dlio_readers.array_names import chosen_arrays, splits_of_arrays
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -145,11 +147,16 @@ _MAX_GROUPS: Final = 1 << 12
 _DIGITS: Final = re.compile(r"[0-9]+")
 
 
+def is_old_matlab(source: Source, name: str) -> bool:
+    """True for a file of MATLAB before 7.3, which is not HDF5."""
+    return source.read(name, 0, len(_OLD_MATLAB)) == _OLD_MATLAB
+
+
 class Hdf5File:
     """One file, opened when needed, and again after `close`."""
 
-    def __init__(self, file: File) -> None:
-        self.file = file
+    def __init__(self, file: File, split: str | None = None) -> None:
+        self.file, self.split = file, split
         self.count = 0
         self.classes: list[str] = []
         self.packed_schema: Schema | None = None
@@ -212,6 +219,20 @@ class Hdf5File:
                 arrays[name] = self._array(dataset, Chunks(dataset, where)).chunked(where)
             return arrays
 
+    def splits(self, names: Sequence[str], split: str | None) -> list[str | None]:
+        """Return the splits to read of those that names of data sets say; [None] without any.
+
+        Raises UsageError if there are several and none is chosen, or no such one.
+        """
+        with self.lock, parsing(self.file.name):
+            root = self.handle()
+            own = [] if names or SCHEMA in root.attrs else list(self._find(root, ()))
+        known = splits_of_arrays(own)
+        chosen_arrays(self.file.name, dict.fromkeys(own), split)
+        if split == WHOLE and known:
+            return list(known)
+        return [split if known else None]
+
     def columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
         """Return the columns that samples are made of, by field. Raises SourceError, UsageError."""
         with self.lock, parsing(self.file.name):
@@ -224,6 +245,9 @@ class Hdf5File:
             if packed is not None:
                 self.packed_schema, self.classes = packed
                 names = names or [name for name, _ in self.packed_schema.fields]
+            elif self.split is not None:
+                (sets,) = chosen_arrays(self.file.name, sets, self.split)
+                shapes = {name: tuple(each.shape or ()) for name, each in sets.items()}
             elif not names:
                 _check_groups(self.file.name, sets)
             chosen, self.count = choose(self.file.name, shapes, names)

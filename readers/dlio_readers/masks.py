@@ -1,19 +1,27 @@
-"""The reader of pictures and masks: images/, and masks/ with a file of the same stem for each.
+"""The reader of pictures and masks: images/, and masks/ with a file for each.
+
+    images/a.jpg                     masks/a.png, or masks/a_mask.png
+    images/a.jpg                     annotations/trimaps/a.png                     Oxford-IIIT Pets
+    leftImg8bit/train/x/a_leftImg8bit.png   gtFine/train/x/a_gtFine_labelIds.png   Cityscapes
 
 A mask is an image file whose pixels are numbers of classes: grey values, or numbers of a palette.
 """
 
 import json
+import os
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from dlio.data.index import Arrays
-from dlio.data.reader_contract import PathRules
+from dlio.data.interpretation import tell_once
+from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import Schema
 from dlio.data.source import Source
-from dlio.errors import SourceError
+from dlio.data.splits import WHOLE, chosen_split, split_of, splits_among
+from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio_readers.fileset import (
     PICTURES,
@@ -23,12 +31,15 @@ from dlio_readers.fileset import (
     files_in,
     find_sides,
     index_kind,
-    side_folders,
 )
 from dlio_readers.path_reader import PathReader
+from dlio_readers.picture_lists import find_lists
 
 _MASKS: Final = ("masks", "annotations", "labels", "segmentation")
 _MOST_NAMES: Final = 1 << 20
+_MOST_FOLDERS: Final = 8
+_NUMBERS: Final = "labelids"
+"""Part of the suffix of masks of class numbers, in lower case, next to others of colours."""
 _SCHEMA: Final = Schema((("image", "image"), ("mask", "image")))
 
 
@@ -37,20 +48,35 @@ class MaskReader(ListedReader, PathReader):
 
     Args:
         path: the folder of the data set, or the folder of pictures of one split.
-        split: which of several splits, such as `train`.
+        split: which of several splits, such as `train`; of lists of pictures as well.
+        images: the folder of pictures, below the path; found for None. With other names than the
+            usual ones, give `format="masks"` as well.
+        masks: the folder of masks.
+        mask_suffix: end of the name of a mask, after the name of its picture, such as `_mask.png`;
+            None for the only one, or the one with `labelIds`.
 
-    Raises SourceError if a picture has no mask, or a mask no picture.
+    Raises SourceError if a picture has no mask, or a mask no picture; UsageError if there are
+    several splits or masks and none is chosen.
     """
 
     format = "masks"
     path_rules = PathRules(one_path=True)
-    version = 1
+    version = 2
     prefixes = ("", "mask_")
     schema = _SCHEMA
 
-    def __init__(self, path: str, split: str | None = None) -> None:
-        self._sides = side_folders(path, _MASKS, split)
-        self._open(Source(self._sides.root), index_kind("masks", self._sides.images))
+    def __init__(
+        self,
+        path: str,
+        split: str | None = None,
+        images: str | None = None,
+        masks: str | None = None,
+        mask_suffix: str | None = None,
+    ) -> None:
+        self._suffix, self._split = mask_suffix, split
+        self._sides, self._listed_split = _chosen_sides(path, split, images, masks)
+        options = (self._sides.images, self._sides.others, mask_suffix, self._listed_split)
+        self._open(Source(self._sides.root), index_kind("masks", options))
         count = len(self._files)
         self.labels = np.zeros(count, np.int64)
         bodies = {"image": self._sets[0].sizes, "mask": self._sets[1].sizes}
@@ -59,11 +85,26 @@ class MaskReader(ListedReader, PathReader):
 
     @staticmethod
     def recognises(path: str) -> str | None:
-        for _, sides in find_sides(path, _MASKS):
+        for _, sides in _sides_of(path):
             source = Source(sides.root)
             if any(True for _ in files_in(source, sides.others, PICTURES)):
                 return None
-        return "has no folders images and masks with image files"
+        return "has no folders images and masks with image files, and no twins such as gtFine"
+
+    @staticmethod
+    def fit(path: str, options: Mapping[str, object]) -> Fit:
+        """Return how well a folder fits: less than lists of its pictures that have labels."""
+        named = [str(options[name]) for name in ("images", "masks") if options.get(name)]
+        if named:
+            return Fit(f"pictures and masks in {' and '.join(named)}", 1, is_marked=True)
+        sides = _sides_of(path)
+        source = Source(sides[0][1].root)
+        own = [sides[0][1].images, sides[0][1].others]
+        words = f"pictures in {own[0]} with masks in {own[1]}"
+        chosen = bool(options.get("mask_suffix"))
+        lists = None if chosen or len(sides) > 1 or "/" not in own[1] else find_lists(source)
+        labelled = lists is not None and bool(lists.encoding.numbers)
+        return Fit(words, 1, is_marked=not labelled)
 
     def _read(self, sample: int) -> bytes | memoryview:
         sides = zip(("image", "mask"), self._sets, strict=True)
@@ -74,9 +115,16 @@ class MaskReader(ListedReader, PathReader):
 
     def _list(self) -> tuple[Arrays, bool]:
         started, source, sides = time.time(), self._source, self._sides
-        images, masks = _matched(source, sides)
-        index = {**FileSet.listing(source, images), **FileSet.listing(source, masks, "mask_")}
+        images, masks = _matched(source, sides, self._suffix)
         names = {name.rpartition("/")[0] for name in (*images, *masks)}
+        if self._listed_split:
+            lists = find_lists(source)
+            assert lists is not None
+            own = lists.chosen(self._split, source.path())
+            pairs = [each for each in zip(images, masks, strict=True) if each[0] in own]
+            images, masks = [each for each, _ in pairs], [each for _, each in pairs]
+            names |= {*lists.files, *(file.rpartition("/")[0] for file in lists.files)}
+        index = {**FileSet.listing(source, images), **FileSet.listing(source, masks, "mask_")}
         folders = {name: source.modified_ns(name) for name in sorted(names)}
         classes: list[str] = []
         if source.exists("classes.txt"):
@@ -95,11 +143,126 @@ class MaskReader(ListedReader, PathReader):
         )
 
 
-def _matched(source: Source, sides: SideFolders) -> tuple[list[str], list[str]]:
+def _sides_of(path: str) -> list[tuple[str, SideFolders]]:
+    """Return (split, its folders) of the data set at a path."""
+    sides = find_sides(path, _MASKS)
+    if sides:
+        return [(split, _with_masks(each)) for split, each in sides]
+    return _twins(path)
+
+
+def _with_masks(sides: SideFolders) -> SideFolders:
+    """Return folders whose masks lie in the only folder with pictures of the second."""
+    source = Source(sides.root)
+    rows = source.names(sides.others)
+    if any(name.lower().endswith(PICTURES) for name, folder in rows if not folder):
+        return sides
+    inner = [f"{sides.others}/{name}" for name, folder in rows if folder]
+    full = [name for name in inner if any(True for _ in files_in(source, name, PICTURES))]
+    own = [name for name, folder in source.names(sides.images) if folder]
+    if len(full) != 1 or full[0].rpartition("/")[2] in own:
+        return sides
+    return SideFolders(sides.root, sides.images, full[0])
+
+
+def _twins(path: str) -> list[tuple[str, SideFolders]]:
+    """Return the splits of two folders of the same splits, where files of the second begin with the
+    names of those of the first."""
+    source = Source(path)
+    if not source.is_folder():
+        return []
+    tops = [name for name, folder in source.names() if folder]
+    if not 2 <= len(tops) <= _MOST_FOLDERS:
+        return []
+    splits = {
+        top: [name for name, inner in source.names(top) if inner and split_of(name, folder=True)]
+        for top in tops
+    }
+    for images in tops:
+        for masks in tops:
+            both = [name for name in splits[images] if name in splits[masks]]
+            if images == masks or not both:
+                continue
+            first = next(files_in(source, f"{images}/{both[0]}", PICTURES), None)
+            if first is None:
+                continue
+            sides = SideFolders(path, f"{images}/{both[0]}", f"{masks}/{both[0]}")
+            place, key = _key(sides, first)
+            here = f"{sides.others}/{place}".rstrip("/")
+            if not source.is_folder(here):
+                continue
+            names = [name for name, folder in source.names(here) if not folder]
+            longer = [name[len(key) :] for name in names if name.startswith(key)]
+            # Equal names do not say which are the masks.
+            if any(each[0] in "-_" and each.lower().endswith(PICTURES) for each in longer):
+                return [
+                    (name, SideFolders(path, f"{images}/{name}", f"{masks}/{name}"))
+                    for name in both
+                ]
+    return []
+
+
+def _chosen_sides(
+    path: str, split: str | None, images: str | None, masks: str | None
+) -> tuple[SideFolders, bool]:
+    """Return the folders of a split, and True if lists of pictures name its members.
+
+    Raises UsageError if there are several splits and none is chosen, or no such one.
+    """
+    if images is None and masks is None:
+        sides = _sides_of(path)
+    else:
+        if images is None or masks is None:
+            raise UsageError("images= and masks= name two folders: give both")
+        sides = [("", SideFolders(path, images.strip("/"), masks.strip("/")))]
+        source = Source(path)
+        for name in (images, masks):
+            if not source.is_folder(name):
+                raise UsageError(f"{source.path(name)} is not a folder: check images= and masks=")
+        inner = [name for name, folder in source.names(images) if folder]
+        own = [name for each in splits_among(inner, folder=True).values() for name in each]
+        own = [name for name in own if source.is_folder(f"{masks}/{name}")]
+        if own and split != WHOLE:
+            sides = [(n, SideFolders(path, f"{images}/{n}", f"{masks}/{n}")) for n in own]
+    names = [name for name, _ in sides]
+    if names == [""]:
+        lists = find_lists(Source(sides[0][1].root))
+        if lists is not None and len(lists.splits) > 1:
+            lists.chosen(split, path)
+            if lists.unlisted:
+                tell_once(
+                    f"{path}: {len(lists.unlisted)} pictures are in no split of "
+                    f"{', '.join(lists.files)}, such as {lists.unlisted[0]}"
+                )
+            return sides[0][1], True
+    if split is not None:
+        return dict(sides)[chosen_split(split, names, path)], False
+    if len(sides) > 1:
+        first = sides[0][1]
+        raise SourceError(
+            f"{path} has the splits {', '.join(names)}: choose with split={names[0]!r}, or open "
+            f"{first.root.rstrip('/')}/{first.images}"
+        )
+    return sides[0][1], False
+
+
+def _key(sides: SideFolders, picture: str) -> tuple[str, str]:
+    """Return (folder of a picture below the first folder, beginning of the names of its masks)."""
+    place, _, name = picture[len(sides.images) + 1 :].rpartition("/")
+    stem = os.path.splitext(name)[0]
+    return place, stem.removesuffix(f"_{sides.images.partition('/')[0]}")
+
+
+def _matched(source: Source, sides: SideFolders, suffix: str | None) -> tuple[list[str], list[str]]:
     """Return the pictures, and the mask of each. Raises SourceError if they do not match."""
     images = list(files_in(source, sides.images, PICTURES))
-    masks = {name.rpartition(".")[0]: name for name in files_in(source, sides.others, PICTURES)}
+    files = list(files_in(source, sides.others, PICTURES))
+    masks = {name.rpartition(".")[0]: name for name in files}
     wanted = [sides.other(name, "") for name in images]
+    if images and files and (suffix is not None or not any(stem in masks for stem in wanted)):
+        made = _by_suffix(source, sides, images, files, suffix)
+        if made is not None:
+            return images, made
     without = [name for name, stem in zip(images, wanted, strict=True) if stem not in masks]
     left = sorted(set(masks) - set(wanted))
     if without or left or not images:
@@ -109,3 +272,52 @@ def _matched(source: Source, sides: SideFolders) -> tuple[list[str], list[str]]:
             f"{[masks[stem] for stem in left[:3]]}: make both agree"
         )
     return images, [masks[stem] for stem in wanted]
+
+
+def _by_suffix(
+    source: Source, sides: SideFolders, images: list[str], files: list[str], suffix: str | None
+) -> list[str] | None:
+    """Return the masks whose names are those of their pictures and a suffix; None if no names are.
+
+    Raises UsageError if there are several for each picture and none is chosen, SourceError if a
+    picture has none.
+    """
+    names: dict[str, list[str]] = {}
+    for file in files:
+        place, _, name = file[len(sides.others) + 1 :].rpartition("/")
+        names.setdefault(place, []).append(name)
+    place, key = _key(sides, images[0])
+    kinds = [n[len(key) :] for n in names.get(place, ()) if n.startswith(key)]
+    kinds = [each for each in kinds if not each[0].isalnum()]
+    if suffix is None:
+        if not kinds:
+            return None
+        numbers = [each for each in kinds if _NUMBERS in each.lower()]
+        if len(kinds) > 1 and len(numbers) != 1:
+            raise UsageError(
+                f"{source.path(images[0])} has the masks {', '.join(kinds)}: choose one with "
+                f"mask_suffix={kinds[0]!r}"
+            )
+        suffix = (numbers or kinds)[0]
+        others = [each for each in kinds if each != suffix]
+        if others:
+            tell_once(
+                f"{source.path(sides.others)}: masks are the files *{suffix}; left out: "
+                f"{', '.join('*' + each for each in others)}, which mask_suffix= chooses"
+            )
+    known = set(files)
+    made, without = [], []
+    for picture in images:
+        place, key = _key(sides, picture)
+        mask = "/".join(filter(None, (sides.others, place, key + suffix)))
+        made.append(mask)
+        if mask not in known:
+            without.append(picture)
+    left = {file for file in files if file.endswith(suffix)} - set(made)
+    if without or left:
+        raise SourceError(
+            f"{source.path()}: {len(without)} of {len(images)} pictures in {sides.images} have no "
+            f"mask *{suffix} {without[:3]}, {len(left)} masks in {sides.others} no picture "
+            f"{sorted(left)[:3]}: make both agree"
+        )
+    return made

@@ -7,7 +7,9 @@ from typing import Final
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
+from dlio.data.splits import WHOLE
 from dlio.errors import UsageError
+from dlio_readers.array_names import chosen_arrays, joined_parts, side_by_side
 from dlio_readers.columns import (
     Arrays,
     Column,
@@ -30,6 +32,8 @@ from dlio_readers.texttable import open_text_tables
 _TEXTS: Final = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _ARRAYS: Final = (".npy", ".npz")
 _SUFFIXES: Final = (*_ARRAYS, *_TEXTS)
+_DOCUMENTS: Final = (".md", ".txt", ".json", ".pdf", ".html", ".yaml", "license", "readme")
+"""Ends of the names of files about a data set."""
 
 
 class TablesReader(ColumnReader):
@@ -49,6 +53,10 @@ class TablesReader(ColumnReader):
         separator: character between the values of a table; found by the first line for None.
         samples: `rows`, or `files` if each file of arrays is one sample; None: files if there are
             several whose arrays are volumes of different shapes.
+        split: which of several splits that names of arrays say, as `train_images` and `x_test` do,
+            or `all`.
+
+    Files such as `X_train.npy` and `y_train.npy` are the parts of the same samples.
 
     Raises SourceError for damaged files and arrays of objects, UsageError if the choice of arrays
     is ambiguous.
@@ -64,6 +72,7 @@ class TablesReader(ColumnReader):
         columns: Sequence[str] | str | None = None,
         separator: str | None = None,
         samples: Samples | None = None,
+        split: str | None = None,
     ) -> None:
         self._names: list[str] = []
         self._stored: list[dict[str, StoredArray]] = []
@@ -79,12 +88,15 @@ class TablesReader(ColumnReader):
         if any(texts) != all(texts):
             raise UsageError(f"{self.path}: arrays and tables of text: open them one by one")
         if texts[0]:
+            if split not in (None, WHOLE):
+                raise UsageError(f"split={split!r}: {self.path} has no splits: leave split= out")
             table, rows = open_text_tables(files, names, separator, columns)
             self._setup(table, rows, stamps, select=select)
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
         opened = concurrently(partial(numpy_arrays, names=names), files, urls[0])
+        files, opened = _parts(self.path, files, opened, names, split)
         arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
         self._files_are_samples = volumes
         if volumes and select is None and not any(map(_is_single, arrays.values())):
@@ -116,6 +128,7 @@ class TablesReader(ColumnReader):
         source = Source(url)
         if not ok and source.is_folder():
             names = [name.lower() for name, folder in source.names() if not folder]
+            names = [name for name in names if not name.endswith(_DOCUMENTS)]
             here = {suffix for suffix in _SUFFIXES if any(n.endswith(suffix) for n in names)}
             if here and all(name.endswith(_SUFFIXES) for name in names):
                 return None if here <= {".npy"} or here <= {".npz"} else "holds tables"
@@ -136,6 +149,27 @@ class TablesReader(ColumnReader):
         return self._arrays
 
 
+def _parts(
+    path: str,
+    files: Sequence[File],
+    opened: Sequence[Mapping[str, Arrays]],
+    names: Sequence[str],
+    split: str | None,
+) -> tuple[list[File], list[Mapping[str, Arrays]]]:
+    """Return (file, its arrays by field) of each split that is read, and of files that lie side by
+    side the arrays of all. Raises UsageError."""
+    runs = [] if split or names else side_by_side([file.name for file in files])
+    if runs:
+        return (
+            [files[run[0][1]] for run in runs],
+            [joined_parts(path, [(part, opened[k]) for part, k in run]) for run in runs],
+        )
+    parts: list[tuple[File, Mapping[str, Arrays]]] = []
+    for file, arrays in zip(files, opened, strict=True):
+        parts += [(file, each) for each in chosen_arrays(file.name, arrays, split, names)]
+    return [file for file, _ in parts], [arrays for _, arrays in parts]
+
+
 def _array_columns(
     path: str,
     files: Sequence[File],
@@ -152,7 +186,7 @@ def _array_columns(
     counts = []
     for file, arrays in zip(files, opened, strict=True):
         shapes = {name: array.shape for name, array in arrays.items()}
-        chosen, count = choose(file.name, shapes, names)
+        chosen, count = choose(file.name, shapes, [name for name in names if name in shapes])
         counts.append(count)
         tables.append({name: _column_of(file, name, arrays[name], select) for name in chosen})
     volumes = volumes_of(path, tables, samples)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from dlio.data.source import File, ReadErrors, Source, is_remote, own_name, reda
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
+from dlio_readers.array_names import chosen_arrays
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -24,11 +25,13 @@ from dlio_readers.columns import (
     RaggedColumn,
     Select,
     TextArrayColumn,
+    VolumeColumn,
     choose,
     parse_schema,
     slab,
     storable,
 )
+from dlio_readers.omezarr import ome_images
 
 # fmt: off
 _OBJECT_CODECS: Final = (
@@ -54,6 +57,9 @@ class ZarrReader(ColumnReader):
         missing: treatment of missing chunks: `fill` for the fill value, as zarr does, or `error`.
             Zarr does not distinguish a chunk that was never written from a lost one. The default is
             `error` for stores written by `dlio pack`, which writes all chunks, else `fill`.
+        split: which of several splits that names of arrays say, as `train_images` does.
+
+    Of OME-Zarr a sample is an image at full resolution; see `dlio_readers.omezarr`.
 
     Raises SourceError for damaged stores, UsageError if the choice of arrays is ambiguous.
     """
@@ -66,12 +72,26 @@ class ZarrReader(ColumnReader):
         path: str,
         select: Select = None,
         missing: Literal["error", "fill"] | None = None,
+        split: str | None = None,
     ) -> None:
         url, names = split_fields(path)
         url, archive = _in_archive(url)
         root = self._open(url)
-        arrays = self._arrays(root)
         packed = parse_schema(root.attrs.get(SCHEMA), redact(path))
+        self._names: list[str] = []
+        self._missing = missing or ("error" if packed is not None else "fill")
+        images = ome_images(root, redact(url)) if packed is None and not names else {}
+        if split is not None and (images or packed is not None or names):
+            raise UsageError(f"split={split!r}: {redact(path)} has no splits: leave split= out")
+        if images:
+            self._use_images(url, archive, images, select)
+            return
+        arrays = self._arrays(root)
+        if packed is None and not names:
+            parts = chosen_arrays(redact(path), arrays, split)
+            if len(parts) > 1:
+                raise UsageError(f"split={split!r}: {redact(path)}: open its splits one by one")
+            arrays = parts[0]
         classes: list[str] = []
         schema = None
         if packed is not None:
@@ -79,7 +99,6 @@ class ZarrReader(ColumnReader):
             names = names or tuple(name for name, _ in schema.fields)
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         chosen, count = choose(redact(path), shapes, names, by_file=False)
-        self._missing = missing or ("error" if packed is not None else "fill")
         columns: dict[str, Column] = {}
         for name in chosen:
             array = arrays[name]
@@ -112,11 +131,39 @@ class ZarrReader(ColumnReader):
         self._setup(
             columns,
             count,
-            [url, archive, self._stamp(url), repr(select)],
+            [url, archive, self._stamp(url), repr((select, split)) if split else repr(select)],
             classes,
             schema.structure if schema is not None and whole else None,
             select,
         )
+
+    def name(self, sample: int) -> str:
+        return self._names[sample] if self._names else super().name(sample)
+
+    def _use_images(
+        self, url: str, archive: str, images: Mapping[str, Mapping[str, Any]], select: Select
+    ) -> None:
+        """Use the images of OME-Zarr as samples. Raises SourceError, UsageError."""
+        if select is not None:
+            raise UsageError(f"select=: the samples of {redact(url)} are images: give patch=")
+        parts: dict[str, list[PlainColumn]] = {}
+        self._by_field, self._files_are_samples = {}, True
+        for path, fields in images.items():
+            for name, array in fields.items():
+                where = f"{redact(url)}::{array.path}"
+                if not storable(array.dtype):
+                    raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
+                self._check_array(array, where, None)
+                self._check_chunks(array, where)
+                parts.setdefault(name, []).append(PlainColumn(array, 1))
+                self._by_field.setdefault(name, []).append(_chunked(array, where))
+            self._names.append(path or own_name(url).rstrip("/").rpartition("/")[2])
+        for name, each in parts.items():
+            kinds = {(column.dtype, len(column.shape)) for column in each}
+            if len(kinds) > 1:
+                raise UsageError(f"{redact(url)}: its images differ in {name}: open them alone")
+        columns = {name: VolumeColumn(each) for name, each in parts.items()}
+        self._setup(columns, len(images), [url, archive, self._stamp(url)])
 
     @staticmethod
     def recognises(path: str) -> str | None:

@@ -1,0 +1,121 @@
+"""Splits and parts of samples by the names of arrays and of their files.
+
+pathmnist.npz             train_images, train_labels, val_images, ...       members by split
+mnist.npz                 x_train, y_train, x_test, y_test
+x.h5                      train/images, test/images                         groups by split
+..._train_x.h5, ..._train_y.h5                                              one file an array
+X_train.npy, y_train.npy
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
+
+from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, split_word
+from dlio.errors import SourceError, UsageError
+
+# fmt: off
+_PARTS: Final = frozenset((
+    "x", "y", "image", "images", "label", "labels", "data", "target", "targets", "features",
+    "inputs", "outputs", "mask", "masks",
+))
+# fmt: on
+"""Words that say which part of samples a file holds, in lower case."""
+_BETWEEN: Final = re.compile(r"[-._ /]+")
+T = TypeVar("T")
+
+
+def splits_of_arrays(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return by split the arrays of each field; {} if their names are not by split.
+
+    They are if all arrays of several splits, or of one, have the same fields in each.
+    """
+    splits: dict[str, dict[str, str]] = {}
+    for name in names:
+        flat = name.replace("/", "_")
+        word = split_word(flat)
+        if word is None:
+            return {}
+        parts = [part for part in _BETWEEN.split(flat) if part]
+        lower = [part.lower() for part in parts]
+        del parts[lower.index(word.lower())]
+        splits.setdefault(word, {})["_".join(parts) or "data"] = name
+    if len({frozenset(fields) for fields in splits.values()}) != 1:
+        return {}
+    if sum(map(len, splits.values())) != len(names):
+        return {}
+    order = {name: k for k, name in enumerate(SPLITS)}
+    return dict(sorted(splits.items(), key=lambda each: order[split_of(each[0]) or SPLITS[0]]))
+
+
+def chosen_arrays(
+    where: str, arrays: Mapping[str, T], split: str | None, names: Sequence[str] = ()
+) -> list[dict[str, T]]:
+    """Return the arrays of a split by field; of each split for `all`, and all if there are none.
+
+    Arrays that the user names stay as they are.
+
+    Raises UsageError if there are several and none is chosen, or no such one.
+    """
+    splits = {} if names else splits_of_arrays(list(arrays))
+    if len(splits) == 1 and split is None:
+        return [dict(arrays)]
+    if not splits:
+        if split not in (None, WHOLE):
+            raise UsageError(f"split={split!r}: {where} has no splits: leave split= out")
+        return [dict(arrays)]
+    chosen = list(splits)
+    if split is None and len(splits) > 1:
+        first = chosen[0]
+        raise UsageError(
+            f"{where} holds the splits {', '.join(chosen)}, each with {', '.join(splits[first])}: "
+            f"choose one, as with split={first!r}, or split={WHOLE!r} for all of them together"
+        )
+    if split not in (None, WHOLE):
+        chosen = [chosen_split(split or "", chosen, where)]
+    return [{field: arrays[name] for field, name in splits[each].items()} for each in chosen]
+
+
+def side_by_side(names: Sequence[str]) -> list[list[tuple[str, int]]]:
+    """Return runs of files that hold parts of the same samples: (part, number of the file) of each.
+
+    These are files whose names differ in such a word alone, as `train_x.h5` and `train_y.h5`; []
+    unless all are.
+    """
+    runs: dict[str, dict[str, int]] = {}
+    for number, name in enumerate(names):
+        words = [word for word in _BETWEEN.split(name.rpartition("/")[2]) if word]
+        places = [k for k, word in enumerate(words[:-1]) if word.lower() in _PARTS]
+        if not places:
+            return []
+        part = words.pop(places[-1]).lower()
+        run = runs.setdefault("_".join(words), {})
+        if part in run:
+            return []
+        run[part] = number
+    if any(len(run) < 2 or run.keys() != next(iter(runs.values())).keys() for run in runs.values()):
+        return []
+    # Inputs before their targets, as `x` before `y`.
+    return [sorted(run.items(), key=lambda each: _rank(each[0])) for run in runs.values()]
+
+
+def _rank(part: str) -> tuple[bool, str]:
+    return part in ("y", "label", "labels", "target", "targets", "outputs"), part
+
+
+def joined_parts(where: str, parts: Sequence[tuple[str, Mapping[str, T]]]) -> dict[str, T]:
+    """Return the arrays of files that lie side by side, by field: by their own names, or the parts
+    that their files hold where these are the same.
+
+    Raises SourceError if two fields have one name.
+    """
+    names = [name for _, arrays in parts for name in arrays]
+    joined: dict[str, T] = {}
+    for part, arrays in parts:
+        for name, array in arrays.items():
+            unique = names.count(name) == 1
+            field = name if unique else part if len(arrays) == 1 else f"{part}_{name}"
+            if field in joined:
+                raise SourceError(f"{where}: two files hold {field}: open them one by one")
+            joined[field] = array
+    return joined

@@ -1,0 +1,461 @@
+"""Lists of pictures in text files next to their folders: their splits and their labels.
+
+    train.csv, test.csv                 id,breed                      of Kaggle: `train/<id>.jpg`
+    annotations/{trainval,test}.txt     <name> <class> ...            Oxford-IIIT Pets
+    meta/{train,test}.txt               <class>/<name>                Food-101
+    val_annotations.txt                 <file> TAB <class> ...        Tiny ImageNet
+    images.txt, image_class_labels.txt, train_test_split.txt          CUB-200-2011, by numbers
+
+A file is a list if its first rows name pictures, with or without their suffixes; its name may say
+the split. Where rows have no label, the folder of a picture is its label.
+"""
+
+import csv
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
+from dlio.data.source import File, Source
+from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, split_word
+from dlio.errors import SourceError, UsageError
+from dlio_readers.fileset import PICTURES, files_in
+
+# fmt: off
+FILE_COLUMNS: Final = (
+    "file_name", "filename", "file", "image", "path", "name", "image_id", "image_name",
+    "image_path", "file_path", "filepath", "img", "img_path", "id",
+)
+# fmt: on
+"""Columns of names of files, with their extension or without, in the order of preference."""
+MAX_TABLE: Final = 128 << 20
+_LIST_FOLDERS: Final = ("annotations", "meta", "splits", "lists")
+_NOT_PICTURES: Final = (*_LIST_FOLDERS, "masks", "labels", "trimaps", "segmentations")
+_MOST_FOLDERS: Final = 16
+"""Folders next to a list; more of them are classes."""
+_MOST_LISTS: Final = 16
+_HEAD: Final = 1 << 16
+_PROBED: Final = 8
+"""First rows by which a list is recognised."""
+_WORDY: Final = 3
+"""Words of a label, at most; longer values are boxes or descriptions."""
+_COMMENT: Final = "#"
+_NUMBERED: Final = re.compile(r"(.+?)[-_ ]?[0-9]+")
+Rows = Sequence[tuple[str, str | None]]
+"""(picture as the list names it, label as text; None without)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureLists:
+    """The splits of a folder, as its lists say."""
+
+    files: tuple[str, ...]
+    """The lists, below the folder."""
+    splits: dict[str, dict[str, str]]
+    """By split the label of each picture, as text; "" for one without. Pictures by their names
+    below the folder."""
+    encoding: LabelEncoding
+    """Labels of all splits."""
+    unlisted: tuple[str, ...]
+    """Pictures next to listed ones that no list names."""
+
+    def chosen(self, split: str | None, where: str) -> dict[str, str]:
+        """Return the labels of the pictures of a split.
+
+        Raises UsageError if there are several and none is chosen, or no such one.
+        """
+        if split == WHOLE:
+            return {name: text for each in self.splits.values() for name, text in each.items()}
+        if split is None and len(self.splits) == 1:
+            return next(iter(self.splits.values()))
+        if split is None:
+            shown = ", ".join(f"{name} ({len(each):,})" for name, each in self.splits.items())
+            raise UsageError(
+                f"{where} holds the splits {shown}, as {', '.join(self.files)} say: choose one "
+                f"with split={next(iter(self.splits))!r}"
+            )
+        return self.splits[chosen_split(split, list(self.splits), where)]
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    file: str
+    split: str
+    rows: Rows
+    has_labels: bool
+    columns: tuple[str, ...] = ()
+    """Columns that might be labels, where none clearly is."""
+    beside: tuple[str, ...] = ()
+    """Further files that it was made of."""
+
+
+def find_lists(
+    source: Source, table: str | None = None, label: str | None = None
+) -> PictureLists | None:
+    """Return the lists of a folder; None if it has none.
+
+    Args:
+        source: the folder.
+        table: the list to read, below the folder or by its full path; None to look for lists.
+        label: the column of labels; None for the one that is called so, or the only other one.
+
+    Raises SourceError if a list names pictures that are not there, UsageError if a list of pictures
+    in one folder has several columns that might be labels.
+    """
+    rows = source.names()
+    tops = [name for name, folder in rows if folder and name.lower() not in _NOT_PICTURES]
+    if len(tops) > _MOST_FOLDERS:
+        return None
+    if table is not None:
+        listed = [_read(source, table, label, is_named=True)]
+    else:
+        listed = _candidates(source, rows, tops, label)
+    made: dict[str, dict[str, str]] = {}
+    used: list[str] = []
+    unclear: list[tuple[_List, str]] = []
+    unlisted: set[str] = set()
+    folders: set[str] = set()
+    for each in listed:
+        folder = _folder_of(source, tops, each.rows)
+        if folder is None:
+            if table is not None:
+                raise SourceError(
+                    f"{table}: its first pictures ({', '.join(n for n, _ in each.rows[:3])}) are "
+                    f"not in {source.path()}: check table="
+                )
+            continue
+        keys = _keys(source, folder, each.rows)
+        nested = any("/" in name[len(folder) + 1 if folder else 0 :] for name in keys.values())
+        if not each.has_labels and each.columns and not nested:
+            unclear.append((each, folder))
+            continue
+        if not each.has_labels and each.columns:
+            continue  # The pictures' folders are their classes.
+        split = each.split or (folder if split_of(folder, folder=True) else "")
+        own = made.setdefault(split, {})
+        _add(own, each, keys, source, folder)
+        used += [each.file, *each.beside]
+        folders.add(folder)
+        unlisted |= set(keys.values())
+    if unclear and not made:
+        first, folder = unclear[0]
+        raise UsageError(
+            f"{source.path(first.file)} names pictures of {folder or 'the folder'}, and has no "
+            f"column that is clearly the label ({', '.join(first.columns)}): choose with "
+            f"table={first.file!r}, label={first.columns[0]!r}, or read them without labels with "
+            "layout='flat'"
+        )
+    known = {name for each in made.values() for name in each}
+    if not made or (table is None and not _are_whole(source, tops, folders, known, unlisted)):
+        return None
+    if len(made) > 1:
+        made.pop("", None)  # A list of all.
+    for top in tops:
+        if (split_of(top, folder=True) or split_of(top)) and top not in folders and table is None:
+            others = dict.fromkeys(files_in(source, top, PICTURES), "")
+            if others:
+                made.setdefault(top, others)
+    known = {name for each in made.values() for name in each}
+    encoding = _encoded({n: text for each in made.values() for n, text in each.items() if text})
+    left = tuple(sorted(unlisted - known))
+    places = {name: k for k, name in enumerate(SPLITS)}
+    ordered = dict(
+        sorted(made.items(), key=lambda each: places.get(split_of(each[0], folder=True) or "", 9))
+    )
+    return PictureLists(tuple(dict.fromkeys(used)), ordered, encoding, left)
+
+
+def _are_whole(
+    source: Source, tops: Sequence[str], folders: set[str], known: set[str], all_of: set[str]
+) -> bool:
+    """True unless lists name few of the pictures next to them, or pictures of one class folder."""
+    if 2 * len(known) < len(all_of):
+        return False
+    others = [top for top in tops if top not in folders and not split_of(top)]
+    others = [top for top in others if not split_of(top, folder=True)]
+    return "" in folders or not any(
+        True for top in others for _ in islice(files_in(source, top, PICTURES), 1)
+    )
+
+
+def names_of_lists(source: Source, folder: str) -> list[str]:
+    """Return the lists in a folder that name pictures of one of its folders."""
+    rows = source.names()
+    lists = []
+    for each in _candidates(source, rows, [folder], None):
+        place = _folder_of(source, [folder], each.rows)
+        first = [name for name, _ in each.rows[:_PROBED]]
+        inner = place == "" and all(name.startswith(f"{folder}/") for name in first)
+        if place == folder or inner:
+            lists.append(each.file)
+    return lists
+
+
+def has_lists(source: Source) -> bool:
+    """True if a folder holds files that may be lists."""
+    return bool(_files_of(source, source.names()))
+
+
+def _files_of(source: Source, rows: Sequence[tuple[str, bool]]) -> list[str]:
+    """Return the files that may be lists, by their names."""
+    files = [name for name, folder in rows if not folder and _may_be_list(name)]
+    for folder in (name for name, is_folder in rows if is_folder and name in _LIST_FOLDERS):
+        inner = [name for name, is_folder in source.names(folder) if not is_folder]
+        files += [f"{folder}/{name}" for name in inner if _may_be_list(name, folder)]
+    return files[:_MOST_LISTS]
+
+
+def _candidates(
+    source: Source, rows: Sequence[tuple[str, bool]], tops: Sequence[str], label: str | None
+) -> list[_List]:
+    """Return the files whose first rows name pictures, read. Raises SourceError if one is not a
+    list all the same."""
+    numbered = _by_numbers(source, rows)
+    if numbered:
+        return numbered
+    made = []
+    for file in _files_of(source, rows):
+        source.check_links(file)
+        head = source.read(file, 0, _HEAD)
+        whole, mark, _ = head.rpartition(b"\n")
+        try:
+            first = _parsed(file, whole if mark and len(head) == _HEAD else head, None, file, True)
+        except SourceError:
+            continue  # A text of another kind.
+        if _folder_of(source, tops, first.rows) is not None:
+            made.append(_read(source, file, label))
+    return made
+
+
+def _may_be_list(name: str, folder: str = "") -> bool:
+    stem, suffix = os.path.splitext(name.lower())
+    if "submission" in stem:
+        return False  # Labels to be filled in.
+    if suffix in (".csv", ".tsv") and not folder:
+        return True
+    return suffix in (".csv", ".tsv", ".txt") and bool(split_word(stem))
+
+
+def _read(source: Source, file: str, label: str | None, is_named: bool = False) -> _List:
+    """Return a list. Raises SourceError if it is not text, UsageError for an unknown column."""
+    if os.path.isabs(file) or "://" in file:
+        data = File(file).read(0, MAX_TABLE + 1)
+    else:
+        source.check_links(file)
+        data = source.read(file, 0, MAX_TABLE + 1)
+    where = source.path(file) if not os.path.isabs(file) else file
+    if is_named and label is not None and b"," not in data[:_HEAD] and not file.endswith(".tsv"):
+        raise UsageError(f"label={label!r}: {where} has no header: leave label= out")
+    made = _parsed(file, data, label, where)
+    if is_named and label is not None and not made.has_labels:
+        raise UsageError(f"label={label!r}: {where} has {', '.join(made.columns)}")
+    return made
+
+
+def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool = False) -> _List:
+    """Return the list that some bytes are, of a head its names alone. Raises SourceError."""
+    try:
+        if len(data) > MAX_TABLE:
+            raise ValueError(f"it has over {MAX_TABLE} bytes")
+        text = data.decode("utf-8-sig")
+        stem, suffix = os.path.splitext(os.path.basename(file))
+        split = split_word(stem) or ""
+        if suffix.lower() not in (".csv", ".tsv"):
+            return _List(file, split, *_plain(text))
+        delimiter = "\t" if suffix.lower() == ".tsv" else ","
+        table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        header = [name.strip() for name in next(table, [])]
+        rows = [row for row in table if row]
+    except (ValueError, csv.Error) as error:
+        raise SourceError(f"{where} is not a list of pictures: {error}") from error
+    if is_head and header:
+        lower = [name.lower() for name in header]
+        at = next((lower.index(name) for name in FILE_COLUMNS if name in lower), 0)
+        return _List(file, split, [(row[at].strip(), None) for row in rows if len(row) > at], False)
+    if label is not None and label not in header:
+        return _List(file, split, [(row[0], None) for row in rows], False, tuple(header))
+    return _columns(file, split, header, rows, label, where)
+
+
+def _columns(
+    file: str,
+    split: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    label: str | None,
+    where: str,
+) -> _List:
+    """Return a list with a header. Raises SourceError for rows of other lengths."""
+    for number, row in enumerate(rows):
+        if len(row) != len(header):
+            raise SourceError(f"{where}: row {number + 1} has {len(row)} of {len(header)} values")
+    lower = [name.lower() for name in header]
+    at = next((lower.index(name) for name in FILE_COLUMNS if name in lower), 0)
+    others = [k for k in range(len(header)) if k != at]
+    if label is not None:
+        place: int | None = header.index(label)
+    else:
+        place = next((lower.index(name) for name in LABEL_NAMES if name in lower), None)
+        if place is None and len(others) == 1:
+            wordy = any(len(row[others[0]].split()) > _WORDY for row in rows[:_PROBED])
+            place = None if wordy else others[0]
+    if place == at:
+        place = None
+    made: Rows
+    if place is None:
+        made = [(row[at].strip(), None) for row in rows]
+        return _List(file, split, made, False, tuple(header[k] for k in others))
+    if label is not None:
+        # Of `n01440764 10 20 30 40`, a class and its box, the class.
+        values = [row[place].strip() for row in rows]
+        wordy = any(len(value.split()) > _WORDY for value in values)
+        values = [value.split(maxsplit=1)[0] if wordy and value else value for value in values]
+        made = [(row[at].strip(), text) for row, text in zip(rows, values, strict=True)]
+    else:
+        made = [(row[at].strip(), row[place].strip()) for row in rows]
+    gap = next((name for name, text in made if not text), None)
+    if gap is not None:
+        raise SourceError(f"{where}: {gap} has no {header[place]}: give it one, or remove its row")
+    return _List(file, split, made, True)
+
+
+def _plain(text: str) -> tuple[Rows, bool]:
+    """Return the rows of a text without a header, and True if they have labels."""
+    made: list[tuple[str, str | None]] = []
+    for line in text.splitlines():
+        if not line.strip() or line.startswith(_COMMENT):
+            continue
+        parts = line.split("\t") if "\t" in line else line.split()
+        made.append((parts[0].strip(), parts[1].strip() if len(parts) > 1 else None))
+    has = bool(made) and all(each for _, each in made)
+    return (made if has else [(name, None) for name, _ in made]), has
+
+
+def _by_numbers(source: Source, rows: Sequence[tuple[str, bool]]) -> list[_List]:
+    """Return the lists of a data set that numbers its pictures, as CUB-200-2011 does; [] if not."""
+    names = ("images.txt", "image_class_labels.txt", "train_test_split.txt")
+    if any((name, False) not in rows for name in names[:2]):
+        return []
+    parts: list[dict[str, str]] = []
+    for name in names:
+        if (name, False) not in rows:
+            continue
+        plain, _ = _plain(source.read(name, 0, MAX_TABLE).decode("utf-8", "replace"))
+        parts.append({number: value or "" for number, value in plain})
+    pictures, labels = parts[:2]
+    if pictures.keys() != labels.keys() or any(part.keys() != pictures.keys() for part in parts):
+        raise SourceError(
+            f"{source.path()}: {', '.join(names)} number other pictures: restore them"
+        )
+    if len(parts) < len(names):
+        made = [(name, labels[k]) for k, name in pictures.items()]
+        return [_List(names[0], "", made, True, beside=names[1:2])]
+    return [
+        _List(
+            names[2],
+            split,
+            [(name, labels[k]) for k, name in pictures.items() if parts[2][k] == mark],
+            True,
+            beside=names[:2],
+        )
+        for split, mark in (("train", "1"), ("test", "0"))
+    ]
+
+
+def _folder_of(source: Source, tops: Sequence[str], rows: Rows) -> str | None:
+    """Return the folder in which most of the first pictures of a list lie; None if none do."""
+    first = [name for name, _ in islice(rows, _PROBED)]
+    best, most = None, 0
+    for folder in ("images", "", *tops):
+        if folder and folder not in tops:
+            continue
+        count = sum(_lies_in(source, folder, name) for name in first)
+        if count > most:
+            best, most = folder, count
+    return best
+
+
+def _lies_in(source: Source, folder: str, name: str) -> bool:
+    name = os.path.normpath(name.replace("\\", "/")) if name else ""
+    if not name or name.startswith(("..", "/")):
+        return False
+    inner, _, last = name.rpartition("/")
+    here = folder
+    for part in inner.split("/") if inner else ():
+        if (part, True) not in source.names(here):
+            return False
+        here = f"{here}/{part}" if here else part
+    names = [each for each, is_folder in source.names(here) if not is_folder]
+    pictures = [each for each in names if each.lower().endswith(PICTURES)]
+    return any(each == last or os.path.splitext(each)[0] == last for each in pictures)
+
+
+def _keys(source: Source, folder: str, rows: Rows) -> dict[str, str]:
+    """Return the pictures of a folder by their names in it, with and without suffix."""
+    deep = any("/" in name for name, _ in islice(rows, _PROBED))
+    if deep:
+        pictures = list(files_in(source, folder, PICTURES))
+    else:
+        names = [name for name, is_folder in source.names(folder) if not is_folder]
+        names = [name for name in names if name.lower().endswith(PICTURES)]
+        pictures = [f"{folder}/{name}" if folder else name for name in names]
+    keys: dict[str, str] = {}
+    for picture in pictures:
+        own = picture[len(folder) + 1 :] if folder else picture
+        keys[own] = picture
+    for own, picture in list(keys.items()):
+        keys.setdefault(os.path.splitext(own)[0], picture)
+    return keys
+
+
+def _add(
+    into: dict[str, str], each: _List, keys: Mapping[str, str], source: Source, folder: str
+) -> None:
+    """Add the pictures of a list. Raises SourceError for those that are not there."""
+    lost = []
+    for name, label in each.rows:
+        own = os.path.normpath(name)
+        picture = keys.get(own)
+        if picture is None:
+            lost.append(name)
+            continue
+        inner = picture[len(folder) + 1 if folder else 0 :]
+        text = inner.partition("/")[0] if label is None and "/" in inner else label or ""
+        if into.setdefault(picture, text) != text:
+            raise SourceError(f"{source.path(each.file)}: {name} has several labels")
+    if lost:
+        raise SourceError(
+            f"{source.path(each.file)}: {len(lost)} of its {len(each.rows)} pictures are not in "
+            f"{source.path(folder)} {lost[:3]}: copy them, remove their rows, or "
+            "leave the list out with layout='classes'"
+        )
+
+
+def _encoded(labels: Mapping[str, str]) -> LabelEncoding:
+    """Return labels by their texts; numbers are named by folders, or beginnings of names, if each
+    has one of its own."""
+    encoding = encode_labels(labels.values())
+    if encoding.classes or not labels:
+        return encoding
+    for name_of in (_folder_name, _first_words):
+        names = {text: name_of(picture) for picture, text in labels.items()}
+        agree = all(names[text] == name_of(picture) for picture, text in labels.items())
+        if agree and all(names.values()) and 1 < len(set(names.values())) == len(names):
+            order = sorted(names, key=lambda text: encoding.numbers[text])
+            numbers = {text: place for place, text in enumerate(order)}
+            return LabelEncoding(numbers, [names[text] for text in order], frozenset())
+    return encoding
+
+
+def _folder_name(picture: str) -> str:
+    parts = picture.split("/")
+    return parts[-2] if len(parts) > 2 else ""
+
+
+def _first_words(picture: str) -> str:
+    match = _NUMBERED.fullmatch(os.path.splitext(picture.rpartition("/")[2])[0])
+    return match[1] if match else ""
