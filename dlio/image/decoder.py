@@ -455,8 +455,8 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
         return None
     if kind := unread_format(image):
         raise DecodeError(
-            f"{name} is {kind}, which dlio does not decode: convert it to PNG or JPEG (`dlio verify` "
-            "lists all such files, --on-error skip leaves them out)"
+            f"{name} is {kind}, which dlio does not decode: convert it to PNG or JPEG (`dlio "
+            "verify` lists all such files, --on-error skip leaves them out)"
         )
     raise damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")
 

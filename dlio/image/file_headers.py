@@ -280,7 +280,10 @@ def has_more_frames(image: Buffer) -> bool:
     if at + 2 > len(view):
         return False
     end = at + 2 + 12 * int(struct.unpack_from(order + "H", view, at)[0])
-    return end + 4 <= len(view) and struct.unpack_from(order + "I", view, end)[0] != 0
+    if end + 4 > len(view):
+        return False
+    (following,) = struct.unpack_from(order + "I", view, end)
+    return bool(following)
 
 
 def _gif_frames(view: memoryview) -> Iterator[int]:

@@ -5,6 +5,7 @@ other files. Contiguous data sets are read in parallel without the HDF5 library.
 through the library, one read at a time because of its global lock.
 """
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ from dlio_readers.rehearsal import note_opening
 
 # Chunks of HDF5 data sets, checked before the HDF5 library takes memory for them
 
+_log = logging.getLogger("dlio")
 _DEFLATE: Final = 1
 """H5Z_FILTER_DEFLATE."""
 _MAX_INFLATION: Final = 1032
@@ -308,6 +310,7 @@ class Hdf5File:
         import h5py
 
         sets: dict[str, Any] = {}
+        links: list[str] = []
         groups = 0
 
         def look(group: Any, prefix: str) -> None:
@@ -332,6 +335,7 @@ class Hdf5File:
                             f"{self.file.name}::{name} is a link, which dlio does not follow: "
                             "name its target instead"
                         )
+                    links.append(name)
                     continue
                 child = group[key]
                 if isinstance(child, h5py.Group):
@@ -344,6 +348,11 @@ class Hdf5File:
                         raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
 
         look(root, "")
+        if links:
+            _log.warning(
+                "%s: %d link(s) are left out, such as %s: name their targets to read them",
+                *(self.file.name, len(links), links[0]),
+            )
         return sets
 
     def _check(self, name: str, dataset: Any) -> None:
