@@ -5,6 +5,7 @@ another, as the codecs' own tools read them.
 """
 
 import bz2
+import logging
 import lzma
 import zlib
 from typing import Any, Final
@@ -22,6 +23,7 @@ _MAGIC: Final = {
     b"\x28\xb5\x2f\xfd": "Zstandard",
 }
 _STEP: Final = 1 << 24
+_log = logging.getLogger("dlio")
 _LZMA_BYTES: Final = 256 << 20
 
 
@@ -52,6 +54,12 @@ def _decompressed(file: File, codec: str) -> bytearray:
         _read_zstd(data, done, file)
         return done
     while data:
+        if codec_of(data[:6]) != codec:
+            _log.warning(
+                "%s: its last %d bytes are not of %s, and are left out",
+                *(file.name, len(data), codec),
+            )
+            return done
         stream = _stream(codec)
         while not stream.eof:
             before = len(done)

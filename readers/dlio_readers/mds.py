@@ -189,7 +189,12 @@ class MdsReader(PathReader):
             head = shard.read(0, 4 * (count + 2))
             numbers = np.frombuffer(head, "<u4")
             ends = numbers[1:].astype(np.int64)
-            if int(numbers[0]) != count or (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
+            if int(numbers[0]) != count:
+                raise SourceError(
+                    f"{shard.file.name} says that it holds {numbers[0]} samples, and its index "
+                    f"{count}: write both again"
+                )
+            if (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
                 raise SourceError(f"{shard.file.name}: its offsets are invalid: restore it")
             data = shard.read(0, shard.raw_bytes)
             for k in range(count):
