@@ -28,7 +28,8 @@ class PassStats(TypedDict):
     """Names of samples that were left out."""
     notes: list[str]
     warned: NotRequired[list[str]]
-    """Names of pictures that were read with a warning, as `dlio verify` lists them."""
+    """Names of pictures that were read with a warning. Of a JPEG a crop need not show it: `dlio
+    verify`, which decodes pictures whole, lists all."""
     bytes: NotRequired[dict[str, int]]
     """Payload bytes by place: `source`, `peer`, `ram`, `disk`. This and the counts below are there
     for data sets of dlio alone."""

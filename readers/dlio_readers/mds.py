@@ -209,7 +209,8 @@ class MdsReader(PathReader):
                     ) from error
                 except (ValueError, IndexError) as error:
                     raise SourceError(
-                        f"{shard.file.name}: sample {k} is damaged ({error}): restore it"
+                        f"{shard.file.name}: sample {k} cannot be read ({error}): the shard is not "
+                        "as its index describes it; write both again"
                     ) from error
                 starts.append(int(ends[k]))
                 bodies.append([*row, len(view)])
