@@ -103,8 +103,8 @@ class AnnotatedReader(ListedReader, PathReader):
 
     def _read(self, sample: int) -> bytes | memoryview:
         picture = self._content(self._files, sample)
-        what = "turns their annotations" if self._relative else "takes their annotations"
-        turn = self._turns.of(picture, self._files.path(sample), what)
+        doing = "turns their annotations" if self._relative else "takes their annotations"
+        turn = self._turns.of(picture, self._files.path(sample), doing)
         index = self._index
         mine = slice(int(self._ends[sample]), int(self._ends[sample + 1]))
         values: dict[str, Any] = {

@@ -195,7 +195,7 @@ class MdsReader(PathReader):
                     f"{count}: write both again"
                 )
             if (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
-                raise SourceError(f"{shard.file.name}: its offsets are invalid: restore it")
+                raise SourceError(f"{shard.file.name}: its offsets are invalid: write it again")
             data = shard.read(0, shard.raw_bytes)
             for k in range(count):
                 view = data[int(ends[k]) : int(ends[k + 1])]
@@ -345,12 +345,12 @@ def _unsnap(data: bytes, size: int) -> bytes:
     import pyarrow
 
     # Its first bytes tell the size, 7 bits each; pyarrow would fill up what is missing.
-    told = sum((byte & 0x7F) << 7 * k for k, byte in enumerate(data[:_VARINT]))
+    declared = sum((byte & 0x7F) << 7 * k for k, byte in enumerate(data[:_VARINT]))
     for k, byte in enumerate(data[:_VARINT]):
         if byte < 0x80:
-            told &= (1 << 7 * (k + 1)) - 1
+            declared &= (1 << 7 * (k + 1)) - 1
             break
-    if told != size:
+    if declared != size:
         return b""
     return bytes(pyarrow.Codec("snappy").decompress(data, size, asbytes=True))
 

@@ -172,7 +172,7 @@ def _plain_type(kind: Any) -> Any:
 
 
 def _storage(array: Any) -> Any:
-    """Return what an array of an extension type stands for; see `_plain_type`."""
+    """Return the values that an array of an extension type stands for; see `_plain_type`."""
     import pyarrow as pa
 
     storage, kind = array.storage, array.type

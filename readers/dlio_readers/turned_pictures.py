@@ -14,9 +14,9 @@ class TurnedPictures:
     def __init__(self) -> None:
         self._told = False
 
-    def of(self, picture: Buffer, path: str, what: str) -> int:
-        """Return the orientation that EXIF gives a picture; 1 for none. `what` says what dlio does
-        with what belongs to turned pictures."""
+    def of(self, picture: Buffer, path: str, doing: str) -> int:
+        """Return the orientation that EXIF gives a picture; 1 for none. `doing` says how dlio takes
+        the annotations of such pictures."""
         turn = exif_orientation(picture)
         if turn != 1 and not self._told:
             self._told = True
@@ -24,6 +24,6 @@ class TurnedPictures:
                 "%s is turned by EXIF: dlio returns the stored pixels of such pictures, and %s to "
                 "be of these",
                 path,
-                what,
+                doing,
             )
         return turn

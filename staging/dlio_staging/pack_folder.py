@@ -254,7 +254,7 @@ def _undecodable(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str
     count, check = 0, SampleCheck(plan.schema, check_image)
     for payload, name in zip(payloads, names, strict=True):
         try:
-            check.check(plan.schema.split(payload), name)
+            check.check(payload, name)
         except (SourceError, CorruptBlock):
             count += 1
     return count

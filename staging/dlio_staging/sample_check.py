@@ -1,8 +1,8 @@
 """The verdict about a sample, which is the same for all commands and loaders."""
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from dlio.data.schema import IMAGES, Buffer, Schema
 from dlio.errors import SourceError
@@ -19,7 +19,7 @@ class SampleCheck:
     DecodeError for an image that loaders refuse."""
 
     def __init__(self, schema: Schema, decode: Callable[[Buffer, object], object]) -> None:
-        self._decode = decode
+        self._schema, self._decode = schema, decode
         self._kinds = {name: kind.text for name, kind in schema.kinds.items()}
         self._companion: Companion | None = None
         if any(name in self._kinds for name in _BESIDE):
@@ -29,9 +29,10 @@ class SampleCheck:
             if companion is not None and companion.moves:
                 self._companion = companion
 
-    def check(self, values: Mapping[str, Any], name: object) -> None:
+    def check(self, payload: Buffer, name: object) -> None:
         """Decode the fields of a sample. Raises SourceError or CorruptBlock for one that loaders
         refuse."""
+        values = self._schema.split(payload)
         for field, kind in self._kinds.items():
             is_beside = self._companion is not None and field != self._companion.image
             if kind in IMAGES and not is_beside:

@@ -36,8 +36,8 @@ class FolderVerification:
     """One line for each damaged sample, or damaged or missing block of a tier."""
     warned: list[str] = field(default_factory=list)
     """One line for each picture that is damaged, and read as every other loader reads it."""
-    told: list[str] = field(default_factory=list)
-    """Warnings about the data set itself, such as about what it leaves out."""
+    notices: list[str] = field(default_factory=list)
+    """Warnings about the data set itself, such as about samples that it leaves out."""
     healed: int = 0
     """Damaged blocks of a tier that were fetched again."""
 
@@ -231,7 +231,7 @@ def command(options: VerifyOptions) -> None:
     if options.as_json:
         print(json_text({"path": options.path, **asdict(checked)}, indent=2))
     else:
-        _print_lines("warning", checked.told)
+        _print_lines("warning", checked.notices)
         _print_lines("damaged", checked.damaged)
         _print_lines("read with a warning", checked.warned)
     summary = f"{options.path}: {checked.samples:,} samples, {format_bytes(checked.bytes)} checked"
@@ -245,22 +245,22 @@ def command(options: VerifyOptions) -> None:
     if options.as_json:
         return
     healed = f"{checked.healed} blocks fetched again from the source, " if checked.healed else ""
-    counts = {"read with a warning": checked.warned, "warning(s) about the whole": checked.told}
-    found = [f"{len(lines)} {what}" for what, lines in counts.items() if lines]
-    print_line(f"{summary}, {healed}{', '.join(found) or 'all sound'}")
+    counts = {"read with a warning": checked.warned, "warning(s) about the whole": checked.notices}
+    remarks = [f"{len(lines)} {kind}" for kind, lines in counts.items() if lines]
+    print_line(f"{summary}, {healed}{', '.join(remarks) or 'all sound'}")
 
 
-def _print_lines(what: str, lines: list[str]) -> None:
+def _print_lines(kind: str, lines: list[str]) -> None:
     for line in lines[:_MOST_SHOWN]:
-        print_line(f"{what}: {printable(line)}")
+        print_line(f"{kind}: {printable(line)}")
     if len(lines) > _MOST_SHOWN:
-        print_line(f"{what}: ... and {len(lines) - _MOST_SHOWN} more")
+        print_line(f"{kind}: ... and {len(lines) - _MOST_SHOWN} more")
 
 
 def _verify_data(path: str) -> FolderVerification:
     """Read every sample of a data set and decode it."""
     checked = FolderVerification()
-    with _noting(checked.told):
+    with _noting(checked.notices):
         _verify_samples(path, checked)
     return checked
 
@@ -279,7 +279,7 @@ def _verify_samples(path: str, checked: FolderVerification) -> None:
             name = SampleName(reader, int(sample))
             try:
                 payload = reader.read(np.array([sample], np.int64))[0]
-                check.check(reader.schema.split(payload), name)
+                check.check(payload, name)
             except (CorruptBlock, SourceError) as error:
                 checked.damaged.append(str(error))
                 continue
@@ -292,8 +292,8 @@ def _verify_samples(path: str, checked: FolderVerification) -> None:
 
 @contextmanager
 def _noting(lines: list[str]) -> Iterator[None]:
-    """Add to `lines` what is logged as a warning in the block, once; but those about pictures,
-    which are counted."""
+    """Add to `lines` the warnings that are logged in the block, each once; but those about
+    pictures, which are counted."""
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

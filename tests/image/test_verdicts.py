@@ -290,7 +290,7 @@ def test_verify_says_what_a_data_set_leaves_out(
             info.size = 2
             archive.addfile(info, io.BytesIO(b"{}"))
     for _ in range(2):  # Also when the index comes from the cache.
-        assert len(verify(str(path)).told) == 1
+        assert len(verify(str(path)).notices) == 1
     command(VerifyOptions(str(path)))
     shown = capsys.readouterr().out
     assert "warning: " in shown
@@ -299,7 +299,7 @@ def test_verify_says_what_a_data_set_leaves_out(
     assert "all sound" not in shown
     command(VerifyOptions(str(path), as_json=True))
     printed = json.loads(capsys.readouterr().out)
-    assert (printed["samples"], len(printed["told"]), printed["damaged"]) == (6, 1, [])
+    assert (printed["samples"], len(printed["notices"]), printed["damaged"]) == (6, 1, [])
 
 
 def test_pictures_of_one_name_have_warnings_of_their_own(

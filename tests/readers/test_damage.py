@@ -25,22 +25,23 @@ import zarr
 from dlio.data.reader import open_reader
 from dlio.errors import DlioError
 from tests.readers import tfrecords
+from tests.readers.mds_rows import mds_rows
 
 Values = dict[str, list[Any]]
 Draw = Callable[[np.random.Generator, Path], str]
 DAILY, NIGHTLY = 6, 400
-FEWER = {"hdf5": 100, "mds": 60}
-"""h5py crashes at some of more files; Streaming leaves its files open."""
+FEWER = {"hdf5": 100}
+"""h5py crashes at some of more files."""
 WORDS = ("damaged", "restore it", "corrupt", "cut off")
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format: what writes a data set to a folder and returns its path, and its library."""
+    """A format: a function that writes a data set and returns its path, and its library."""
 
     draw: Draw
     read: Callable[[str], Values]
-    """Returns what the library reads. Raises any error for what it refuses."""
+    """Returns the values that the library reads. Raises any error for a file that it refuses."""
     exact: bool = True
     """True if values are compared."""
 
@@ -132,7 +133,7 @@ def _read_zarr(path: str) -> Values:
 
 
 def _csv(rng: np.random.Generator, folder: Path) -> str:
-    pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    pack: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
     kind = str(rng.choice(sorted(pack)))
     rows = "".join(f"{a},{b}\n" for a, b in rng.integers(0, 1000, (40, 2)))
     path = folder / f"a.csv.{kind}"
@@ -164,10 +165,7 @@ def _mds(rng: np.random.Generator, folder: Path) -> str:
 
 
 def _read_mds(path: str) -> Values:
-    streaming = pytest.importorskip("streaming")
-    streaming.base.util.clean_stale_shared_memory()
-    data = streaming.StreamingDataset(local=path, batch_size=1)
-    rows = [data[k] for k in range(len(data))]
+    rows = mds_rows(path)
     return {name: [row[name] for row in rows] for name in ("y", "t", "b")}
 
 
@@ -264,7 +262,7 @@ FORMATS = {
 
 
 def _damage(rng: np.random.Generator, path: Path) -> str:
-    """Damage a file, or one of a folder, by chance; return what was done."""
+    """Damage a file, or one of a folder, by chance; return the way."""
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     victim = files[int(rng.integers(len(files)))]
     data = bytearray(victim.read_bytes())
