@@ -344,7 +344,7 @@ def _bunzip(data: bytes, size: int) -> bytes:
 def _unsnap(data: bytes, size: int) -> bytes:
     import pyarrow
 
-    # Its first bytes tell the size, 7 bits each; pyarrow would fill up what is missing.
+    # Its first bytes tell the size, 7 bits each; pyarrow would fill up missing ones.
     declared = sum((byte & 0x7F) << 7 * k for k, byte in enumerate(data[:_VARINT]))
     for k, byte in enumerate(data[:_VARINT]):
         if byte < 0x80:

@@ -30,7 +30,7 @@ class TarMembers:
         self._read = read
         self._name = name
         self.note = ""
-        """What is odd about the tar, after all its members; empty for nothing."""
+        """An oddity of the tar, known after all its members; empty without one."""
         self._stretch = b""
         self._start = 0
 
@@ -129,7 +129,7 @@ class TarMember:
     """Offset of its bytes."""
     size: int
     target: str | None = None
-    """Path in the tar of what a link names; None for a file."""
+    """Path in the tar that a link names; None for a file."""
 
 
 class LinkTargets:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def mds_rows(folder: str) -> list[dict[str, Any]]:
-    """Return all samples. Raises any error for what Streaming refuses."""
+    """Return all samples. Raises any error for a folder that Streaming refuses."""
     from streaming.base.compression import decompress
     from streaming.base.format import reader_from_json
 
