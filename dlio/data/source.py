@@ -130,6 +130,8 @@ class Source(FsspecHandle):
         self.root = os.path.abspath(os.path.expanduser(url))
         self.dangling: list[str] = []
         """Paths of links that `entry` was asked for, and that lead to nothing."""
+        self.left_out: set[str] = set()
+        """Names of files that a reader has met, and leaves out."""
         if is_remote(url):
             with ReadErrors(url, "cannot be opened"):
                 self._opened, self.root = fsspec().core.url_to_fs(url)

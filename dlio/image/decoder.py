@@ -52,8 +52,10 @@ from dlio.image.file_headers import (
     UNASSOCIATED,
     WHITE_IS_ZERO,
     TiffHeader,
+    has_more_frames,
     pnm_as_stored,
     pnm_most,
+    unread_format,
     without_animation,
 )
 from dlio.image.image_warnings import WARNINGS
@@ -451,6 +453,11 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
     if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
         return None
+    if kind := unread_format(image):
+        raise DecodeError(
+            f"{name} is {kind}, which dlio does not decode: convert it to PNG or JPEG (`dlio "
+            "verify` lists all such files, --on-error skip leaves them out)"
+        )
     raise damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")
 
 
@@ -582,6 +589,8 @@ def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     torchvision's loader."""
     if bytes(image[:2]) == _JPEG and not ends(image):
         raise damaged(name, "it is cut off: its end is missing")
+    if has_more_frames(image):
+        WARNINGS.note(name, "of its frames or pages only the first is read", "frames")
     if bytes(image[:4]) in TIFF:
         return _decode_tiff(image, name)
     if most := pnm_most(image):
@@ -618,7 +627,15 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         return _rgb(opencv_pixels(image, name))
     pixels = opencv_pixels(image, name, as_stored=True)
     if not is_whole:
-        return _rgb(np.clip(np.nan_to_num(pixels), 0, 255))
+        numbers = np.nan_to_num(pixels)
+        if numbers.size and 0 < numbers.max() <= 1:
+            WARNINGS.note(
+                name,
+                f"its numbers of {numbers.min():g} to {numbers.max():g} become black: dlio, as "
+                "Pillow, does not scale them; multiply them by 255, or store them as .npy",
+                "range",
+            )
+        return _rgb(np.clip(numbers, 0, 255))
     whole = pixels >> 8 if pixels.dtype == np.uint16 else pixels
     shares = whole[..., 3:].astype(np.uint32)
     divided = whole[..., :3].astype(np.uint32) * 255 // np.maximum(shares, 1)

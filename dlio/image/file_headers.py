@@ -243,3 +243,61 @@ def pnm_as_stored(image: Buffer) -> Buffer:
         return image
     first, last = head.span(1)
     return b"".join([memoryview(image)[:first], b"255", memoryview(image)[last:]])
+
+
+_UNREAD: Final = (
+    (re.compile(rb".{4}ftypavi[fs]", re.DOTALL), "AVIF"),
+    (re.compile(rb".{4}ftyp(?:hei|hev|mif|msf)", re.DOTALL), "HEIC"),
+    (re.compile(rb"\xff\x0a|\0{3}\x0cJXL "), "JPEG XL"),
+    (re.compile(rb"\0{3}\x0cjP {2}|\xff\x4f\xff\x51"), "JPEG 2000"),
+    (re.compile(rb"8BPS"), "Photoshop"),
+    (re.compile(rb"DDS "), "DDS"),
+    (re.compile(rb"\0\0\x01\0"), "ICO"),
+    (re.compile(rb"%PDF"), "PDF"),
+    (re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?<svg"), "SVG"),
+    (re.compile(rb"\s*<(?:!DOCTYPE )?html", re.IGNORECASE), "HTML"),
+)
+
+
+def unread_format(image: Buffer) -> str:
+    """Return the name of a file's format, of those that dlio knows and does not decode; else ""."""
+    head = bytes(image[:_LONGEST_HEAD])
+    return next((name for pattern, name in _UNREAD if pattern.match(head)), "")
+
+
+def has_more_frames(image: Buffer) -> bool:
+    """True for a GIF, WebP or TIFF with more than the frame or page that is decoded."""
+    view = memoryview(image)
+    head = bytes(view[:21])
+    if head[:6] in (b"GIF87a", b"GIF89a"):
+        return sum(1 for _, _ in zip(range(2), _gif_frames(view), strict=False)) > 1
+    if head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X":
+        return len(head) > 20 and bool(head[20] & 2)
+    if head[:4] not in TIFF or 43 in head[2:4]:
+        return False
+    order = "<" if head[:2] == b"II" else ">"
+    (at,) = struct.unpack_from(order + "I", view, 4)
+    if at + 2 > len(view):
+        return False
+    end = at + 2 + 12 * int(struct.unpack_from(order + "H", view, at)[0])
+    if end + 4 > len(view):
+        return False
+    (following,) = struct.unpack_from(order + "I", view, end)
+    return bool(following)
+
+
+def _gif_frames(view: memoryview) -> Iterator[int]:
+    """Yield the places of a GIF's frames, as far as it is sound."""
+    if len(view) < 13:
+        return
+    at = 13 + (3 << (view[10] & 7) + 1 if view[10] & 0x80 else 0)
+    while at + 10 < len(view) and view[at] in b"!,":
+        if view[at] == 0x2C:
+            yield at
+            packed = view[at + 9]
+            at += 11 + (3 << (packed & 7) + 1 if packed & 0x80 else 0)
+        else:
+            at += 2
+        while at < len(view) and view[at]:
+            at += 1 + view[at]
+        at += 1

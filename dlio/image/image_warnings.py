@@ -1,12 +1,18 @@
-"""Pictures that are read with a warning: damaged, and read as every other loader reads them."""
+"""Pictures that are read with a warning, as every other loader reads them."""
 
 import logging
 import threading
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.reader_contract import Reader, SampleName
+
 _log = logging.getLogger("dlio")
 _MOST: Final = 1 << 16
 """Names that are kept."""
+_Key = tuple[str, object]
 
 
 class ImageWarnings:
@@ -14,27 +20,45 @@ class ImageWarnings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[_Key, str] = {}
+        self._told: set[str] = set()
 
-    def note(self, name: object, reason: str) -> None:
-        """Keep the warning of a picture; the first one of the process is logged."""
-        shown = str(name)
+    def note(self, name: object, reason: str, kind: str = "damage") -> None:
+        """Keep the warning of a picture; the first one of each kind in the process is logged."""
+        key = _key(name)
         with self._lock:
-            is_first = not self._reasons
+            is_first = kind not in self._told
+            self._told.add(kind)
             if len(self._reasons) < _MOST:
-                self._reasons.setdefault(shown, reason)
+                self._reasons.setdefault(key, reason)
         if is_first:
             _log.warning(
-                "%s is damaged: %s. It is read as other loaders read it, and so are other pictures "
-                "with such warnings; `dlio verify` lists them all",
-                shown,
+                "%s is read with a warning: %s. Other loaders read it the same way; `dlio verify` "
+                "lists all pictures with warnings",
+                name,
                 reason,
             )
 
     def of(self, name: object) -> str | None:
         """Return the warning of a picture; None if it was read without one."""
+        if not self._reasons:
+            return None
         with self._lock:
-            return self._reasons.get(str(name))
+            return self._reasons.get(_key(name))
+
+    def among(self, reader: Reader, samples: npt.NDArray[np.int64]) -> list[int]:
+        """Return those of a data set's samples whose picture was read with a warning."""
+        if not self._reasons:
+            return []
+        numbers = map(int, samples)
+        return [k for k in numbers if self.of(SampleName(reader, k)) is not None]
+
+
+def _key(name: object) -> _Key:
+    # Data sets may have pictures of one name, such as those of two splits.
+    if isinstance(name, SampleName):
+        return name.reader.fingerprint, name.sample
+    return "", str(name)
 
 
 WARNINGS: Final = ImageWarnings()

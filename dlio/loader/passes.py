@@ -626,6 +626,7 @@ class PassCounters:
     batches: int = 0
     first_batch_s: float | None = None
     skipped: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
     """Samples of each source of a mixture."""
     _before: dict[str, Any] = field(default_factory=dict)
@@ -691,6 +692,7 @@ class PassCounters:
             **{name: getattr(self, name) for name in _SAME},
             "thread_s": self.clock.snapshot(),
             "skipped": list(self.skipped),
+            "warned": list(self.warned),
             "notes": self.hierarchy.notes() if self.hierarchy is not None else [],
             **counted,
         }

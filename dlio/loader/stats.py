@@ -27,6 +27,9 @@ class PassStats(TypedDict):
     skipped: list[str]
     """Names of samples that were left out."""
     notes: list[str]
+    warned: NotRequired[list[str]]
+    """Names of pictures that were read with a warning. Of a JPEG a crop need not show it: `dlio
+    verify`, which decodes pictures whole, lists all."""
     bytes: NotRequired[dict[str, int]]
     """Payload bytes by place: `source`, `peer`, `ram`, `disk`. This and the counts below are there
     for data sets of dlio alone."""

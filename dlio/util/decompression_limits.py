@@ -100,6 +100,14 @@ def _word(at: int) -> Callable[[bytes, int], bool]:
     return check
 
 
+def is_cut_off(codec: str, data: bytes) -> bool:
+    """True if data of Blosc say that they are longer than they are: its library would read on."""
+    # An index of shards, which goes the same way, begins with 255 where it has no chunk.
+    if codec != "blosc" or len(data) < 16 or data[0] == 0xFF:
+        return False
+    return int(struct.unpack_from("<I", data, 12)[0]) > len(data)
+
+
 CODECS: Final[dict[str, Callable[[bytes, int], bool]]] = {
     "gzip": _streamed(lambda: zlib.decompressobj(47)),
     "zlib": _streamed(lambda: zlib.decompressobj(47)),

@@ -21,10 +21,11 @@ from dlio.data.schema import Schema
 from dlio.data.source import File, Source
 from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
-from dlio.image.file_headers import exif_orientation, stored_places
+from dlio.image.file_headers import stored_places
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio_readers.fileset import FileSet, ListedReader
 from dlio_readers.path_reader import PathReader
+from dlio_readers.turned_pictures import TurnedPictures
 
 MAX_BOXES: Final = 1 << 16
 """Boxes of one picture, at most."""
@@ -81,7 +82,7 @@ class AnnotatedReader(ListedReader, PathReader):
     prefixes = ("", "note_")
 
     def __init__(self, source: Source, kind: str, build: Callable[[], Annotations]) -> None:
-        self._build, self._told = build, False
+        self._build, self._turns = build, TurnedPictures()
         self.abilities = Abilities(box_counts=self._box_counts)
         index, head = self._open(source, kind)
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
@@ -101,14 +102,9 @@ class AnnotatedReader(ListedReader, PathReader):
         return {name: count for name, count in zip(self.classes, counts, strict=True) if count}
 
     def _read(self, sample: int) -> bytes | memoryview:
-        picture, turn = self._content(self._files, sample), 1
-        if self._relative and (turn := exif_orientation(picture)) != 1 and not self._told:
-            self._told = True
-            _log.warning(
-                "%s is turned by EXIF: dlio returns the stored pixels of such pictures, and turns "
-                "their annotations to these",
-                self._files.path(sample),
-            )
+        picture = self._content(self._files, sample)
+        doing = "turns their annotations" if self._relative else "takes their annotations"
+        turn = self._turns.of(picture, self._files.path(sample), doing)
         index = self._index
         mine = slice(int(self._ends[sample]), int(self._ends[sample + 1]))
         values: dict[str, Any] = {
@@ -121,7 +117,8 @@ class AnnotatedReader(ListedReader, PathReader):
         if self._pairs is not None:
             values["keypoint_pairs"] = np.array(self._pairs, np.uint8)
         if self._segments is not None:
-            values["segments"] = _turned_segments(self._segments[sample], turn)
+            shown = turn if self._relative else 1
+            values["segments"] = _turned_segments(self._segments[sample], shown)
         if "crowds" in index:
             values["box_iscrowd"] = index["crowds"][mine]
         if "ids" in index:

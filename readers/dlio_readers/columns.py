@@ -511,6 +511,9 @@ def choose(
                 f"{nearest(name, own)}"
             )
     chosen = list(names) or own
+    for name in chosen:
+        if not shapes[name]:
+            raise UsageError(f"{path}: {name} is a single value: name arrays with a row a sample")
     counts = {
         name: shapes[name + ENDS][0] if name + ENDS in shapes else (*shapes[name], 0)[0]
         for name in chosen

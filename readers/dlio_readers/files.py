@@ -75,7 +75,8 @@ def nifti_array(file: File) -> ChunkedArray:
         sizes = [int.from_bytes(data[:4], order) for order in ("little", "big")]
         kind, size = (Nifti2Header, 540) if 540 in sizes else (Nifti1Header, 348)
         if size not in sizes or len(data) < size:
-            raise SourceError(f"{file.name} is not a NIfTI file, or is cut off: restore it")
+            shown = f"is cut off after {len(data)} bytes" if len(data) < 348 else "is not NIfTI's"
+            raise SourceError(f"{file.name}: its header {shown}: write it again as NIfTI-1 or -2")
         head = kind(data[:size], check=False)
         shape, dtype = tuple(map(int, head.get_data_shape())), np.dtype(head.get_data_dtype())
         offset, (slope, inter) = int(head.get_data_offset()), head.get_slope_inter()
@@ -126,7 +127,9 @@ def _inflated(data: bytes, most: int, name: str) -> bytes:
         while data and len(out) < most:
             one = zlib.decompressobj(wbits=31)
             out += one.decompress(data, most - len(out))
-            data = one.unused_data
+            data = one.unused_data.lstrip(b"\0")
+            if data[:2] != _GZIP:
+                break
     except zlib.error as error:
         raise SourceError(f"{name} is not gzipped, or is damaged: {error}; restore it") from error
     return bytes(out)
@@ -135,6 +138,7 @@ def _inflated(data: bytes, most: int, name: str) -> bytes:
 # Folders of files
 
 _NUMPY: Final = (".npy", ".npz")
+_GZIP: Final = b"\x1f\x8b"
 _SCANS: Final = (*NIFTI_SUFFIXES, *DICOM_SUFFIXES)
 _SUFFIXES: Final = (*_NUMPY, *HDF5_SUFFIXES, *_SCANS)
 _INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")

@@ -4,8 +4,9 @@ For readers whose samples are files of their own.
 """
 
 import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -137,6 +138,12 @@ PICTURES: Final = (
 )
 # fmt: on
 """Suffixes of image files."""
+_OTHER_PICTURES: Final = (
+    *(".gif", ".jfif", ".jpe", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".j2k", ".tga", ".ico"),
+    *(".psd", ".svg", ".exr", ".hdr", ".cr2", ".nef", ".arw", ".dng"),
+)
+"""Suffixes of pictures that are left out, as by torchvision's ImageFolder."""
+_log = logging.getLogger("dlio")
 
 
 class FileSet:
@@ -314,6 +321,8 @@ class ListedReader:
         index = kept_index(kind, self.version, source.root, self._holds, self._list)
         head = json.loads(index["head"].tobytes())
         self.classes, self.fingerprint = head["classes"], head["fingerprint"]
+        if head["left_out"]:
+            _log.warning("%s %s", source.path(), head["left_out"])
         self._sets = [FileSet(source, index, prefix) for prefix in self.prefixes]
         self._files = self._sets[0]
         return index, head
@@ -351,7 +360,8 @@ class ListedReader:
         try:
             head = json.loads(index["head"].tobytes())
             return (
-                self._fits(index, head)
+                "left_out" in head
+                and self._fits(index, head)
                 and all(FileSet(self._source, index, each).is_unchanged() for each in self.prefixes)
                 and self._times_of(list(head["folders"])) == list(head["folders"].values())
             )
@@ -376,6 +386,7 @@ class ListedReader:
         change; `parts` are those of the fingerprint.
         """
         head["fingerprint"] = fingerprint_of(self.format, self.version, *parts)
+        head["left_out"] = _left_out(self._source)
         index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
         settled_ns = int((started - _SETTLED_S) * 1e9)
         return index, self._source.local and all(w < settled_ns for w in head["folders"].values())
@@ -385,6 +396,23 @@ def index_kind(format_: str, *options: object) -> str:
     """Return the name of an index that depends on options; links are followed or not."""
     text = repr((options, links_followed())).encode("utf-8", "surrogateescape")
     return f"{format_}-{xxhash.xxh3_64_hexdigest(text)}"
+
+
+def _left_out(source: Source) -> str:
+    names = sorted(source.left_out)
+    if not names:
+        return ""
+    return (
+        f"has {len(names):,} picture(s) that are left out, such as {names[0]}: of the suffixes of "
+        f"pictures only {', '.join(PICTURES)} are read; convert or rename them"
+    )
+
+
+def note_others(source: Source, folder: str, names: Iterable[str]) -> None:
+    """Note those of a folder's files that are pictures with other suffixes than `PICTURES`."""
+    for name in names:
+        if name.lower().endswith(_OTHER_PICTURES):
+            source.left_out.add(f"{folder}/{name}" if folder else name)
 
 
 def files_in(source: Source, folder: str, extensions: tuple[str, ...]) -> Iterator[str]:
@@ -406,4 +434,6 @@ def files_in(source: Source, folder: str, extensions: tuple[str, ...]) -> Iterat
                 below.append((inside, depth + 1))
             elif name.lower().endswith(extensions):
                 yield inside
+            elif extensions == PICTURES:
+                note_others(source, here, [name])
         stack += reversed(below)

@@ -39,7 +39,14 @@ from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
-from dlio_readers.fileset import PICTURES, FileSet, ListedReader, files_in, index_kind
+from dlio_readers.fileset import (
+    PICTURES,
+    FileSet,
+    ListedReader,
+    files_in,
+    index_kind,
+    note_others,
+)
 from dlio_readers.picture_lists import (
     FILE_COLUMNS,
     MAX_TABLE,
@@ -447,6 +454,7 @@ def _check_agreement(
 
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:
     """List one folder of images, whose entries are `top`, and its label table if there is one."""
+    note_others(source, "", [name for name, folder in top if not folder])
     if source.local:
         here = [name for name, folder in top if not folder and name.lower().endswith(PICTURES)]
         images = [entry for name in here if (entry := source.entry("", name)) is not None]
@@ -633,6 +641,7 @@ class _Walk:
         modified_ns = source.modified_ns(folder)
         if not source.local:
             entries = source.listing(folder)
+            note_others(source, folder, [each.name for each in entries if not each.folder])
             images = [e for e in entries if not e.folder and e.name.lower().endswith(PICTURES)]
             self.listed.append(_listed(folder, modified_ns, images))
             inner = [entry.name for entry in entries if entry.folder]
@@ -641,6 +650,7 @@ class _Walk:
         names = [n for n, inside in rows if not inside and n.lower().endswith(PICTURES)]
         parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
         below = [name for name, inside in rows if inside]
+        note_others(source, folder, [name for name, inside in rows if not inside])
         _look_for_folders(source, folder, rows)
         return [
             *(partial(self._list_folder, f"{folder}/{name}", came_by) for name in below),

@@ -5,6 +5,7 @@ other files. Contiguous data sets are read in parallel without the HDF5 library.
 through the library, one read at a time because of its global lock.
 """
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ from dlio_readers.rehearsal import note_opening
 
 # Chunks of HDF5 data sets, checked before the HDF5 library takes memory for them
 
+_log = logging.getLogger("dlio")
 _DEFLATE: Final = 1
 """H5Z_FILTER_DEFLATE."""
 _MAX_INFLATION: Final = 1032
@@ -348,7 +350,7 @@ class Hdf5File:
         import h5py
 
         sets: dict[str, Any] = {}
-        left: list[str] = []
+        links: list[str] = []
         groups = 0
 
         def look(group: Any, prefix: str) -> None:
@@ -374,7 +376,7 @@ class Hdf5File:
                             f"{self.file.name}::{name} is a link to a group, to nothing or to "
                             "another file, which dlio does not follow: name its target instead"
                         )
-                    left.append(name)
+                    links.append(name)
                     continue
                 if isinstance(child, h5py.Group):
                     if prefix.count("/") < 16:
@@ -386,10 +388,10 @@ class Hdf5File:
                         raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
 
         look(root, "")
-        if left:
+        if links:
             tell_once(
-                f"{self.file.name}: {len(left)} links to groups, to nothing or to other files are "
-                f"left out, such as {left[0]}"
+                f"{self.file.name}: {len(links)} link(s) to groups, nothing or other files are left "
+                f"out, such as {links[0]}: name their targets to read them"
             )
         return sets
 

@@ -34,6 +34,7 @@ from dlio_readers.fileset import (
 )
 from dlio_readers.path_reader import PathReader
 from dlio_readers.picture_lists import find_lists
+from dlio_readers.turned_pictures import TurnedPictures
 
 _MASKS: Final = ("masks", "annotations", "labels", "segmentation")
 _MOST_NAMES: Final = 1 << 20
@@ -77,6 +78,7 @@ class MaskReader(ListedReader, PathReader):
         self._sides, self._listed_split = _chosen_sides(path, split, images, masks)
         options = (self._sides.images, self._sides.others, mask_suffix, self._listed_split)
         self._open(Source(self._sides.root), index_kind("masks", options))
+        self._turns = TurnedPictures()
         count = len(self._files)
         self.labels = np.zeros(count, np.int64)
         bodies = {"image": self._sets[0].sizes, "mask": self._sets[1].sizes}
@@ -107,8 +109,9 @@ class MaskReader(ListedReader, PathReader):
         return Fit(words, 1, is_marked=not labelled)
 
     def _read(self, sample: int) -> bytes | memoryview:
-        sides = zip(("image", "mask"), self._sets, strict=True)
-        return self.schema.join({field: self._content(files, sample) for field, files in sides})
+        picture, mask = (self._content(files, sample) for files in self._sets)
+        self._turns.of(picture, self._sets[0].path(sample), "takes their masks")
+        return self.schema.join({"image": picture, "mask": mask})
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
         return len(index["name_ends"]) == len(index["mask_name_ends"])

@@ -7,6 +7,7 @@ Columns that need pickle (`pkl`) are refused. A compressed shard is decompressed
 are cached.
 """
 
+import bz2
 import gzip
 import io
 import json
@@ -36,6 +37,7 @@ _INDEX: Final = "index.json"
 _MAX_INDEX: Final = 64 << 20
 _MAX_SHARD: Final = 4 << 30
 _SLACK: Final = 1 << 20
+_VARINT: Final = 5
 _MAX_COLUMNS: Final = 256
 _KEPT_BYTES: Final = 256 << 20
 _LONGEST_LABEL: Final = 1 << 12
@@ -189,8 +191,13 @@ class MdsReader(PathReader):
             head = shard.read(0, 4 * (count + 2))
             numbers = np.frombuffer(head, "<u4")
             ends = numbers[1:].astype(np.int64)
-            if int(numbers[0]) != count or (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
-                raise SourceError(f"{shard.file.name}: its offsets are invalid: restore it")
+            if int(numbers[0]) != count:
+                raise SourceError(
+                    f"{shard.file.name} says that it holds {numbers[0]} samples, and its index "
+                    f"{count}: write both again"
+                )
+            if (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
+                raise SourceError(f"{shard.file.name}: its offsets are invalid: write it again")
             data = shard.read(0, shard.raw_bytes)
             values: dict[str, list[memoryview]] = {name: [] for name in labels}
             for k in range(count):
@@ -198,9 +205,15 @@ class MdsReader(PathReader):
                 try:
                     parts = _split(view, self._fields)
                     row = [_body(f, p, dims) for f, p in zip(self._fields, parts, strict=True)]
+                except _Unlike as error:
+                    raise SourceError(
+                        f"{shard.file.name}: sample {k}: {error}: a field of dlio has one type and "
+                        "number of dimensions; write the column as bytes"
+                    ) from error
                 except (ValueError, IndexError) as error:
                     raise SourceError(
-                        f"{shard.file.name}: sample {k} is damaged ({error}): restore it"
+                        f"{shard.file.name}: sample {k} cannot be read ({error}): the shard is not "
+                        "as its index describes it; write both again"
                     ) from error
                 starts.append(int(ends[k]))
                 bodies.append([*row, len(view)])
@@ -317,11 +330,11 @@ def _file_of(
     if not packed or source.exists(str(raw["basename"])):
         return str(raw["basename"]), None
     kind = str(shard.get("compression", "")).split(":")[0]
-    if (opener := {"gz": _gunzip, "zstd": _unzstd}.get(kind)) is not None:
+    if (opener := _OPENERS.get(kind)) is not None:
         return str(packed["basename"]), opener
     raise SourceError(
-        f"{source.path(_INDEX)}: shards are compressed with {kind!r}: dlio reads zstd and gz; "
-        "decompress them (MDS: keep_zip)"
+        f"{source.path(_INDEX)}: shards are compressed with {kind!r}: dlio reads "
+        f"{', '.join(_OPENERS)}; write them with one of these, or without compression"
     )
 
 
@@ -330,12 +343,48 @@ def _gunzip(data: bytes, size: int) -> bytes:
         return stream.read(size + 1)
 
 
-def _unzstd(data: bytes, size: int) -> bytes:
+def _streamed(codec: str) -> Callable[[bytes, int], bytes]:
+    def unpack(data: bytes, size: int) -> bytes:
+        import pyarrow
+
+        buffer = bytearray(size + 1)  # `read` of pyarrow 26 loses its buffer when it fails.
+        with pyarrow.CompressedInputStream(pyarrow.BufferReader(data), codec) as stream:
+            return bytes(memoryview(buffer)[: stream.readinto(buffer)])
+
+    return unpack
+
+
+def _bunzip(data: bytes, size: int) -> bytes:
+    with bz2.BZ2File(io.BytesIO(data)) as stream:
+        return stream.read(size + 1)
+
+
+def _unsnap(data: bytes, size: int) -> bytes:
     import pyarrow
 
-    buffer = bytearray(size + 1)  # `read` of pyarrow 26 loses its buffer when it fails.
-    with pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd") as stream:
-        return bytes(memoryview(buffer)[: stream.readinto(buffer)])
+    # Its first bytes tell the size, 7 bits each; pyarrow would fill up missing ones.
+    declared = sum((byte & 0x7F) << 7 * k for k, byte in enumerate(data[:_VARINT]))
+    for k, byte in enumerate(data[:_VARINT]):
+        if byte < 0x80:
+            declared &= (1 << 7 * (k + 1)) - 1
+            break
+    if declared != size:
+        return b""
+    return bytes(pyarrow.Codec("snappy").decompress(data, size, asbytes=True))
+
+
+_OPENERS: Final = {
+    "gz": _gunzip,
+    "zstd": _streamed("zstd"),
+    "br": _streamed("brotli"),
+    "snappy": _unsnap,
+    "bz2": _bunzip,
+}
+"""Functions that decompress a shard to a number of bytes, by Streaming's names."""
+
+
+class _Unlike(Exception):
+    """A value of a column has another type or number of dimensions than those before it."""
 
 
 def _fields(shard: dict[str, Any], source: Source) -> list[_MdsColumn]:
@@ -425,7 +474,7 @@ def _body(
     dtype, shape, at = _array_head(field, part)
     kind, known = dims.setdefault(field.name, (dtype, list(shape)))
     if kind != dtype or len(known) != len(shape):
-        raise ValueError(f"{field.name} is {dtype}{list(shape)}, in others {kind}{known}")
+        raise _Unlike(f"{field.name} is {dtype}{list(shape)}, in others {kind}{known}")
     known[:] = [a if a == b else None for a, b in zip(known, shape, strict=True)]
     return len(part) - at
 

@@ -160,8 +160,28 @@ def _plain_type(kind: Any) -> Any:
     import pyarrow.types as t
 
     while t.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+        if isinstance(kind, pa.FixedShapeTensorType):
+            if kind.permutation not in (None, list(range(len(kind.shape)))):
+                return kind
+            inner = kind.value_type
+            for side in reversed(kind.shape):
+                inner = pa.list_(inner, side)
+            return inner
         kind = kind.value_type if t.is_dictionary(kind) else kind.storage_type
     return kind
+
+
+def _storage(array: Any) -> Any:
+    """Return the values that an array of an extension type stands for; see `_plain_type`."""
+    import pyarrow as pa
+
+    storage, kind = array.storage, array.type
+    if not isinstance(kind, pa.FixedShapeTensorType) or storage.null_count:
+        return storage
+    values = storage.flatten()
+    for side in reversed(kind.shape):
+        values = pa.FixedSizeListArray.from_arrays(values, side)
+    return values
 
 
 def _inner_type(kind: Any) -> tuple[Any, int]:
@@ -192,7 +212,7 @@ def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
                     check_claim(size, stored, where)
                 plain = _wide(values, size).take(plain.indices)
             else:
-                plain = plain.storage
+                plain = _storage(plain)
         if t.is_struct(plain.type):
             plain = plain.flatten()[plain.type.get_field_index("bytes")]
         chunks.append(_wide(plain, column.nbytes))
@@ -268,7 +288,7 @@ def _arrays_of(plain: Any, where: str) -> tuple[Any, npt.NDArray[np.int64]]:
     import pyarrow.compute as pc
 
     if isinstance(plain.type, pa.BaseExtensionType):
-        plain = plain.storage
+        plain = _storage(plain)
     if not _is_list(plain.type):
         return plain, np.zeros((len(plain), 0), np.int64)
     if plain.null_count:

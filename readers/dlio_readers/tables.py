@@ -24,12 +24,13 @@ from dlio_readers.columns import (
     slab,
     volumes_of,
 )
+from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import concurrently, split_paths
 from dlio_readers.ranges import StoredArray
 from dlio_readers.texttable import open_text_tables
 
-_TEXTS: Final = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+_TEXTS: Final = tuple(text + packed for packed in ("", *COMPRESSED) for text in (".csv", ".tsv"))
 _ARRAYS: Final = (".npy", ".npz")
 _SUFFIXES: Final = (*_ARRAYS, *_TEXTS)
 _DOCUMENTS: Final = (".md", ".txt", ".json", ".pdf", ".html", ".yaml", "license", "readme")
@@ -40,7 +41,7 @@ class TablesReader(ColumnReader):
     """Read the rows of NumPy arrays, or of tables whose first line names their columns.
 
     Arrays are read in place, some rows at a time; compressed arrays of a `.npz` are decompressed
-    whole, and tables that gzip has compressed (`x.csv.gz`). Columns of a table are integers, floats
+    whole, and tables that are compressed (`x.csv.gz`). Columns of a table are integers, floats
     or text; where a number is missing, the column's numbers are floats, and that one is NaN. A
     label that is text becomes classes in alphabetical order.
 

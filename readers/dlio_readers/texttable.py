@@ -6,7 +6,6 @@ import json
 import math
 import re
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +16,11 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import MISSING, label_name
-from dlio.data.open_files import InMemoryFile
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
-from dlio.util.limits import check_claim
 from dlio_readers.columns import Column, ConcatColumn
+from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
+from dlio_readers.compressed_files import in_memory
 from dlio_readers.path_reader import check_names
 
 FEATURES: Final = "features"
@@ -29,7 +28,6 @@ FEATURES: Final = "features"
 _ALL: Final = "*"
 _VERSION: Final = 3
 _MAX_TEXT: Final = 4 << 30
-_STEP: Final = 1 << 24
 _MAX_HEADER: Final = 1 << 24
 _MAX_CELL: Final = (1 << 31) - 1
 _MOST_KEPT: Final = 1 << 13
@@ -134,34 +132,15 @@ def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -
 
 
 def _part(file: File, separator: str | None) -> _TableFile:
-    if separator is None and own_name(file.name).endswith((".tsv", ".tsv.gz")):
+    if separator is None and ".tsv" in own_name(file.name)[-8:]:
         separator = "\t"
-    if own_name(file.name).endswith(".gz"):
-        file = InMemoryFile(file, memoryview(_unzipped(file)))
+    if own_name(file.name).endswith(COMPRESSED):
+        file = in_memory(file)
     kind = "table" if separator is None else f"table{ord(separator)}"
     index = cached_index(kind, _VERSION, [file], lambda: _table_index(file, separator))
     head = json.loads(index["head"].tobytes())
     facts = tuple(_TextColumnFacts(*row) for row in head["columns"])
     return _TableFile(file, index, head["separator"], facts)
-
-
-def _unzipped(file: File) -> bytes:
-    """Decompress a table, members of gzip one after another. Raises SourceError."""
-    data, parts, done = file.read(), [], 0
-    try:
-        while data:
-            unpacker = zlib.decompressobj(47)
-            while data and not unpacker.eof:
-                parts.append(unpacker.decompress(data, _STEP))
-                data = unpacker.unconsumed_tail
-                done += len(parts[-1])
-                check_claim(done, file.size, file.name)
-            if not unpacker.eof:
-                raise SourceError(f"{file.name} is cut off: restore it")
-            data = unpacker.unused_data.lstrip(b"\0")
-    except zlib.error as error:
-        raise SourceError(f"{file.name} is damaged, or not of gzip: {error}; restore it") from error
-    return b"".join(parts)
 
 
 def _feature_names(

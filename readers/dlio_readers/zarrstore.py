@@ -21,7 +21,7 @@ from zarr.storage import FsspecStore, LocalStore
 from dlio.data.requests import request
 from dlio.data.source import ReadErrors, Source
 from dlio.errors import SourceError
-from dlio.util.decompression_limits import exceeds
+from dlio.util.decompression_limits import exceeds, is_cut_off
 from dlio.util.limits import open_regular
 
 _MAX_METADATA: Final = 64 << 20
@@ -52,6 +52,8 @@ class _ArrayLimits:
         """Check stored bytes before a codec decompresses them. Raises SourceError."""
         for prefix, _, most, codec in self._arrays:
             if key.startswith(prefix):
+                if is_cut_off(codec, data):
+                    raise SourceError(f"{key} is cut off after {len(data)} bytes: restore it")
                 if exceeds(codec, data, most):
                     raise SourceError(
                         f"{key} becomes more than the bytes of a chunk when it is decompressed, "

@@ -34,7 +34,7 @@ from dlio.comm import Communicator, world
 from dlio.data.agreement import check_same_data
 from dlio.data.reader import open_reader
 from dlio.data.schema import Buffer, Schema
-from dlio.errors import CorruptBlock, DecodeError, DlioError, SourceError, TierFull, UsageError
+from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
 from dlio.storage.block import NO_ROOM, check_block
 from dlio.storage.shard_file import read_footer
 from dlio.util.arguments import path_in
@@ -65,6 +65,7 @@ from dlio.util.user_folders import make_folders, open_folder, parent_of
 from dlio.util.whole_files import take_lock, write_whole_at
 from dlio_staging.pack_plan import VERSION, PackOptions, PackPlan
 from dlio_staging.pack_writers import WRITERS, ShardRequest, file_name
+from dlio_staging.sample_check import SampleCheck
 
 # Worker processes that share nothing but pipes
 #
@@ -250,13 +251,11 @@ def _undecodable(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str
         return 0  # Those that were resized have been decoded, and encoded again.
     from dlio.image.decoder import check_image
 
-    count = 0
+    count, check = 0, SampleCheck(plan.schema, check_image)
     for payload, name in zip(payloads, names, strict=True):
-        values = plan.schema.split(payload)
         try:
-            for field in plan.images:
-                check_image(values[field], name)
-        except DecodeError:
+            check.check(payload, name)
+        except (SourceError, CorruptBlock):
             count += 1
     return count
 

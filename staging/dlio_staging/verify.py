@@ -1,22 +1,26 @@
 """`dlio verify`: read a data set or a tier once and report all damage."""
 
+import logging
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Final
 
 import numpy as np
 
-from dlio.data.schema import IMAGES
 from dlio.data.splits import FormatChoice, SplitChoice, reading_options
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierError, UsageError, printable
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.arguments import PathText, path_in
+from dlio.util.json_output import json_text
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.trusted_files import closing_descriptor, open_file
 from dlio.util.units import format_bytes
 from dlio.util.user_folders import open_folder
+from dlio_staging.sample_check import SampleCheck
 
 # Verification and healing of disk tiers, by the checksums and manifests of their folders
 
@@ -33,6 +37,8 @@ class FolderVerification:
     """One line for each damaged sample, or damaged or missing block of a tier."""
     warned: list[str] = field(default_factory=list)
     """One line for each picture that is damaged, and read as every other loader reads it."""
+    notices: list[str] = field(default_factory=list)
+    """Warnings about the data set itself, such as about samples that it leaves out."""
     healed: int = 0
     """Damaged blocks of a tier that were fetched again."""
 
@@ -198,7 +204,8 @@ def verify(
     """Check a data set, or the blocks of a tier, byte by byte.
 
     In shards and tiers every checksum is compared; a tier with a manifest is searched for missing
-    and outdated blocks, too. All images are decoded. Damage does not end the check.
+    and outdated blocks, too. All images, masks and texts are decoded, as loaders do. Damage does
+    not end the check.
 
     Args:
         heal: fetch damaged or missing blocks of a tier from the source again.
@@ -239,6 +246,7 @@ class VerifyOptions:
             default_text="where it was staged from",
         ),
     ] = None
+    as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
 
 
 def command(options: VerifyOptions) -> None:
@@ -252,14 +260,12 @@ def command(options: VerifyOptions) -> None:
         source=options.source,
         **reading_options(options.split, options.format),
     )
-    for line in checked.damaged[:_MOST_SHOWN]:
-        print_line(f"damaged: {printable(line)}")
-    if len(checked.damaged) > _MOST_SHOWN:
-        print_line(f"damaged: ... and {len(checked.damaged) - _MOST_SHOWN} more")
-    for line in checked.warned[:_MOST_SHOWN]:
-        print_line(f"read with a warning: {printable(line)}")
-    if len(checked.warned) > _MOST_SHOWN:
-        print_line(f"read with a warning: ... and {len(checked.warned) - _MOST_SHOWN} more")
+    if options.as_json:
+        print(json_text({"path": options.path, **asdict(checked)}, indent=2))
+    else:
+        _print_lines("warning", checked.notices)
+        _print_lines("damaged", checked.damaged)
+        _print_lines("read with a warning", checked.warned)
     summary = f"{options.path}: {checked.samples:,} samples, {format_bytes(checked.bytes)} checked"
     left = len(checked.damaged) - checked.healed
     if left > 0:
@@ -268,35 +274,68 @@ def command(options: VerifyOptions) -> None:
             f"{summary}, {left} damaged{which}: restore or remove {'it' if left == 1 else 'them'}; "
             "in a tier, --heal fetches damaged blocks again"
         )
+    if options.as_json:
+        return
     healed = f"{checked.healed} blocks fetched again from the source, " if checked.healed else ""
-    sound = f"{len(checked.warned)} read with a warning" if checked.warned else "all sound"
-    print_line(f"{summary}, {healed}{sound}")
+    counts = {"read with a warning": checked.warned, "warning(s) about the whole": checked.notices}
+    remarks = [f"{len(lines)} {kind}" for kind, lines in counts.items() if lines]
+    print_line(f"{summary}, {healed}{', '.join(remarks) or 'all sound'}")
+
+
+def _print_lines(kind: str, lines: list[str]) -> None:
+    for line in lines[:_MOST_SHOWN]:
+        print_line(f"{kind}: {printable(line)}")
+    if len(lines) > _MOST_SHOWN:
+        print_line(f"{kind}: ... and {len(lines) - _MOST_SHOWN} more")
 
 
 def _verify_data(path: str, options: dict[str, object]) -> FolderVerification:
-    """Read every sample of a data set and decode its images."""
+    """Read every sample of a data set and decode it."""
+    checked = FolderVerification()
+    with _noting(checked.notices):
+        _verify_samples(path, checked, options)
+    return checked
+
+
+def _verify_samples(path: str, checked: FolderVerification, options: dict[str, object]) -> None:
     from dlio.data.reader import open_reader
+    from dlio.data.reader_contract import SampleName
+    from dlio.image import image_warnings
     from dlio.image.decoder import decode_whole
-    from dlio.image.image_warnings import WARNINGS
 
     reader = open_reader(path, follow_links=None, trust=None, **options)
-    images = [name for name, kind in reader.schema.fields if kind in IMAGES]
-    checked = FolderVerification()
+    check = SampleCheck(reader.schema, decode_whole)
     for block in range(reader.layout.blocks):
         samples = reader.layout.samples_of(block)
         for sample in samples:
+            name = SampleName(reader, int(sample))
             try:
                 payload = reader.read(np.array([sample], np.int64))[0]
-                values = reader.schema.split(payload)
-                name = reader.name(int(sample))
-                for image in images:
-                    decode_whole(values[image], name)
+                check.check(payload, name)
             except (CorruptBlock, SourceError) as error:
                 checked.damaged.append(str(error))
                 continue
-            if (reason := WARNINGS.of(name)) is not None:
+            if (reason := image_warnings.WARNINGS.of(name)) is not None:
                 checked.warned.append(f"{name}: {reason}")
             checked.samples += 1
             checked.bytes += len(payload)
     reader.close()
-    return checked
+
+
+@contextmanager
+def _noting(lines: list[str]) -> Iterator[None]:
+    """Add to `lines` the warnings that are logged in the block, each once; but those about
+    pictures, which are counted."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            line = record.getMessage()
+            if record.module != "image_warnings" and line not in lines:
+                lines.append(line)
+
+    handler, log = Notes(logging.WARNING), logging.getLogger("dlio")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)

@@ -2,10 +2,13 @@
 or the command; and a picture that Pillow reads with a warning is read."""
 
 import io
+import json
 import logging
+import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from dlio.image.crop import Crop
 from dlio.image.decoder import Decoder, check_image, decode_all, decode_whole
 from dlio.image.image_warnings import WARNINGS, ImageWarnings
 from dlio_staging.pack_folder import pack, summary
-from dlio_staging.verify import verify
+from dlio_staging.verify import VerifyOptions, command, verify
 from tests.image.jpegs import KINDS, drawn
 
 _STRAY = (0xDA, 0xC4, 0xD9, 0xD8, 0xD3, 0xDB, 0xE0, 0xFE, 0xC0, 0x01)
@@ -183,3 +186,134 @@ def test_a_damaged_crop_has_the_pixels_of_the_damaged_whole() -> None:
         if crops.factor(box) == 1:
             decoder._resize(whole, box, again)
             assert np.array_equal(out, again)
+
+
+# Inputs of several kinds, and all commands
+
+
+def _picture(form: str = "PNG", **options: Any) -> bytes:
+    memory = io.BytesIO()
+    frame = Image.new("RGB", (24, 20), (200, 30, 30))
+    if options.pop("frames", 1) > 1:
+        options |= {"save_all": True, "append_images": [Image.new("RGB", (24, 20))]}
+    frame.save(memory, form, **options)
+    return memory.getvalue()
+
+
+def _floats() -> bytes:
+    memory = io.BytesIO()
+    Image.fromarray(np.linspace(0, 1, 480, dtype=np.float32).reshape(20, 24)).save(memory, "TIFF")
+    return memory.getvalue()
+
+
+VERDICTS = {
+    "sound.png": (_picture(), "sound"),
+    "floats.tif": (_floats(), "warned"),
+    "animated.webp": (_picture("WEBP", frames=2, lossless=True), "warned"),
+    "animated.jpg": (_picture("GIF", frames=2), "warned"),
+    "still.jpg": (_picture("GIF"), "sound"),
+    "pages.tiff": (_picture("TIFF", frames=2), "warned"),
+    "page.tiff": (_picture("TIFF"), "sound"),
+    "surplus.jpg": (_photo()[:-2] + bytes(range(1, 129)) * 2 + b"\xff\xd9", "warned"),
+    "cut.jpg": (_photo()[:3000], "refused"),
+    "cut.png": (_picture()[:60], "refused"),
+    "avif.jpg": (b"\0\0\0\x20ftypavif" + bytes(40), "refused"),
+    "text.png": (b"<!DOCTYPE html><html></html>", "refused"),
+}
+"""Files and their verdicts: sound, warned (read with a warning), refused."""
+
+
+@pytest.mark.parametrize("name", sorted(VERDICTS))
+def test_a_verdict_is_the_same_for_all_commands(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    data, verdict = VERDICTS[name]
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    for k in range(3):
+        (tmp_path / "data" / "a" / f"{k}.png").write_bytes(_picture())
+    (tmp_path / "data" / "a" / f"x{name}").write_bytes(data)
+    refused, warned = int(verdict == "refused"), int(verdict == "warned")
+    packing = pack(str(tmp_path / "data"), str(tmp_path / "packed"))
+    assert packing.undecodable == refused
+    for path in (tmp_path / "data", tmp_path / "packed"):
+        checked = verify(str(path))
+        assert (len(checked.damaged), len(checked.warned)) == (refused, warned)
+        for tiers in ("none", "ram:64MiB:decoded"):
+            with (
+                dlio.open(str(path), tiers=tiers, image_size=16, on_error="skip") as opened,
+                dlio.DataLoader(opened, 2, True) as loader,
+            ):
+                for epoch in range(3):
+                    loader.set_epoch(epoch)
+                    assert sum(len(images) for images, _ in loader) == 4 - refused
+                    stats = loader.stats()
+                    # A crop need not show the warning of a JPEG, which `verify` has found here.
+                    assert (len(stats["skipped"]), len(stats["warned"])) == (refused, warned)
+
+
+def test_verify_checks_masks_and_texts_as_the_loader_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    for folder in ("images", "masks"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+    masks = {
+        "0": Image.new("L", (24, 20), 3),
+        "1": Image.fromarray(np.arange(1440, dtype=np.uint32).astype(np.uint8).reshape(20, 24, 3)),
+        "2": Image.new("L", (20, 20), 3),
+    }
+    for name, mask in masks.items():
+        (tmp_path / "data" / "images" / f"{name}.png").write_bytes(_picture())
+        mask.save(tmp_path / "data" / "masks" / f"{name}.png")
+    checked = verify(str(tmp_path / "data"))
+    assert len(checked.damaged) == 2
+    assert "is in colour" in checked.damaged[0] + checked.damaged[1]
+    assert "make them agree" in checked.damaged[0] + checked.damaged[1]
+    assert pack(str(tmp_path / "data"), str(tmp_path / "packed")).undecodable == 2
+    with (
+        dlio.open(str(tmp_path / "data"), image_size=8, tiers="none", on_error="skip") as data,
+        dlio.DataLoader(data, 3) as loader,
+    ):
+        assert sum(len(images) for images, _ in loader) == 1
+        assert len(loader.stats()["skipped"]) == 2
+
+
+def test_verify_says_what_a_data_set_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for name in [*(f"{k}.txt" for k in range(6)), "5.json"]:
+            info = tarfile.TarInfo(name)
+            info.size = 2
+            archive.addfile(info, io.BytesIO(b"{}"))
+    for _ in range(2):  # Also when the index comes from the cache.
+        assert len(verify(str(path)).notices) == 1
+    command(VerifyOptions(str(path)))
+    shown = capsys.readouterr().out
+    assert "warning: " in shown
+    assert "has json in 1 of its 6 samples" in shown
+    assert "1 warning(s) about the whole" in shown
+    assert "all sound" not in shown
+    command(VerifyOptions(str(path), as_json=True))
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["samples"], len(printed["notices"]), printed["damaged"]) == (6, 1, [])
+
+
+def test_pictures_of_one_name_have_warnings_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    counts = []
+    for split, name in (("one", "animated.jpg"), ("two", "still.jpg")):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "0.jpg").write_bytes(VERDICTS[name][0])
+        with (
+            dlio.open(str(tmp_path / split), image_size=16, tiers="none") as data,
+            dlio.DataLoader(data, 1) as loader,
+        ):
+            list(loader)
+            counts.append(loader.stats()["warned"])
+    assert counts == [["a/0.jpg"], []]

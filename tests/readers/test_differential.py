@@ -4,6 +4,8 @@ A file with a feature that samples cannot have is refused in one line, which cal
 damaged.
 """
 
+import io
+import json
 import math
 import shutil
 import string
@@ -19,9 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zarr
+from PIL import Image
 
 from dlio.data.reader import open_reader
 from dlio.errors import DlioError
+from tests.readers.mds_rows import mds_rows
 
 DAILY, NIGHTLY = 3, 200
 Values = dict[str, list[Any]]
@@ -33,6 +37,8 @@ Draw = Callable[[np.random.Generator, Path], Drawn]
 
 def _same(ours: Any, theirs: Any) -> bool:
     ours, theirs = (bytes(x) if isinstance(x, memoryview) else x for x in (ours, theirs))
+    if isinstance(ours, bytes) and isinstance(theirs, np.ndarray):
+        ours = np.asarray(Image.open(io.BytesIO(ours)))
     if isinstance(theirs, float | list | np.ndarray | np.number | np.bool_ | int | bool):
         left, right = np.asarray(ours), np.asarray(theirs)
         if left.size == right.size == 0:
@@ -320,33 +326,102 @@ def zarr_store(rng: np.random.Generator, folder: Path) -> Drawn:
 # Streaming
 
 
+_MDS_COLUMNS = {
+    "int": lambda rng, k: k,
+    "str": lambda rng, k: "aß語" * (k % 3),
+    "bytes": lambda rng, k: rng.bytes(k % 9),
+    "json": lambda rng, k: {"k": [k, None]},
+    "png": lambda rng, k: Image.fromarray(rng.integers(0, 256, (5, 7, 3), np.uint8)),
+    "jpeg": lambda rng, k: Image.fromarray(rng.integers(0, 256, (5, 7, 3), np.uint8)),
+    "float16": lambda rng, k: np.float16(k / 3),
+    "float32": lambda rng, k: np.float32(k / 3),
+    "uint8": lambda rng, k: np.uint8(k),
+    "int16": lambda rng, k: np.int16(-k),
+    "uint64": lambda rng, k: np.uint64(2**63 + k),
+    "str_int": lambda rng, k: k * 10**30,
+    "str_float": lambda rng, k: k / 3,
+    "ndarray": lambda rng, k: _numbers(rng, "int64", (k % 3 + 1, 2)),
+    "ndarray:float16:2,3": lambda rng, k: _numbers(rng, "float16", (2, 3)),
+    "ndarray:uint8:300": lambda rng, k: _numbers(rng, "uint8", (300,)),
+}
+_REFUSED_COLUMNS = {
+    "pil": lambda rng, k: Image.new("RGB", (2, 2)),
+    "pkl": lambda rng, k: {k: k},
+    "ndarray:": lambda rng, k: np.zeros((2,) * (k % 2 + 1), np.float32),
+}
+
+
+def _stored(encoding: str, value: Any) -> Any:
+    """Return a value of Streaming's as dlio gives it."""
+    if isinstance(value, Image.Image):
+        return np.asarray(value)
+    if encoding in ("json", "str_int", "str_float"):
+        return json.dumps(value) if encoding == "json" else str(value)
+    return value
+
+
 def mds(rng: np.random.Generator, folder: Path) -> Drawn:
     streaming = pytest.importorskip("streaming")
-    count = _count(rng)
-    columns = {"y": "int", "t": "str", "a": "ndarray:float32", "b": "bytes"}
-    rows = [
-        {
-            "y": int(rng.integers(100)),
-            "t": word,
-            "a": _numbers(rng, "float32", (int(rng.integers(0, 4)), 2)),
-            "b": rng.bytes(int(rng.integers(0, 9))),
-        }
-        for word in _words(rng, count)
-    ]
-    packed = [None, "gz", "zstd"][int(rng.integers(3))]
-    parts = int(rng.integers(1, 3))
+    count, odd = _count(rng) + 2, bool(rng.random() < 0.15)
+    chosen = rng.choice(sorted(_MDS_COLUMNS), rng.integers(1, 5), replace=False).tolist()
+    makers: dict[str, Any] = {each: _MDS_COLUMNS[each] for each in chosen}
+    if odd:
+        name = str(rng.choice(sorted(_REFUSED_COLUMNS)))
+        makers[name] = _REFUSED_COLUMNS[name]
+    names = {f"c{k}": encoding for k, encoding in enumerate(makers)}
+    rows = [{n: makers[encoding](rng, k) for n, encoding in names.items()} for k in range(count)]
+    columns = {name: encoding.rstrip(":") for name, encoding in names.items()}
+    kinds = [None, "gz", "gz:9", "zstd", "zstd:7", "br", "br:3", "snappy", "bz2"]
+    packed, parts = kinds[int(rng.integers(len(kinds)))], int(rng.integers(1, 4))
+    hashes = [None, ["sha1", "xxh64"]][int(rng.integers(2))]
     for part in range(parts):
         out = str(folder / f"part.{part}") if parts > 1 else str(folder)
-        with streaming.MDSWriter(out=out, columns=columns, compression=packed) as writer:
+        with streaming.MDSWriter(
+            out=out,
+            columns=columns,
+            compression=packed,
+            hashes=hashes,
+            size_limit=int(rng.choice([2000, 1 << 20])),
+        ) as writer:
             for row in rows[part::parts]:
                 writer.write(row)
     if parts > 1:
         streaming.base.util.merge_index(str(folder), keep_local=True)
-    data = streaming.StreamingDataset(local=str(folder), batch_size=1)
-    return str(folder), {name: [data[k][name] for k in range(count)] for name in columns}, False
+    if odd:
+        return str(folder), {}, True
+    read = mds_rows(str(folder))
+    values = {
+        name: [_stored(encoding, row[name]) for row in read] for name, encoding in columns.items()
+    }
+    return str(folder), values, False
 
 
-FORMATS: tuple[Draw, ...] = (parquet, arrow, polars, numpy, hdf5, zarr_store, mds)
+# Scans
+
+
+def nifti(rng: np.random.Generator, folder: Path) -> Drawn:
+    nibabel = pytest.importorskip("nibabel")
+    shape = tuple(rng.integers(1, 7, rng.integers(3, 5)).tolist())
+    dtype = str(rng.choice(["<i2", ">i2", "|u1", "<f4", ">f4", "<f8", "<u2", "<i4"]))
+    kind: Any = [nibabel.Nifti1Image, nibabel.Nifti2Image][int(rng.integers(2))]
+    header = kind.header_class(endianness=dtype[0].replace("|", "<"))
+    header.set_data_dtype(dtype)
+    header.set_data_shape(shape)
+    if scaled := bool(rng.integers(2)):
+        header.set_slope_inter(float(rng.choice([0.5, 2.0])), float(rng.choice([0.0, -3.0])))
+    image = kind(_numbers(rng, "float64", shape), np.eye(4), header)
+    if scaled:
+        image.header.set_slope_inter(*header.get_slope_inter())
+    path = folder / str(rng.choice(["a.nii", "a.nii.gz"]))
+    nibabel.save(image, path)
+    proxy = nibabel.load(path).dataobj
+    data = np.asarray(proxy)
+    # Scaled values are float32 here, float64 there.
+    is_plain = (proxy.slope, proxy.inter) == (1.0, 0.0)
+    return str(path), {"image": [data if is_plain else data.astype(np.float32)]}, False
+
+
+FORMATS: tuple[Draw, ...] = (parquet, arrow, polars, numpy, hdf5, zarr_store, mds, nifti)
 
 
 def _cases() -> Iterator[Any]:

@@ -36,6 +36,7 @@ import numpy.typing as npt
 from dlio.comm.funnel import wait_serving
 from dlio.data.schema import Buffer
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
+from dlio.image.image_warnings import WARNINGS
 from dlio.loader.batch_stream import BatchResult, BatchStream
 from dlio.loader.contract import BatchData
 from dlio.loader.passes import PassCounters
@@ -220,6 +221,8 @@ class Pipeline:
             for slot in sorted(batch.failed):
                 self._context.counters.skipped.append(name(int(samples[slot])))
             samples = samples[list(_intact(batch))]
+        warned = WARNINGS.among(self._hierarchy.reader, samples)
+        self._context.counters.warned += map(name, warned)
         made, batch.data = batch.data, None
         return BatchResult(made, len(samples), samples, epoch=self._context.epoch)
 

@@ -1,0 +1,212 @@
+"""Files that a reader leaves out, or takes in one of two ways, are said once, with their count."""
+
+import bz2
+import contextlib
+import gzip
+import io
+import logging
+import lzma
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zarr
+from PIL import Image
+
+from dlio.data.reader import open_reader
+from dlio.errors import SourceError, UsageError
+from dlio.image.decoder import decode_whole
+from tests.readers.test_tar_members import rows
+
+
+def _open(path: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[int, list[str]]:
+    """Return the samples of a data set, and the warnings of reading them all."""
+    caplog.clear()
+    caplog.set_level(logging.WARNING, "dlio")
+    with contextlib.closing(open_reader(str(path), **options)) as reader:
+        reader.read(np.arange(len(reader)))
+        return len(reader), [record.getMessage() for record in caplog.records]
+
+
+def _pictures(folder: Path, names: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        kind = "GIF" if name.endswith(".gif") else "PNG"
+        Image.new("L", (8, 6), 5).save(folder / name, kind)
+
+
+@pytest.mark.parametrize("kind", ["classes", "flat", "masks", "table", "yolo"])
+def test_pictures_with_other_suffixes_are_counted(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    names = ["0.png", "1.PNG", "2.gif", "3.gif"]
+    folders = {
+        "classes": ["a", "b"],
+        "flat": [""],
+        "table": ["images"],
+        "masks": ["images", "masks"],
+        "yolo": ["images"],
+    }
+    for folder in folders[kind]:
+        _pictures(data / folder, names)
+    if kind == "table":
+        (data / "labels.csv").write_text("file,label\nimages/0.png,a\nimages/1.PNG,b\n")
+    if kind == "yolo":
+        (data / "labels").mkdir()
+        for k in range(4):
+            (data / "labels" / f"{k}.txt").write_text("0 0.5 0.5 0.2 0.2\n")
+    lost = 2 * len(folders[kind])
+    for _ in range(2):  # Also when the listing comes from the cache.
+        count, logged = _open(data, caplog)
+        assert count == (4 if kind == "classes" else 2)
+        assert (
+            sum(f"has {lost} picture(s) that are left out, such as" in each for each in logged) == 1
+        )
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["coco", "masks"])
+def test_annotations_of_turned_photos_are_told(
+    kind: str, turn: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exif = Image.Exif()
+    exif[274] = turn
+    (tmp_path / "images").mkdir()
+    for k in range(2):
+        Image.new("RGB", (10, 8)).save(tmp_path / "images" / f"{k}.jpg", exif=exif.tobytes())
+    path = tmp_path
+    if kind == "masks":
+        _pictures(tmp_path / "masks", ["0.png", "1.png"])
+    else:
+        path = tmp_path / "a.json"
+        images = [{"id": k, "file_name": f"{k}.jpg", "width": 10, "height": 8} for k in range(2)]
+        box = {"id": 1, "image_id": 0, "category_id": 1, "bbox": [1, 1, 2, 2], "iscrowd": 0}
+        path.write_text(
+            f'{{"images": {images}, "annotations": [{box}], '
+            '"categories": [{"id": 1, "name": "a"}]}'.replace("'", '"')
+        )
+    _, logged = _open(path, caplog)
+    said = [each for each in logged if "is turned by EXIF: dlio returns the stored pixels" in each]
+    assert len(said) == (turn > 1)
+
+
+# Compressed as a whole
+
+PACK: dict[str, Any] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: pa.compress(data, "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_tars_and_tables_are_decompressed(
+    suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, packed = io.BytesIO(), PACK[suffix]
+    with tarfile.open(fileobj=memory, mode="w") as archive:
+        for k in range(4):
+            info = tarfile.TarInfo(f"{k}.bin")
+            info.size = 900 * k
+            archive.addfile(info, io.BytesIO(bytes([k]) * info.size))
+    tar = memory.getvalue()
+    table = b"a,label\n" + b"".join(b"%d,c%d\n" % (k, k % 2) for k in range(9))
+    for name, data in (("t.csv", table), ("x.tar", tar)):
+        half = len(data) // 2
+        path = tmp_path / (name + suffix)
+        path.write_bytes(packed(data[:half]) + packed(data[half:]))  # As pigz and bgzip write.
+        with contextlib.closing(open_reader(str(path))) as reader:
+            if name == "x.tar":
+                assert rows(reader, "bin") == [bytes([k]) * 900 * k for k in range(4)]
+            else:
+                assert (list(reader.classes), len(reader)) == (["c0", "c1"], 9)
+                assert reader.labels.tolist() == [k % 2 for k in range(9)]
+        if suffix != ".zst":
+            path.write_bytes(packed(data) + b"surplus")
+            _, logged = _open(path, caplog)
+            assert sum("its last 7 bytes are not of" in each for each in logged) == 1
+        path.write_bytes(packed(data)[:-9])
+        with pytest.raises(SourceError, match=r"cut off|damaged"):
+            open_reader(str(path))
+    (tmp_path / "y.tar").write_bytes(packed(tar))
+    with pytest.raises(SourceError, match=r"y\.tar is compressed by .*: give it a name that says"):
+        open_reader(str(tmp_path / "y.tar"))
+    (tmp_path / "x.tar").write_bytes(tar)
+    plain = tmp_path / ("plain.tar" + suffix)
+    plain.write_bytes(tar)  # Some are only named so.
+    assert len(open_reader(str(plain))) == 4
+    monkeypatch.setattr("dlio.util.limits.usable_memory", lambda: 0)
+    monkeypatch.setattr("dlio.util.limits._FREE_BYTES", 1000)
+    (tmp_path / ("z.tar" + suffix)).write_bytes(packed(tar))
+    with pytest.raises(SourceError, match="kept in memory: decompress them"):
+        open_reader(str(tmp_path / ("z.tar" + suffix)))
+
+
+# Columns
+
+
+def test_links_of_hdf5_are_told_and_single_values_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.arange(3)
+        file["y"] = h5py.SoftLink("/x")
+        file["z"] = h5py.ExternalLink("other.h5", "x")
+        file["scale"] = 2.5
+    count, logged = _open(tmp_path / "a.h5", caplog)
+    assert count == 3
+    assert [each.partition(": ")[2] for each in logged] == [
+        "2 link(s) are left out, such as y: name their targets to read them"
+    ]
+    root: Any = zarr.open_group(str(tmp_path / "a.zarr"), mode="w")
+    root.create_array("scale", data=np.float32(2.5))
+    root.create_array("x", data=np.arange(3))
+    for path in (f"{tmp_path}/a.h5::scale", f"{tmp_path}/a.zarr::scale"):
+        with pytest.raises(UsageError, match="scale is a single value: name arrays with a row"):
+            open_reader(path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_tensors_of_arrow_have_their_shape(suffix: str, tmp_path: Path) -> None:
+    data = np.arange(36, dtype=np.float32).reshape(3, 2, 3, 2)
+    column = pa.FixedShapeTensorArray.from_numpy_ndarray(data)
+    table, path = pa.table({"x": column}), str(tmp_path / f"a.{suffix}")
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    reader = open_reader(path)
+    values = [reader.schema.split(each)["x"] for each in reader.read(np.arange(3))]
+    assert np.array_equal(values, column.to_numpy_ndarray())
+
+
+def test_a_chunk_of_blosc_is_not_read_beyond_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.zarr"
+    root: Any = zarr.open_group(str(path), mode="w", zarr_format=2)
+    root.create_array("x", data=np.arange(8, dtype="i4"), chunks=(8,))
+    chunk = path / "x" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:-12])
+    reader = open_reader(str(path))
+    with pytest.raises(SourceError, match=r"x/0 is cut off after \d+ bytes: restore it"):
+        reader.read(np.arange(8))
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("form", ["AVIF", "JPEG2000", "ICO", "DDS"])
+def test_a_format_that_is_not_decoded_is_named(form: str) -> None:
+    memory = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(memory, form)
+    named = {"JPEG2000": "JPEG 2000"}.get(form, form)
+    with pytest.raises(SourceError, match=f"^x is {named}, which dlio does not decode: convert it"):
+        decode_whole(memory.getvalue(), "x")
