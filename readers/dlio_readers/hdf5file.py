@@ -390,7 +390,7 @@ class Hdf5File:
         look(root, "")
         if links:
             tell_once(
-                f"{self.file.name}: {len(links)} link(s) to groups, nothing or other files are left "
+                f"{self.file.name}: {len(links)} links to groups, nothing or other files are left "
                 f"out, such as {links[0]}: name their targets to read them"
             )
         return sets
