@@ -512,7 +512,7 @@ def choose(
             )
     chosen = list(names) or own
     for name in chosen:
-        if not shapes[name]:
+        if not shapes[name] and not (single and name == label):
             raise UsageError(f"{path}: {name} is a single value: name arrays with a row a sample")
     counts = {
         name: shapes[name + ENDS][0] if name + ENDS in shapes else (*shapes[name], 0)[0]

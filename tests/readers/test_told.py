@@ -164,7 +164,8 @@ def test_links_of_hdf5_are_told_and_single_values_named(
     count, logged = _open(tmp_path / "a.h5", caplog)
     assert count == 3
     assert [each.partition(": ")[2] for each in logged] == [
-        "2 link(s) are left out, such as y: name their targets to read them"
+        "1 links to groups, nothing or other files are left out, such as z: name their targets "
+        "to read them"
     ]
     root: Any = zarr.open_group(str(tmp_path / "a.zarr"), mode="w")
     root.create_array("scale", data=np.float32(2.5))
