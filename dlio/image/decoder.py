@@ -70,6 +70,7 @@ from dlio.image.jpeg import (
     with_kept_starts,
     without_markers,
 )
+from dlio.image.tiff_strips import strips_are_whole
 from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
 from dlio.util.forks import new_lock
@@ -606,6 +607,7 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     """Decode a TIFF to the pixels of Pillow: alpha is dropped, numbers beyond 8 bits that are
     signed or no whole numbers are limited to 0 to 255."""
     header = tiff_header(image, name)
+    check_strips(image, name, header)
     bits, kind = header.packed_bits(image), header.value(image, PHOTOMETRIC, RGB)
     if bits > 1:
         numbers = tiff_numbers(image, name, header)
@@ -651,6 +653,12 @@ def tiff_header(image: Buffer, name: object) -> TiffHeader:
     if 0 in header.size(image):
         raise damaged(name, "its TIFF header cannot be read")
     return header
+
+
+def check_strips(image: Buffer, name: object, header: TiffHeader) -> None:
+    """Raise DecodeError for a TIFF with damage that OpenCV would pass over."""
+    if not strips_are_whole(image, header):
+        raise damaged(name, "a strip of its compressed pixels is damaged")
 
 
 def tiff_numbers(image: Buffer, name: object, header: TiffHeader) -> npt.NDArray[np.uint8]:

@@ -72,12 +72,12 @@ class TiffHeader:
             entries.setdefault(tag, TiffEntry(letter, number, value))
         return cls(order, entries)
 
-    def values(self, image: Buffer, tag: int) -> list[int]:
-        """Return the first values of a tag; none if it or they are missing."""
+    def values(self, image: Buffer, tag: int, most: int = _MOST_VALUES) -> list[int]:
+        """Return the first values of a tag, at most `most`; none if it or they are missing."""
         entry = self.entries.get(tag)
         if entry is None:
             return []
-        layout = f"{self.order}{min(entry.number, _MOST_VALUES)}{entry.letter}"
+        layout = f"{self.order}{min(entry.number, most)}{entry.letter}"
         if entry.at + struct.calcsize(layout) > len(image):
             return []
         return list(struct.unpack_from(layout, image, entry.at))

@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
-from dlio.image.decoder import StoredPixels, image_size, opencv_pixels, tiff_header, tiff_numbers
+from dlio.image.decoder import (
+    StoredPixels,
+    check_strips,
+    image_size,
+    opencv_pixels,
+    tiff_header,
+    tiff_numbers,
+)
 from dlio.image.file_headers import (
     ALPHA,
     ASSOCIATED,
@@ -72,6 +79,7 @@ def _stored(image: Buffer, name: object) -> tuple[StoredPixels, int]:
     head, bits = bytes(image[:4]), 8
     if head in TIFF:
         header = tiff_header(image, name)
+        check_strips(image, name, header)
         kind, packed = header.value(image, PHOTOMETRIC, RGB), header.packed_bits(image)
         if packed > 1 or (packed and kind == PALETTE):
             numbers = tiff_numbers(image, name, header)
