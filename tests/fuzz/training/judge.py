@@ -30,8 +30,8 @@ _HALF: Final = 6e-2
 """The same with bfloat16 in the forward pass."""
 _DOUBLE: Final = 1e-9
 _EXCUSED: Final = 1.5
-"""The same where a notice says that weights differ, as a part of the larger norm of both:
-unrelated weights of one size are 1.4 apart."""
+"""The same where a notice says that weights differ, of all tensors together: unrelated weights of
+one size are 1.4 apart."""
 _CHAOS: Final = 3e-2
 """The same where rounding alone leads far: a larger one tells nothing."""
 _NEARLY: Final = 5e-2
@@ -337,15 +337,17 @@ def _weights(
         if not max(others) <= _RANKS and not statistics:
             wrong.append(_Difference("", f"ranks differ: {name} by {max(others):.1e}"))
             break
-    worst, farthest = "", 0.0
+    worst = ""
     for name in one:
         apart = _apart(every[0][name], one[name])
-        farthest = max(farthest, min(apart, _apart(one[name], every[0][name])))
         if not apart <= most:
             most, worst = apart, name
     if not most <= bound:
         # A notice explains a difference, but not any.
-        value = WEIGHTS if farthest <= _EXCUSED and is_said else ""
+        together = [
+            np.concatenate([each[name].ravel() for name in one]) for each in (every[0], one)
+        ]
+        value = WEIGHTS if _apart(*together) <= _EXCUSED and is_said else ""
         wrong.append(_Difference(value, f"not one process's: {worst} by {most:.1e}"))
     return most, wrong
 
