@@ -98,6 +98,7 @@ class StateTransfer(RecoveryPart[Report]):
         run.exchange.load_state(
             {name: each for name, each in exchanged.items() if OWED not in name}
         )
+        run.exchange.join()
         run.follow_place(head["place"])
         if self._ledger is not None:
             self._ledger.written = head["ledger"]

@@ -284,7 +284,7 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         return {
             **self._schedule.to_json(),
             "passes": [loader.prepare() for loader in self._loaders],
-            "history": history_to_json(self._schedule.committed),
+            "history": history_to_json(self._schedule.committed, self._schedule.open),
         }
 
     def follow_epoch(self, place: EpochWire) -> None:
@@ -294,8 +294,9 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         for loader, passes in zip(self._loaders, place["passes"], strict=True):
             loader.prepare(passes)
         # After `prepare`: the plans of spans need to know where the open tiers are.
-        self._schedule.committed = history_from_json(place["history"], self._loader)
-        self._schedule.open, self._earlier_stats = [], []
+        history = history_from_json(place["history"], self._loader)
+        self._schedule.committed, self._schedule.open = history
+        self._earlier_stats = []
 
     def close(self) -> None:
         """Take no part in later recoveries."""

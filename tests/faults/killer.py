@@ -1,0 +1,510 @@
+"""Jobs whose ranks are killed from outside, and a count of samples by the weights they leave.
+
+Nothing here asks dlio's own count but to compare it: who is killed is drawn here, and the samples
+of each step are read off the weights (`named_weights`), of all ranks that are left, of the file of
+`--save` and of the newest checkpoint.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.conftest import SOURCES
+from tests.faults.named_weights import STEP, STEPS, shades
+from tests.warm.pool import WarmPython
+
+SAMPLES: Final = 48
+HELD_OUT: Final = 12
+_POLL_S: Final = 0.005
+_APART: Final = ("gossip", "noloco", "asgd")
+"""Exchanges whose ranks have weights of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A SIGKILL to a rank so many seconds after it has finished a number of steps."""
+
+    rank: int
+    step: int
+    later_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A job and who is lost in it."""
+
+    exchange: str = "allreduce"
+    backend: str = "mpi"
+    ranks: int = 3
+    kills: tuple[Kill, ...] = ()
+    spares: int = 0
+    nodes: int = 1
+    accumulate: int = 1
+    epochs: int = 2
+    val: bool = False
+    checkpoint: bool = False
+    on_loss: str = "keep"
+    source_order: str = "sample"
+
+    @property
+    def name(self) -> str:
+        """The job in one line."""
+        beside = [f"{self.ranks} ranks"]
+        beside += [f"+{self.spares} spares"] if self.spares else []
+        beside += [f"{self.nodes} nodes"] if self.nodes > 1 else []
+        beside += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
+        beside += ["val"] if self.val else []
+        beside += ["checkpoint"] if self.checkpoint else []
+        beside += [self.on_loss] if self.on_loss != "keep" else []
+        kills = [f"{each.rank}@{each.step}+{each.later_s * 1000:.0f}ms" for each in self.kills]
+        return f"{self.exchange}/{self.backend} {', '.join(beside)}; kills {' '.join(kills)}"
+
+    @property
+    def alike(self) -> bool:
+        """True if all ranks have one model at the end of an epoch."""
+        return self.exchange.split("(")[0].split("+")[0] not in _APART
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What came of a job."""
+
+    case: Case
+    wrong: list[str] = field(default_factory=list)
+    """What is not as promised; nothing if all is well."""
+    killed: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    output: str = ""
+
+    def line(self) -> str:
+        """The verdict in one line of JSON."""
+        return json.dumps(
+            {
+                "case": asdict(self.case),
+                "name": self.case.name,
+                "killed": self.killed,
+                "seconds": round(self.seconds, 1),
+                "wrong": self.wrong,
+            }
+        )
+
+
+def draw_pictures(folder: Path) -> None:
+    """Make the training and the held-out data, whose pictures tell their number."""
+    from PIL import Image
+
+    for part, count in (("train", SAMPLES), ("val", HELD_OUT)):
+        for number in range(count):
+            own = folder / part / ("a" if number < count // 2 else "b")
+            own.mkdir(parents=True, exist_ok=True)
+            red, green = shades(number)
+            Image.new("RGB", (16, 16), (red, green, 0)).save(own / f"{number:03}.png")
+
+
+def run_case(
+    case: Case,
+    data: Path,
+    folder: Path,
+    deadline_s: float = 240.0,
+    sources: str = SOURCES,
+    pause_s: float = 0.03,
+) -> Verdict:
+    """Run a job, kill its ranks, and judge what it leaves in a new folder."""
+    folder.mkdir(parents=True)
+    began = time.monotonic()
+    verdict = Verdict(case)
+    options = ["--epochs", str(case.epochs), "--batch-size", "4", "--image-size", "32"]
+    options += ["--model", "tests.faults.named_weights:make", "--workers", "1", "--seed", "3"]
+    options += ["--callback", "tests.faults.named_weights:Witness", "--optimizer", "sgd"]
+    options += ["--momentum", "0", "--weight-decay", "0", "--lr", "1", "--lr-schedule", "constant"]
+    options += ["--fault-tolerance", "shrink", "-n", str(case.ranks), "--backend", case.backend]
+    options += ["--exchange", case.exchange, "--accumulate", str(case.accumulate)]
+    options += ["--trace", "trace.jsonl", "--report", "report.json", "--save", "saved.pt"]
+    options += ["--val", str(data / "val")] if case.val else []
+    options += ["--spares", str(case.spares)] if case.spares else []
+    options += ["--pretend-nodes", str(case.nodes)] if case.nodes > 1 else []
+    options += ["--on-loss", case.on_loss] if case.on_loss != "keep" else []
+    options += ["--checkpoint", "ckpt", "--checkpoint-every", "2"] if case.checkpoint else []
+    environment = {
+        **os.environ,
+        "PYTHONPATH": sources,
+        "DLIO_CACHE": str(folder / "cache"),
+        "DLIO_TIMEOUT": str(int(deadline_s * 0.6)),
+        "NAMED_FOLDER": str(folder),
+        "NAMED_SAMPLES": str(SAMPLES),
+        "NAMED_PAUSE_S": str(pause_s),
+        "OMP_NUM_THREADS": "1",
+    }
+    with (
+        open(folder / "output", "wb") as output,
+        subprocess.Popen(
+            [sys.executable, "-m", "dlio.cli", "train", str(data / "train"), *options],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as job,
+    ):
+        killer = _Killer(case, folder)
+        while job.poll() is None:
+            killer.look()
+            if time.monotonic() - began > deadline_s:
+                verdict.wrong.append(f"stands still: {_stacks(folder)}")
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
+                for pid in _processes(folder).values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                job.wait()
+            time.sleep(_POLL_S)
+    verdict.killed, verdict.seconds = killer.killed, time.monotonic() - began
+    verdict.output = (folder / "output").read_text(errors="replace")
+    if not verdict.wrong:
+        verdict.wrong = _judge(case, data, folder, job.returncode, verdict.output, killer.killed)
+    return verdict
+
+
+def _processes(folder: Path) -> dict[int, int]:
+    """Process of each rank that has begun."""
+    found = {}
+    for path in folder.glob("process-*"):
+        found[int(path.name.removeprefix("process-"))] = int(path.read_text())
+    return found
+
+
+def _stacks(folder: Path) -> str:
+    """Say what the ranks wait in, where py-spy is installed."""
+    said = []
+    for rank, pid in sorted(_processes(folder).items()):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(
+                ["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=20
+            )
+            (folder / f"stacks-{rank}").write_text(done.stdout)
+            said.append(f"rank {rank}: {done.stdout[-400:]}")
+    return " ".join(said) or "no stacks"
+
+
+class _Killer:
+    """Kills ranks when they have come to their steps."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self._left, self._folder = list(case.kills), folder
+        self._due: dict[Kill, float] = {}
+        self.killed: list[int] = []
+
+    def look(self) -> None:
+        """Kill those that are due."""
+        now = time.monotonic()
+        for kill in tuple(self._left):
+            if kill not in self._due and self._steps(kill.rank) >= kill.step:
+                self._due[kill] = now + kill.later_s
+            if kill in self._due and now >= self._due[kill]:
+                self._left.remove(kill)
+                with contextlib.suppress(ProcessLookupError, KeyError):
+                    os.kill(_processes(self._folder)[kill.rank], signal.SIGKILL)
+                    self.killed.append(kill.rank)
+
+    def _steps(self, rank: int) -> int:
+        """Finished steps of the job's life, as the rank counts them; -1 before it has begun."""
+        try:
+            with open(self._folder / f"steps-{rank}", "rb") as file:
+                file.seek(-STEP.size, os.SEEK_END)
+                return int(STEP.unpack(file.read(STEP.size))[0])
+        except (OSError, ValueError):
+            return 0 if (self._folder / f"process-{rank}").exists() else -1
+
+
+# The judgement
+
+
+Weights = npt.NDArray[np.float64]
+"""Shape (steps, samples)."""
+
+
+def _judge(case: Case, data: Path, folder: Path, code: int, output: str, killed: Sequence[int]) -> list[str]:
+    if code:
+        last = [line for line in output.splitlines() if line.strip()][-1:]
+        return [f"exit code {code}: {' '.join(last)[-300:]}"]
+    wrong = []
+    last = case.epochs - 1
+    copies = {
+        int(path.name.rsplit("-", 1)[1]): np.frombuffer(path.read_bytes()).reshape(STEPS, SAMPLES)
+        for path in folder.glob(f"weights-{last}-*")
+    }
+    living = {rank: weights for rank, weights in copies.items() if rank not in killed}
+    if not living:
+        return ["no rank that was not killed has come to the end"]
+    if case.alike and len({weights.tobytes() for weights in living.values()}) > 1:
+        wrong.append(f"ranks {sorted(living)} have different weights")
+    ledger = _ledger(folder)
+    rates = _rates(folder, living)
+    for place, weights in _every_copy(case, folder, living):
+        wrong += [f"{place}: {each}" for each in _compare(case, weights, ledger, rates)]
+    wrong += _held_out(folder, killed, case)
+    wrong += _checked(folder, data)
+    if case.checkpoint:
+        wrong += _checkpoint(case, folder, ledger, rates)
+    return list(dict.fromkeys(wrong))
+
+
+def _every_copy(
+    case: Case, folder: Path, living: Mapping[int, Weights]
+) -> list[tuple[str, Weights]]:
+    """The weights that say what was trained on: of all ranks where they are alike, else the mean
+    of those that are left, and the file that --save has written."""
+    import torch
+
+    state = torch.load(folder / "saved.pt")
+    saved = np.stack([state[f"rows.{k}"].double().numpy() for k in range(STEPS)])
+    if case.alike:
+        return [("saved", saved), *((f"rank {rank}", each) for rank, each in living.items())]
+    return [("saved", saved), ("mean of ranks", np.mean(list(living.values()), 0))]
+
+
+def _ledger(folder: Path) -> dict[int, dict[int, list[int]]]:
+    """Samples by epoch and optimizer step, as the trace says."""
+    by_epoch: dict[int, dict[int, list[int]]] = {}
+    for text in (folder / "trace.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        steps = by_epoch.setdefault(line["epoch"], {})
+        steps.setdefault(line["update"], []).extend(line["samples"])
+    return by_epoch
+
+
+def _rates(folder: Path, living: Mapping[int, Any]) -> dict[int, float]:
+    """Learning rate of each step, as the ranks saw it."""
+    rates: dict[int, float] = {}
+    for rank in living:
+        rates |= {
+            step - 1: rate for step, rate in STEP.iter_unpack(_bytes(folder / f"steps-{rank}"))
+        }
+    return rates
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _compare(
+    case: Case,
+    weights: Weights,
+    ledger: Mapping[int, Mapping[int, Sequence[int]]],
+    rates: Mapping[int, float],
+    until: int | None = None,
+) -> list[str]:
+    """Compare the samples that the weights name with the ledger, and with once in an epoch.
+    Only steps before `until` are compared with the ledger, and none with once in an epoch."""
+    wrong = []
+    moved = np.abs(weights)
+    named = {step: np.flatnonzero(row).tolist() for step, row in enumerate(moved) if row.any()}
+    whole = until is None
+    for epoch, steps in ledger.items():
+        total: Counter[int] = Counter()
+        for update, samples in steps.items():
+            if until is not None and update >= until:
+                continue
+            told = Counter(samples)
+            seen = Counter(named.pop(update, []))
+            total += seen
+            if seen != told:
+                less, more = sorted((told - seen).elements()), sorted((seen - told).elements())
+                wrong.append(
+                    f"step {update} of epoch {epoch}: ledger names {len(told)}, weights "
+                    f"{len(seen)}; not in the weights {less}, not in the ledger {more}"
+                )
+            wrong += _even(case, moved[update], update, rates)
+        if whole and total != Counter(range(SAMPLES)):
+            lost = sorted(set(range(SAMPLES)) - set(total))
+            twice = sorted(sample for sample, times in total.items() if times > 1)
+            wrong.append(f"epoch {epoch}: {lost} never, {twice} more than once in the weights")
+    if named and whole:
+        wrong.append(f"steps that the ledger does not have: {named}")
+    if whole and sorted(ledger) != list(range(case.epochs)):
+        wrong.append(f"the ledger has epochs {sorted(ledger)}")
+    return wrong
+
+
+def _even(
+    case: Case, row: npt.NDArray[np.float64], update: int, rates: Mapping[int, float]
+) -> list[str]:
+    """Find samples that count other than the others of their step, and a whole step that counts
+    other than once. Momentum of rounds and ranks of different weights change the amounts."""
+    amounts = row[row > 0]
+    if not case.alike or not len(amounts) or "diloco" in case.exchange:
+        return []
+    wrong = []
+    uneven = amounts.max() / amounts.min()
+    # Compressors round to a share of the largest entry of a group.
+    rough = 1.3 if "+" in case.exchange else 1.001
+    if uneven > rough:
+        wrong.append(f"step {update}: samples count {amounts.min():.4g} to {amounts.max():.4g}")
+    if update in rates and not case.exchange.startswith("local-sgd"):
+        share = amounts.sum() / rates[update]
+        if not 1 / rough < share < rough:
+            wrong.append(f"step {update}: the mean counts {share:.4f} times")
+    return wrong
+
+
+def _held_out(folder: Path, killed: Sequence[int], case: Case) -> list[str]:
+    """Survivors say one held-out loss in each epoch, the report's."""
+    wrong = []
+    report = json.loads((folder / "report.json").read_text())
+    for epoch in range(case.epochs):
+        said = {
+            path.read_text()
+            for path in folder.glob(f"held-out-{epoch}-*")
+            if int(path.name.rsplit("-", 1)[1]) not in killed
+        }
+        told = repr(report["epochs"][epoch]["metrics"].get("loss"))
+        if said and said != {told}:
+            wrong.append(f"held-out loss of epoch {epoch}: ranks {sorted(said)}, report {told}")
+    return wrong
+
+
+def _checked(folder: Path, data: Path) -> list[str]:
+    """`dlio ledger` finds the trace whole."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dlio.cli", "ledger", "trace.jsonl", str(data / "train")],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    return [f"dlio ledger: {(done.stdout + done.stderr)[-300:]}"] if done.returncode else []
+
+
+def _checkpoint(
+    case: Case,
+    folder: Path,
+    ledger: Mapping[int, Mapping[int, Sequence[int]]],
+    rates: Mapping[int, float],
+) -> list[str]:
+    """The newest checkpoint's weights name the samples of the steps before it."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    import torch
+
+    found = sorted((folder / "ckpt").glob("step-*"))
+    if not found:
+        return ["there is no checkpoint"]
+    dcp_to_torch_save(str(found[-1]), str(folder / "plain.pt"))
+    state = torch.load(folder / "plain.pt", weights_only=False)
+    named = {
+        int(match[1]): value.double().numpy()
+        for name, value in _flat(state)
+        if (match := re.search(r"(?:rank0|all)/model/rows\.(\d+)$", name))
+    }
+    until = int(found[-1].name.removeprefix("step-"))
+    if len(named) != STEPS:
+        return [f"the checkpoint has {len(named)} rows: {[n for n, _ in _flat(state)][:5]}"]
+    if not case.alike:
+        return []
+    weights = np.stack([named[k] for k in range(STEPS)])
+    return [f"checkpoint: {each}" for each in _compare(case, weights, ledger, rates, until)]
+
+
+def _flat(state: object, at: str = "") -> list[tuple[str, Any]]:
+    if isinstance(state, dict):
+        return [
+            each
+            for key, value in state.items()
+            for each in _flat(value, f"{at}/{key}" if at else str(key))
+        ]
+    return [(at, state)] if hasattr(state, "shape") else []
+
+
+# Drawing
+
+
+EXCHANGES: Final = (
+    "allreduce",
+    "allreduce+onebit",
+    "allreduce+int8",
+    "allreduce+bf16",
+    "allreduce+adaptive",
+    "tree",
+    "parameter-server",
+    "hierarchical",
+    "hierarchical+onebit",
+    "local-sgd(3)",
+    "local-sgd(3)+int8",
+    "diloco(3)",
+    "gossip",
+    "gossip+int8",
+    "noloco(2)",
+    "asgd",
+    "asgd+bf16",
+)
+
+
+def draw(seed: int) -> Case:
+    """Draw a job: the exchange, what goes beside it, and who is lost when."""
+    generator = random.Random(seed)
+    exchange = generator.choice(EXCHANGES)
+    backend = generator.choice(["mpi", "mpi", "torch"])
+    ranks = generator.choice([3, 3, 4])
+    spares = generator.choice([0, 0, 1, 2]) if backend == "mpi" else 0
+    accumulate = generator.choice([1, 1, 2])
+    epochs = 2
+    # Batches of 4 samples a rank.
+    in_epoch = -(-SAMPLES // (4 * ranks * accumulate))
+    kills = []
+    lost = generator.sample(range(ranks), generator.choice([1, 2, 2]))
+    first = generator.randrange(0, epochs * in_epoch)
+    for number, rank in enumerate(lost):
+        near = generator.random() < 0.5
+        step = first if near or not number else generator.randrange(0, epochs * in_epoch)
+        kills.append(Kill(rank, step, round(generator.uniform(0.0, 0.12), 3)))
+    return Case(
+        exchange=exchange,
+        backend=backend,
+        ranks=ranks,
+        kills=tuple(kills),
+        spares=spares,
+        nodes=2 if exchange.startswith("hierarchical") else generator.choice([1, 1, 1, 2]),
+        accumulate=accumulate,
+        epochs=epochs,
+        val=generator.random() < 0.6,
+        checkpoint=generator.random() < 0.4,
+        on_loss=generator.choice(["keep", "keep", "keep", "shrink"]),
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the jobs of some seeds, FIRST COUNT FOLDER, and append their verdicts to FOLDER."""
+    first, count, folder = int(argv[0]), int(argv[1]), Path(argv[2])
+    data = folder / "data"
+    if not data.exists():
+        draw_pictures(data)
+    warm = WarmPython()
+    sys.executable = warm.executable
+    warm.start()
+    warm.wait()
+    for seed in range(first, first + count):
+        verdict = run_case(draw(seed), data, folder / f"job-{seed}", sources=argv[3])
+        with open(folder / "verdicts.jsonl", "a") as file:
+            file.write(f"{json.dumps({'seed': seed})[:-1]}, {verdict.line()[1:]}\n")
+        print(seed, verdict.case.name, round(verdict.seconds), verdict.wrong or "ok", flush=True)
+    warm.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
