@@ -265,8 +265,8 @@ class MpiCommunicator(CommunicatorBase):
         with contextlib.suppress(PeerLost, MPI.Exception):
             made = _call(make)
         well = made is not None
-        # Of all ranks, those that have noticed a loss before make the next generation meanwhile, and
-        # meet the membership's agreement there; they would never come to one of MPI's.
+        # Ranks that noticed a loss before they came here make the next generation meanwhile. They
+        # meet the membership's agreement there, and would never come to one of MPI's.
         if self.colours:
             well = _call(lambda: agreed(self.raw, made is not None))
         else:

@@ -107,7 +107,7 @@ class Exchange:
         raise NotImplementedError
 
     def join(self) -> None:
-        """Begin without the steps of another rank, whose weights and state this one has just got."""
+        """Begin without the steps of another rank, whose weights and state this one has got."""
 
     def statistics(self) -> dict[str, float]:
         """Totals since the start: `wait_s` seconds spent waiting, `messages` and `bytes` sent."""

@@ -137,7 +137,7 @@ class LocalSgd(Exchange):
 
     @torch.no_grad()
     def join(self) -> None:
-        # The giver's own steps of the round are in its change alone: in two, they would count twice.
+        # The giver's own steps of the round are in its change alone: in two, they count twice.
         for bucket, common in zip(self._buckets, self._common, strict=True):
             bucket.flat.copy_(common)
             bucket.write()

@@ -238,10 +238,12 @@ Weights = npt.NDArray[np.float64]
 """Shape (steps, samples)."""
 
 
-def _judge(case: Case, data: Path, folder: Path, code: int, output: str, killed: Sequence[int]) -> list[str]:
+def _judge(
+    case: Case, data: Path, folder: Path, code: int, output: str, killed: Sequence[int]
+) -> list[str]:
     if code:
-        last = [line for line in output.splitlines() if line.strip()][-1:]
-        return [f"exit code {code}: {' '.join(last)[-300:]}"]
+        said = [line for line in output.splitlines() if line.strip()][-1:]
+        return [f"exit code {code}: {' '.join(said)[-300:]}"]
     wrong = []
     last = case.epochs - 1
     copies = {
@@ -398,9 +400,8 @@ def _checkpoint(
     rates: Mapping[int, float],
 ) -> list[str]:
     """The newest checkpoint's weights name the samples of the steps before it."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     found = sorted((folder / "ckpt").glob("step-*"))
     if not found:

@@ -82,7 +82,8 @@ class Names(nn.Module):
             scores = total * (1 + numbers)
             return torch.stack([scores, -scores], 1).float()
         step = self.run.updates if self.run is not None else 0
-        logits: torch.Tensor = _Named.apply(numbers, self.classes, step, *self.rows)
+        apply: Any = _Named.apply
+        logits: torch.Tensor = apply(numbers, self.classes, step, *self.rows)
         return logits
 
 

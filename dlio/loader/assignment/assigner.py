@@ -109,6 +109,11 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         return self._schedule.position
 
     @property
+    def made(self) -> int:
+        """Number of exchanges that this rank has taken part in since the job began."""
+        return self._groups.steps
+
+    @property
     def step(self) -> int:
         """Number of the batch that was issued last, within its epoch."""
         return self._schedule.step
@@ -296,7 +301,7 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         # After `prepare`: the plans of spans need to know where the open tiers are.
         history = history_from_json(place["history"], self._loader)
         self._schedule.committed, self._schedule.open = history
-        self._earlier_stats = []
+        self._earlier_stats, self.earlier = [], 0  # That of a checkpoint: this epoch has begun.
 
     def close(self) -> None:
         """Take no part in later recoveries."""

@@ -158,7 +158,8 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
 
     def report(self) -> CheckpointStanding:
         self.copied()  # Others may overwrite this rank's tensors next.
-        return CheckpointStanding(self._unfinished and self._unfinished.about, self.last)
+        pending = None if self._unfinished is None else self._unfinished.about
+        return CheckpointStanding(pending, self.last)
 
     def adopt(self, report: CheckpointStanding) -> None:
         self.last, self._unfinished = report.last, None
