@@ -73,5 +73,6 @@ class PeerSteps:
         heard = [max(steps) for steps in zip(*(each.heard for each in reports), strict=True)]
         for member, step in zip(self._members, heard, strict=True):
             if member not in living:
-                # Kept for later losses: the rank that has heard it may be lost, too.
-                self._recovery.last_counted[member] = self._heard[member] = step
+                # Anew at each loss: if the only rank that had taken in a step is lost, too, then no
+                # weights hold it any more, and its samples are requeued.
+                self._recovery.last_counted[member] = step

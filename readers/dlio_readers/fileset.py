@@ -6,7 +6,6 @@ For readers whose samples are files of their own.
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular, open_unchecked
+from dlio.util.parallel import each_of
 
 # Data sets of two folders side by side, with a file in the second for each picture in the first
 #
@@ -172,9 +172,9 @@ class FileSet:
                         rows[k] = entry.size, entry.modified_ns, entry.changed_ns
                 return gone
 
-            with ThreadPoolExecutor(_THREADS) as pool:
-                for gone in pool.map(look, range(0, len(names), _LOOKED_AT)):
-                    lost += gone
+            begins = range(0, len(names), _LOOKED_AT)
+            for gone in each_of(look, begins, _THREADS, source.path("")):
+                lost += gone
         else:
             listed = {}
             for folder in {name.rpartition("/")[0] for name in names}:
@@ -242,8 +242,7 @@ class FileSet:
 
         chosen = spread(len(self), _CHECKED)
         parts = [chosen[k : k + _LOOKED_AT] for k in range(0, len(chosen), _LOOKED_AT)]
-        with ThreadPoolExecutor(min(len(parts), _THREADS) or 1) as pool:
-            return all(pool.map(same, parts))
+        return all(each_of(same, parts, min(len(parts), _THREADS), self._source.path("")))
 
     def content_samples(self) -> list[str]:
         """Return hashes of parts of some of the local files. Raises SourceError."""
@@ -255,8 +254,7 @@ class FileSet:
             with ReadErrors(path):
                 return content_sample(path, 3)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return list(pool.map(sample, sampled_of(len(self))))
+        return each_of(sample, sampled_of(len(self)), _THREADS, self._source.path(""))
 
     def _read_local(self, path: str, size: int, head: bytes, changed_ns: int) -> memoryview | None:
         """Read a local file without extra copies; None if it has been replaced."""
@@ -364,8 +362,8 @@ class ListedReader:
 
     def _times_of(self, folders: Sequence[str]) -> list[int]:
         # In parallel, because each is a request to a remote file system.
-        with ThreadPoolExecutor(min(len(folders), _THREADS) or 1) as pool:
-            return list(pool.map(self._source.modified_ns, folders))
+        source = self._source
+        return each_of(source.modified_ns, folders, min(len(folders), _THREADS), source.path(""))
 
     def _listed(
         self, started: float, index: Arrays, head: dict[str, Any], *parts: Any

@@ -17,7 +17,6 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -36,6 +35,7 @@ from dlio.data.source import File, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
+from dlio.util.parallel import each_of
 from dlio_readers.path_reader import PathReader, lie_at
 
 # Random access into LZ4 frames of independent blocks
@@ -441,8 +441,7 @@ class TarReader(PathReader):
         def index(file: File) -> Arrays:
             return cached_index(kind, _VERSION, [file], lambda: _build(file, chosen))
 
-        with ThreadPoolExecutor(_SCAN_THREADS) as pool:
-            parts = list(pool.map(index, self._files))
+        parts = each_of(index, self._files, _SCAN_THREADS, self.path, may_be_long=True)
         heads = [json.loads(part["head"].tobytes()) for part in parts]
         for file, head in zip(self._files, heads, strict=True):
             for note in head["notes"]:
