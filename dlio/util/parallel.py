@@ -18,6 +18,8 @@ Task = Callable[[], "Iterable[Task]"]
 """A call that returns those that follow it."""
 T = TypeVar("T")
 R = TypeVar("R")
+_LONGER: Final = 12
+"""Times DLIO_TIMEOUT that calls may take which read a whole file."""
 _END_TIMEOUT_S: Final = 2.0
 """Time for calls under way to end after another one has failed."""
 
@@ -32,7 +34,8 @@ def each_of(
 ) -> list[R]:
     """Call `function` on each item in up to so many threads; return the results in order.
 
-    `what` names the source in errors. A call that `may_be_long` reads a whole file.
+    `what` names the source in errors. A call that `may_be_long` reads a whole file, and has twelve
+    times as long.
 
     Raises the first error, and SourceError when no call has ended for the time of DLIO_TIMEOUT.
     """
@@ -70,7 +73,7 @@ def follow(tasks: Sequence[Task], threads: int, what: str, *, may_be_long: bool 
             waiting.put(None)
 
     workers = Workers("dlio-ask", run, threads, wake=wake, stop_timeout_s=_END_TIMEOUT_S)
-    patience_s = None if may_be_long else settings().timeout_s
+    patience_s = settings().timeout_s * (_LONGER if may_be_long else 1)
     left = len(tasks)
     for task in tasks:
         waiting.put(task)
