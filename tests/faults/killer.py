@@ -198,7 +198,8 @@ def _processes(folder: Path) -> dict[int, int]:
     """Process of each rank that has begun."""
     found = {}
     for path in folder.glob("process-*"):
-        found[int(path.name.removeprefix("process-"))] = int(path.read_text())
+        if (text := path.read_text()).endswith("\n"):
+            found[int(path.name.removeprefix("process-"))] = int(text)
     return found
 
 
