@@ -69,7 +69,7 @@ def _check(case: Case, data: Path, folder: Path) -> int:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", _cells())
+@pytest.mark.parametrize("case", list(_cells()))
 def test_weights_hold_each_sample_once_whoever_is_lost_when_and_beside_what(
     case: Case, named_pictures: Path, tmp_path: Path
 ) -> None:
