@@ -108,8 +108,8 @@ class _IncomingMessage:
     """Length in bytes."""
     sent_ns: int
     """Time at which it was sent, by the sender's clock."""
-    told: npt.NDArray[np.int64]
-    """Steps of other ranks that the weights hold; see `PeerSteps.told`."""
+    carried: npt.NDArray[np.int64]
+    """Steps of other ranks that the weights hold; see `PeerSteps.carried`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
     def _listen_to_all(self) -> None:
         peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         self._peers = peers
-        length = _NOTICE_FACTS + len(self.peer_steps.told())
+        length = _NOTICE_FACTS + len(self.peer_steps.carried())
         self._notices = {peer: np.zeros(length, np.int64) for peer in peers}
         self._expected: dict[int, Request] = {}
         self._waiting: list[tuple[int, int, int, int, int, npt.NDArray[np.int64]]] = []
@@ -375,7 +375,7 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
             for each, was_merged in zip(messages, merged, strict=True):
                 if was_merged and self._recovery is not None:
                     self.peer_steps.note(self.peer_steps.members([each.peer]), each.step)
-                    self.peer_steps.take_in(each.told)
+                    self.peer_steps.take_in(each.carried)
         return bool(messages)
 
     def _collect(self) -> list[_IncomingMessage]:
@@ -386,23 +386,23 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
             if request.done() and (posted is None or posted.request.done()):
                 self._heard[peer] += 1
                 step, version, count, sent_ns = self._notices[peer][:_NOTICE_FACTS].tolist()
-                told = self._notices[peer][_NOTICE_FACTS:].copy()
+                carried = self._notices[peer][_NOTICE_FACTS:].copy()
                 if posted is None:
-                    self._waiting.append((peer, step, version, count, sent_ns, told))
+                    self._waiting.append((peer, step, version, count, sent_ns, carried))
                 else:
-                    about = peer, step, version, posted.memory, count, sent_ns, told
+                    about = peer, step, version, posted.memory, count, sent_ns, carried
                     whole.append(_IncomingMessage(posted.request, *about))
                 self._expected[peer] = self._listen(peer)
         arrived = whole + [each for each in self._arriving if each.request.done()]
         self._arriving = [each for each in self._arriving if each not in arrived]
         while self._waiting and self._spare and len(self._arriving) < _MAILBOX:
             notice, memory = self._waiting.pop(0), self._spare.pop(0)
-            peer, step, version, count, sent_ns, told = notice
+            peer, step, version, count, sent_ns, carried = notice
             if len(memory) < count:
                 memory = np.empty(count, np.uint8)
             request = self._comm.irecv(memory[:count], peer, _WEIGHTS)
             self._arriving.append(
-                _IncomingMessage(request, peer, step, version, memory, count, sent_ns, told)
+                _IncomingMessage(request, peer, step, version, memory, count, sent_ns, carried)
             )
         # The caller reads them before its next call, which may reuse their memory.
         self._spare += [each.memory for each in arrived]
@@ -499,7 +499,7 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
             used = self._codec.encode(values, np.zeros_like(values), memory)
         self._sent[peer] += 1
         facts = [self._made, self._version, used, time.time_ns()]
-        notice = np.array([*facts, *self.peer_steps.told()], np.int64)
+        notice = np.array([*facts, *self.peer_steps.carried()], np.int64)
         requests = [
             self._comm.isend(notice.view(np.uint8), peer, _NOTICE),
             self._comm.isend(memory[:used], peer, _WEIGHTS),

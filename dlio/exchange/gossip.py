@@ -47,7 +47,7 @@ from dlio.plan.order import Order
 
 REFRESH: Final = 64
 """Steps between two exchanges of whole weights, if only changes travel in between."""
-_TOLD_TAG: Final = 0
+_CARRIED_TAG: Final = 0
 _FIRST_TAG: Final = 1
 _ROTATIONS: Final = 64
 """Length of the cycle of permutations."""
@@ -84,13 +84,13 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
         context: ExchangeContext,
         onward: Callable[[int, Bucket], None] | None = None,
         peer_steps: PeerSteps | None = None,
-        onward_told: Callable[[], None] = lambda: None,
+        onward_carried: Callable[[], None] = lambda: None,
     ) -> None:
         self._context, self._comm, self._spec = context, context.comm, context.spec
         self._named, self._modules = named, list(modules)
         self._progress = ProgressThread(context.comm)
         self._placement = BufferPlacement(named, context, needs_host=onward is not None)
-        self._onward, self._onward_told = onward, onward_told
+        self._onward, self._onward_carried = onward, onward_carried
         self._make_pairs()
         self.step = 0
         """Steps at which this rank has sent, or had no partner."""
@@ -102,7 +102,7 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
         self.peer_steps = peer_steps or PeerSteps(context.recovery)
         self._sources: tuple[int, ...] = ()
         """Members whose steps are in the messages under way."""
-        self._ours = self._theirs = self.peer_steps.told()
+        self._ours = self._theirs = self.peer_steps.carried()
         """The steps of others that the weights under way hold, which travel next to them."""
         self._find_gossipers()
         if self._recovery is not None and onward is None:
@@ -289,13 +289,13 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
             self._progress.go()
         if to == comm.rank:
             self.merged = self.step
-            self._onward_told()
+            self._onward_carried()
         elif self._recovery is not None:
-            self._ours, self._theirs = self.peer_steps.told(), np.empty_like(self._ours)
+            self._ours, self._theirs = self.peer_steps.carried(), np.empty_like(self._ours)
             pair = self._pairs[numbers[0]]
             pair.requests += [
-                comm.irecv(self._theirs.view(np.uint8), source, _TOLD_TAG),
-                comm.isend(self._ours.view(np.uint8), to, _TOLD_TAG),
+                comm.irecv(self._theirs.view(np.uint8), source, _CARRIED_TAG),
+                comm.isend(self._ours.view(np.uint8), to, _CARRIED_TAG),
             ]
             self._traffic.sent(1, self._ours.nbytes)
 
@@ -343,7 +343,7 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
                 self._await(number)
             self.peer_steps.note(self._sources, self.step - self.peer_steps.begun)
             self.peer_steps.take_in(self._theirs)
-            self._onward_told()
+            self._onward_carried()
             self.merged = self.step
         except PeerLost as lost:
             self._recover(lost)

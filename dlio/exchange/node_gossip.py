@@ -33,7 +33,7 @@ from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.synchronous_sgd import SynchronousSgd
 from dlio.exchange.traffic import MessageTraffic
 
-_TOLD_TAG: Final = 0
+_CARRIED_TAG: Final = 0
 _FIRST_TAG: Final = 1
 
 
@@ -295,10 +295,12 @@ class _Forwarder:
 
     def tell(self) -> None:
         """Send the steps that the step's values hold, where ranks may be lost."""
-        told = self._peer_steps.told()
-        for peer in range(1, self._node.size) if len(told) else ():
-            self._sends.append((self._node.isend(told.view(np.uint8), peer, _TOLD_TAG), told))
-            self.traffic.sent(1, told.nbytes)
+        carried = self._peer_steps.carried()
+        for peer in range(1, self._node.size) if len(carried) else ():
+            self._sends.append(
+                (self._node.isend(carried.view(np.uint8), peer, _CARRIED_TAG), carried)
+            )
+            self.traffic.sent(1, carried.nbytes)
 
     def wait(self) -> None:
         """Return once the buckets may be overwritten."""
@@ -334,7 +336,7 @@ class _Follower:
         peer_steps: PeerSteps,
     ) -> None:
         self._recover, self._peer_steps = recover, peer_steps
-        self._told = peer_steps.told()
+        self._carried = peer_steps.carried()
         self._hearing: list[Request] = []
         """The receive of the steps that the expected values hold."""
         self._node, self._gradients, self._named = node, gradients, named
@@ -368,9 +370,9 @@ class _Follower:
         # Before the leader has merged anything: its messages then go straight to the buckets.
         for number, bucket in enumerate(self.buckets):
             self._receives[number] = self._node.irecv(bucket.bytes, 0, _FIRST_TAG + number)
-        if len(self._told):
-            self._told = np.empty_like(self._told)
-            self._hearing = [self._node.irecv(self._told.view(np.uint8), 0, _TOLD_TAG)]
+        if len(self._carried):
+            self._carried = np.empty_like(self._carried)
+            self._hearing = [self._node.irecv(self._carried.view(np.uint8), 0, _CARRIED_TAG)]
 
     def join_all(self) -> None:
         """Wait for all buckets and take them over."""
@@ -399,7 +401,7 @@ class _Follower:
                 if wanted and self._hearing:  # Of the last message, as all are awaited.
                     self._node.wait(self._hearing, "steps of this node's first rank")
                     self._hearing = []
-                    self._peer_steps.take_in(self._told)
+                    self._peer_steps.take_in(self._carried)
         except PeerLost:
             if self._recover is None:
                 raise
@@ -431,5 +433,5 @@ class _Follower:
                 leave(receive, self.buckets[number])
         for receive in self._hearing:
             if not receive.done() and not receive.cancel():
-                leave(receive, self._told)
+                leave(receive, self._carried)
         self._receives, self._hearing = {}, []

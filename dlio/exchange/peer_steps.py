@@ -22,8 +22,8 @@ class PeerSteps:
     """The last step of each member that this rank has taken in; nothing without a `recovery`.
 
     When a member is lost, its last step that any rank has taken in decides which of its samples
-    count; see `Recovery.last_counted`. What a rank has taken in, others take in with its weights:
-    so all weights travel with the steps that are in them (`told`, `take_in`).
+    count; see `Recovery.last_counted`. Others take in all of that with the rank's weights: so
+    weights travel with the steps that are in them (`carried`, `take_in`).
     """
 
     def __init__(self, recovery: Recovery | None) -> None:
@@ -49,17 +49,17 @@ class PeerSteps:
         for member in members:
             self._heard[member] = max(step, self._heard[member])
 
-    def told(self, made: int | None = None) -> npt.NDArray[np.int64]:
+    def carried(self, made: int | None = None) -> npt.NDArray[np.int64]:
         """Return the steps that this rank's weights hold, shape (members,); with its own ones, if
         the number of those that it has `made` is given."""
-        told = np.array(self.report(), np.int64)
+        carried = np.array(self.report(), np.int64)
         if made is not None and self._recovery is not None:
-            told[self._members.index(self._recovery.membership.me)] = made
-        return told
+            carried[self._members.index(self._recovery.membership.me)] = made
+        return carried
 
-    def take_in(self, told: npt.NDArray[np.int64] | Sequence[int]) -> None:
-        """Note that this rank has taken in weights that hold these steps; see `told`."""
-        for member, step in zip(self._members, np.asarray(told).tolist(), strict=True):
+    def take_in(self, carried: npt.NDArray[np.int64] | Sequence[int]) -> None:
+        """Note that this rank has taken in weights that hold these steps; see `carried`."""
+        for member, step in zip(self._members, np.asarray(carried).tolist(), strict=True):
             self.note([member], step)
 
     def report(self) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class StateTransfer(RecoveryPart[Report]):
             "place": self._run.tell_place(),
             "ledger": None if self._ledger is None else self._ledger.written,
             "number": self._recovery.number,
-            "heard": None if hearing is None else hearing.told(self._run.assigner.made).tolist(),
+            "heard": None if hearing is None else hearing.carried(self._run.assigner.made).tolist(),
             "last_counted": list(self._recovery.last_counted.items()),
             "losses": [asdict(loss) for loss in self._recovery.losses],
             "changes": [asdict(change) for change in self._recovery.changes],

@@ -28,13 +28,13 @@ def each_of(
     function: Callable[[T], R],
     items: Sequence[T],
     threads: int,
-    what: str,
+    source: str,
     *,
     may_be_long: bool = False,
 ) -> list[R]:
     """Call `function` on each item in up to so many threads; return the results in order.
 
-    `what` names the source in errors. A call that `may_be_long` reads a whole file, and has twelve
+    `source` is named in errors. A call that `may_be_long` reads a whole file, and has twelve
     times as long.
 
     Raises the first error, and SourceError when no call has ended for the time of DLIO_TIMEOUT.
@@ -48,11 +48,11 @@ def each_of(
 
         return call
 
-    follow([task(number) for number in range(len(items))], threads, what, may_be_long=may_be_long)
+    follow([task(number) for number in range(len(items))], threads, source, may_be_long=may_be_long)
     return results  # type: ignore[return-value]
 
 
-def follow(tasks: Sequence[Task], threads: int, what: str, *, may_be_long: bool = False) -> None:
+def follow(tasks: Sequence[Task], threads: int, source: str, *, may_be_long: bool = False) -> None:
     """Run tasks, and those that they return, in up to so many threads; see `each_of`."""
     if not tasks:
         return
@@ -83,7 +83,7 @@ def follow(tasks: Sequence[Task], threads: int, what: str, *, may_be_long: bool 
                 outcome = ended.get(timeout=patience_s)
             except queue.Empty:
                 raise SourceError(
-                    f"{what}: no answer for {patience_s:.0f} s: the source hangs (DLIO_TIMEOUT "
+                    f"{source}: no answer for {patience_s:.0f} s: the source hangs (DLIO_TIMEOUT "
                     "sets the patience)"
                 ) from None
             if isinstance(outcome, BaseException):

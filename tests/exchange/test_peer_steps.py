@@ -24,12 +24,12 @@ def test_a_step_of_a_lost_rank_counts_as_long_as_any_rank_has_taken_it_in() -> N
     assert recovery.last_counted == {3: 4, 1: 0}
 
 
-def test_what_a_rank_has_taken_in_others_take_in_with_its_weights() -> None:
+def test_others_take_in_with_a_ranks_weights_the_steps_that_these_hold() -> None:
     members: Any = SimpleNamespace(members=(0, 1, 2), me=1)
     recovery: Any = SimpleNamespace(membership=members, last_counted={})
     ranks = [PeerSteps(recovery) for _ in range(3)]
     ranks[1].note([2], 5)
-    ranks[0].take_in(ranks[1].told(made=6))
+    ranks[0].take_in(ranks[1].carried(made=6))
     assert ranks[0].heard == {0: 0, 1: 6, 2: 5}
     members.members = (0,)  # Both at once: who had told rank 0 is lost with whom it told of.
     _reconcile(ranks[:1])

@@ -64,16 +64,16 @@ class Case:
     @property
     def name(self) -> str:
         """The job in one line."""
-        beside = ["dlio run"] if self.script else []
-        beside += [f"{self.ranks} ranks"]
-        beside += [f"+{self.spares} spares"] if self.spares else []
-        beside += [f"{self.nodes} nodes"] if self.nodes > 1 else []
-        beside += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
-        beside += ["val"] if self.val else []
-        beside += ["checkpoint"] if self.checkpoint else []
-        beside += [self.on_loss] if self.on_loss != "keep" else []
+        features = ["dlio run"] if self.script else []
+        features += [f"{self.ranks} ranks"]
+        features += [f"+{self.spares} spares"] if self.spares else []
+        features += [f"{self.nodes} nodes"] if self.nodes > 1 else []
+        features += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
+        features += ["val"] if self.val else []
+        features += ["checkpoint"] if self.checkpoint else []
+        features += [self.on_loss] if self.on_loss != "keep" else []
         kills = [f"{each.rank}@{each.step}+{each.later_s * 1000:.0f}ms" for each in self.kills]
-        return f"{self.exchange}/{self.backend} {', '.join(beside)}; kills {' '.join(kills)}"
+        return f"{self.exchange}/{self.backend} {', '.join(features)}; kills {' '.join(kills)}"
 
     @property
     def alike(self) -> bool:
@@ -83,7 +83,7 @@ class Case:
 
 @dataclass(slots=True)
 class Verdict:
-    """What came of a job."""
+    """The outcome of a job."""
 
     case: Case
     wrong: list[str] = field(default_factory=list)
@@ -196,15 +196,15 @@ def _run_options(case: Case) -> list[str]:
 
 def _processes(folder: Path) -> dict[int, int]:
     """Process of each rank that has begun."""
-    found = {}
+    paths = {}
     for path in folder.glob("process-*"):
         if (text := path.read_text()).endswith("\n"):
-            found[int(path.name.removeprefix("process-"))] = int(text)
-    return found
+            paths[int(path.name.removeprefix("process-"))] = int(text)
+    return paths
 
 
 def _stacks(folder: Path) -> str:
-    """Say what the ranks wait in, where py-spy is installed."""
+    """Return where the ranks wait, if py-spy is installed."""
     said = []
     for rank, pid in sorted(_processes(folder).items()):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -277,8 +277,8 @@ def _judge(
     if not case.alike:
         _forget_unmerged(folder, killed, ledger)
     for place, weights in _every_copy(case, folder, living):
-        found = _compare(case, weights, ledger, rates, folder=folder)
-        wrong += [f"{place}: {each}" for each in found]
+        complaints = _compare(case, weights, ledger, rates, folder=folder)
+        wrong += [f"{place}: {each}" for each in complaints]
     wrong += _held_out(folder, killed, case)
     wrong += _checked(folder, data)
     if case.checkpoint:
@@ -399,13 +399,13 @@ def _compare(
         for update, samples in steps.items():
             if until is not None and update >= until:
                 continue
-            told = Counter(samples)
+            traced = Counter(samples)
             seen = Counter(named.pop(update, []))
             total += seen
-            if seen != told:
-                less, more = sorted((told - seen).elements()), sorted((seen - told).elements())
+            if seen != traced:
+                less, more = sorted((traced - seen).elements()), sorted((seen - traced).elements())
                 wrong.append(
-                    f"step {update} of epoch {epoch}: ledger names {len(told)}, weights "
+                    f"step {update} of epoch {epoch}: ledger names {len(traced)}, weights "
                     f"{len(seen)}; not in the weights {less}, not in the ledger {more}"
                 )
             wrong += _even(case, moved[update], update, rates)
@@ -452,9 +452,9 @@ def _held_out(folder: Path, killed: Sequence[int], case: Case) -> list[str]:
             for path in folder.glob(f"held-out-{epoch}-*")
             if int(path.name.rsplit("-", 1)[1]) not in killed
         }
-        told = repr(report["epochs"][epoch]["metrics"].get("loss"))
-        if said and said != {told}:
-            wrong.append(f"held-out loss of epoch {epoch}: ranks {sorted(said)}, report {told}")
+        traced = repr(report["epochs"][epoch]["metrics"].get("loss"))
+        if said and said != {traced}:
+            wrong.append(f"held-out loss of epoch {epoch}: ranks {sorted(said)}, report {traced}")
     return wrong
 
 
@@ -481,17 +481,17 @@ def _checkpoint(
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    found = sorted((folder / "ckpt").glob("step-*"))
-    if not found:
-        return ["there is no checkpoint"]
-    dcp_to_torch_save(str(found[-1]), str(folder / "plain.pt"))
+    paths = sorted((folder / "ckpt").glob("step-*"))
+    if not paths:
+        return ["no checkpoint was written"]
+    dcp_to_torch_save(str(paths[-1]), str(folder / "plain.pt"))
     state = torch.load(folder / "plain.pt", weights_only=False)
     named = {
         int(match[1]): value.double().numpy()
         for name, value in _flat(state)
         if (match := re.search(r"(?:rank0|all)/model/rows\.(\d+)$", name))
     }
-    until = int(found[-1].name.removeprefix("step-"))
+    until = int(paths[-1].name.removeprefix("step-"))
     if len(named) != STEPS:
         return [f"the checkpoint has {len(named)} rows: {[n for n, _ in _flat(state)][:5]}"]
     if not case.alike:
@@ -535,7 +535,7 @@ EXCHANGES: Final = (
 
 
 def draw(seed: int) -> Case:
-    """Draw a job: the exchange, what goes beside it, and who is lost when."""
+    """Draw a job: the exchange, the features next to it, and who is lost when."""
     generator = random.Random(seed)
     exchange = generator.choice(EXCHANGES)
     if generator.random() < 0.12:

@@ -36,7 +36,7 @@ class Named(nn.Module):
 
 
 def put(path: Path, content: bytes) -> None:
-    """Add to a file by C's own calls: what a script writes, rank 0 alone writes for all."""
+    """Add to a file by C's own calls: rank 0 alone writes the files of a script."""
     c = ctypes.CDLL(None)
     file = c.open(str(path).encode(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     c.write(file, content, len(content))

@@ -91,7 +91,7 @@ def make(classes: int) -> nn.Module:
 
 
 class Witness(Callback):
-    """Writes what the killer and the count need: the rank's process, its steps and its weights."""
+    """Writes for the killer and the count: the rank's process, its steps and its weights."""
 
     def begins(self, run: Run) -> None:
         model = run.model

@@ -1,19 +1,20 @@
 """Ranks are killed from outside, and the weights say which samples each step took.
 
-The table is (what is lost) x (when) x (what goes on beside it); each cell is a job, and the cells
+The table is (who is lost) x (when) x (feature next to it); each cell is a job, and the cells
 take turns with exchanges and backends. Drawn jobs follow. See `killer`.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults.killer import EXCHANGES, Case, Kill, draw, draw_pictures, run_case
 
 pytestmark = [pytest.mark.mpi]
-_LOST = {
+_LOST: dict[str, Callable[[int], tuple[Kill, ...]]] = {
     "a rank": lambda step: (Kill(1, step, 0.02),),
     "the first rank": lambda step: (Kill(0, step, 0.04),),
     "two at once": lambda step: (Kill(1, step, 0.02), Kill(2, step, 0.03)),
@@ -21,7 +22,7 @@ _LOST = {
 }
 _WHEN = {"the first epoch": 2, "an evaluation": 4, "a later epoch": 6, "the last step": 8}
 """Finished steps of the rank, of four in each epoch."""
-_BESIDE: dict[str, dict[str, object]] = {
+_FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "held-out data": {"val": True},
     "checkpoints": {"checkpoint": True},
@@ -38,8 +39,8 @@ _OUTSIDE = "ompi_comm_revoke_local"
 
 def _cells() -> Iterator[object]:
     exchanges = itertools.cycle(EXCHANGES)
-    for lost, when, beside in itertools.product(_LOST, _WHEN, _BESIDE):
-        exchange, more = next(exchanges), dict(_BESIDE[beside])
+    for lost, when, feature in itertools.product(_LOST, _WHEN, _FEATURES):
+        exchange, more = next(exchanges), dict(_FEATURES[feature])
         step = _WHEN[when]
         if "accumulate" in more:
             step = max(1, step // 2)
@@ -47,8 +48,8 @@ def _cells() -> Iterator[object]:
         for backend in ("mpi", "torch"):
             if backend == "torch" and "spares" in more:
                 continue  # The command refuses it.
-            case = Case(exchange, backend, 3, _LOST[lost](step), nodes=nodes, **more)  # type: ignore[arg-type]
-            yield pytest.param(case, id=f"{lost}, {when}, {beside}, {exchange}, {backend}")
+            case = Case(exchange, backend, 3, _LOST[lost](step), nodes=nodes, **more)
+            yield pytest.param(case, id=f"{lost}, {when}, {feature}, {exchange}, {backend}")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def _check(case: Case, data: Path, folder: Path) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", list(_cells()))
-def test_weights_hold_each_sample_once_whoever_is_lost_when_and_beside_what(
+def test_weights_hold_each_sample_once_whoever_is_lost_when_and_next_to_what(
     case: Case, named_pictures: Path, tmp_path: Path
 ) -> None:
     _check(case, named_pictures, tmp_path / "job")

@@ -15,10 +15,10 @@ ALLOWED: Final = {
 
 
 def test_no_thread_waits_for_a_source_but_in_the_room() -> None:
-    found = {
+    others = {
         str(path.relative_to(ROOT))
         for room in ("dlio", "readers", "staging")
         for path in (ROOT / room).rglob("*.py")
         if any(word in path.read_text(encoding="utf-8") for word in WAITS)
     }
-    assert found <= set(ALLOWED), f"use dlio.util.parallel: {sorted(found - set(ALLOWED))}"
+    assert others <= set(ALLOWED), f"use dlio.util.parallel: {sorted(others - set(ALLOWED))}"

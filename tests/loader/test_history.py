@@ -40,8 +40,8 @@ def test_a_rank_that_joins_between_accumulated_batches_knows_those_that_are_not_
     span = AssignmentSpan(of_both, None, (0, 1))
     committed = [CommittedBatch(IssuedBatch(span, 0, 0, 0), 1, frozenset({0, 1}))]
     issued = [IssuedBatch(span, 1, 1, 1)]
-    told = history_to_json(committed, issued)
-    known, under_way = history_from_json(told, _Loader())
+    wire = history_to_json(committed, issued)
+    known, under_way = history_from_json(wire, _Loader())
     assert [(each.batch.step, each.exchange, each.contributors) for each in known] == [
         (0, 1, frozenset({0, 1}))
     ]

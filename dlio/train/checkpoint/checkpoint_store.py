@@ -70,7 +70,7 @@ class _PendingCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStanding(Report):
-    """What a rank knows of the checkpoints of this run, for ranks that join it."""
+    """The checkpoints of this run as a rank knows them, for ranks that join it."""
 
     pending: Mapping[str, object] | None
     """State of the one that is being written, apart from tensors; None if there is none."""
