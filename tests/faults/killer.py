@@ -87,7 +87,7 @@ class Verdict:
 
     case: Case
     wrong: list[str] = field(default_factory=list)
-    """What is not as promised; nothing if all is well."""
+    """Complaints; none if all is as promised."""
     killed: list[int] = field(default_factory=list)
     seconds: float = 0.0
     output: str = ""
@@ -125,7 +125,7 @@ def run_case(
     sources: str = SOURCES,
     pause_s: float = 0.03,
 ) -> Verdict:
-    """Run a job, kill its ranks, and judge what it leaves in a new folder."""
+    """Run a job, kill its ranks, and judge the files that it leaves in a new folder."""
     folder.mkdir(parents=True)
     began = time.monotonic()
     verdict = Verdict(case)
@@ -289,7 +289,7 @@ def _judge(
 def _every_copy(
     case: Case, folder: Path, living: Mapping[int, Weights]
 ) -> list[tuple[str, Weights]]:
-    """The weights that say what was trained on: of all ranks where they are alike, else the mean
+    """The weights to be judged: of all ranks where they are alike, else the mean
     of those that are left, and the file that --save has written."""
     saved = _saved(folder)
     if case.alike:

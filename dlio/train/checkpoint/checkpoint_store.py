@@ -164,7 +164,7 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
     def adopt(self, report: CheckpointStanding) -> None:
         self.last, self._unfinished = report.last, None
         if report.pending is not None:
-            # It has no part in it, but settles with the others what becomes of it.
+            # It has no part in it, but settles with the others how it ends.
             ranks = cast(int, report.pending["ranks"])
             self._unfinished = self._pending(report.pending, -1, ranks)
 
@@ -333,7 +333,7 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
             if unfinished.rank == 0 and self._outcome and self._place.is_held():
                 self._place.remove(unfinished.hidden)
         except PeerLost:
-            pass  # Those that are left settle in `wait` what becomes of it.
+            pass  # Those that are left settle in `wait` how it ends.
         except BaseException as raised:
             self._outcome = cause_of(raised)
 
