@@ -39,7 +39,7 @@ def each_of(
 
     Raises the first error, and SourceError when no call has ended for the time of DLIO_TIMEOUT.
     """
-    results: list[R | None] = [None] * len(items)
+    results: dict[int, R] = {}
 
     def task(number: int) -> Task:
         def call() -> Iterable[Task]:
@@ -48,8 +48,9 @@ def each_of(
 
         return call
 
-    follow([task(number) for number in range(len(items))], threads, source, may_be_long=may_be_long)
-    return results  # type: ignore[return-value]
+    tasks = [task(number) for number in range(len(items))]
+    follow(tasks, threads, source, may_be_long=may_be_long)
+    return [results[number] for number in range(len(items))]
 
 
 def follow(tasks: Sequence[Task], threads: int, source: str, *, may_be_long: bool = False) -> None:
