@@ -149,6 +149,9 @@ class Renewer(Protocol):
     def drop(self, handle: "MpiCommunicator") -> None:
         """Forget a communicator that this rank has closed."""
 
+    def agree(self, well: bool) -> bool:
+        """Return True if all ranks of this generation are alive and say True. Collective."""
+
 
 class MpiCommunicator(CommunicatorBase):
     """The ranks of one MPI communicator, which it owns.
@@ -244,12 +247,11 @@ class MpiCommunicator(CommunicatorBase):
         return True
 
     def dup(self) -> "MpiCommunicator":
-        made = _call(lambda: self._made(lambda: self.raw.Dup()))
-        return MpiCommunicator(made, self.membership, self.colours)
+        return MpiCommunicator(self._made(self.raw.Dup), self.membership, self.colours)
 
     def split(self, group: int) -> Communicator:
         # The old rank as key keeps the order of ranks, on which assignments of samples rely.
-        part = _call(lambda: self._made(lambda: self.raw.Split(group, self.rank)))
+        part = self._made(lambda: self.raw.Split(group, self.rank))
         if part.size > 1 or self.membership is not None:  # All ranks count its communicators.
             return MpiCommunicator(part, self.membership, (*self.colours, group))
         _call(part.Free)
@@ -258,11 +260,18 @@ class MpiCommunicator(CommunicatorBase):
     def _made(self, make: "Callable[[], MPI.Comm]") -> "MPI.Intracomm":
         """Return a communicator when all ranks have made it: until then none may revoke it."""
         if self.membership is None:
-            return cast("MPI.Intracomm", make())
+            return cast("MPI.Intracomm", _call(make))
         made = None
-        with contextlib.suppress(MPI.Exception):
-            made = make()
-        if not agreed(self.raw, made is not None) or made is None:
+        with contextlib.suppress(PeerLost, MPI.Exception):
+            made = _call(make)
+        well = made is not None
+        # Ranks that noticed a loss before they came here make the next generation meanwhile. They
+        # meet the membership's agreement there, and would never come to one of MPI's.
+        if self.colours:
+            well = _call(lambda: agreed(self.raw, made is not None))
+        else:
+            well = self.membership.agree(well)
+        if not well or made is None:
             raise PeerLost("another rank was lost while all made a communicator")
         return cast("MPI.Intracomm", made)
 

@@ -64,6 +64,8 @@ _QUEUE_BYTES: Final = 256 << 20
 # messages a step instead of 0.8, and learn faster.
 _SHRINKS: Final = 0.8
 """Factor of the interval while the queue is below its set point."""
+_NOTICE_FACTS: Final = 4
+"""Numbers of a notice before the steps of other ranks: step, version, bytes and time."""
 _MAILBOX: Final = 2
 """Messages received at a time, if not of all ranks."""
 # Receives that wait for a notice bring weights a step later: held out 27.5 instead of 29.5 % after
@@ -106,6 +108,8 @@ class _IncomingMessage:
     """Length in bytes."""
     sent_ns: int
     """Time at which it was sent, by the sender's clock."""
+    carried: npt.NDArray[np.int64]
+    """Steps of other ranks that the weights hold; see `PeerSteps.carried`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +183,12 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
         self._out: list[npt.NDArray[np.uint8]] = []
         self._sends: list[_OutgoingMessage] = []
         self._arriving: list[_IncomingMessage] = []
+        self._recovery = context.recovery
+        self.peer_steps = PeerSteps(context.recovery)
         self._listen_to_all()
         self._steps, self._interval = 0, 1.0
         self._made = 0
         """Steps of the optimizer since the exchange was created."""
-        self._recovery = context.recovery
-        self.peer_steps = PeerSteps(context.recovery)
         if self._recovery is not None:
             self._recovery.register(self)
         self._traffic = MessageTraffic()
@@ -193,10 +197,11 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
     def _listen_to_all(self) -> None:
         peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         self._peers = peers
-        self._notices = {peer: np.zeros(4, np.int64) for peer in peers}
+        length = _NOTICE_FACTS + len(self.peer_steps.carried())
+        self._notices = {peer: np.zeros(length, np.int64) for peer in peers}
         self._expected: dict[int, Request] = {}
-        self._waiting: list[tuple[int, int, int, int, int]] = []
-        """(rank, step, version, bytes, time) of notices whose weights are not received yet."""
+        self._waiting: list[tuple[int, int, int, int, int, npt.NDArray[np.int64]]] = []
+        """(rank, step, version, bytes, time, steps) of notices whose weights are not yet here."""
         self._sent = dict.fromkeys(peers, 0)
         self._heard = dict.fromkeys(peers, 0)
         for peer in peers:
@@ -370,6 +375,7 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
             for each, was_merged in zip(messages, merged, strict=True):
                 if was_merged and self._recovery is not None:
                     self.peer_steps.note(self.peer_steps.members([each.peer]), each.step)
+                    self.peer_steps.take_in(each.carried)
         return bool(messages)
 
     def _collect(self) -> list[_IncomingMessage]:
@@ -379,23 +385,24 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
             posted = self._posted.get(peer)
             if request.done() and (posted is None or posted.request.done()):
                 self._heard[peer] += 1
-                step, version, count, sent_ns = self._notices[peer].tolist()
+                step, version, count, sent_ns = self._notices[peer][:_NOTICE_FACTS].tolist()
+                carried = self._notices[peer][_NOTICE_FACTS:].copy()
                 if posted is None:
-                    self._waiting.append((peer, step, version, count, sent_ns))
+                    self._waiting.append((peer, step, version, count, sent_ns, carried))
                 else:
-                    about = peer, step, version, posted.memory, count, sent_ns
+                    about = peer, step, version, posted.memory, count, sent_ns, carried
                     whole.append(_IncomingMessage(posted.request, *about))
                 self._expected[peer] = self._listen(peer)
         arrived = whole + [each for each in self._arriving if each.request.done()]
         self._arriving = [each for each in self._arriving if each not in arrived]
         while self._waiting and self._spare and len(self._arriving) < _MAILBOX:
             notice, memory = self._waiting.pop(0), self._spare.pop(0)
-            peer, step, version, count, sent_ns = notice
+            peer, step, version, count, sent_ns, carried = notice
             if len(memory) < count:
                 memory = np.empty(count, np.uint8)
             request = self._comm.irecv(memory[:count], peer, _WEIGHTS)
             self._arriving.append(
-                _IncomingMessage(request, peer, step, version, memory, count, sent_ns)
+                _IncomingMessage(request, peer, step, version, memory, count, sent_ns, carried)
             )
         # The caller reads them before its next call, which may reuse their memory.
         self._spare += [each.memory for each in arrived]
@@ -491,7 +498,8 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
             values = self._now.flat.float().numpy()
             used = self._codec.encode(values, np.zeros_like(values), memory)
         self._sent[peer] += 1
-        notice = np.array([self._made, self._version, used, time.time_ns()])
+        facts = [self._made, self._version, used, time.time_ns()]
+        notice = np.array([*facts, *self.peer_steps.carried()], np.int64)
         requests = [
             self._comm.isend(notice.view(np.uint8), peer, _NOTICE),
             self._comm.isend(memory[:used], peer, _WEIGHTS),

@@ -333,6 +333,11 @@ class ExchangeHandle(Closable):
                 }
             )
 
+    def join(self) -> None:
+        """See `Exchange.join`."""
+        for exchange in self.exchanges:
+            exchange.join()
+
     def statistics(self) -> dict[str, float]:
         """Totals of this rank since the start: `wait_s`, `messages` and `bytes` sent, and more of
         some exchanges."""

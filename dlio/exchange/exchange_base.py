@@ -106,6 +106,9 @@ class Exchange:
         """Restore `state`, or the entries of it that are present, after weights were loaded."""
         raise NotImplementedError
 
+    def join(self) -> None:
+        """Begin without the steps of another rank, whose weights and state this one has got."""
+
     def statistics(self) -> dict[str, float]:
         """Totals since the start: `wait_s` seconds spent waiting, `messages` and `bytes` sent."""
         raise NotImplementedError

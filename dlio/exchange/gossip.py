@@ -47,6 +47,7 @@ from dlio.plan.order import Order
 
 REFRESH: Final = 64
 """Steps between two exchanges of whole weights, if only changes travel in between."""
+_CARRIED_TAG: Final = 0
 _FIRST_TAG: Final = 1
 _ROTATIONS: Final = 64
 """Length of the cycle of permutations."""
@@ -73,6 +74,7 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
             are known; parameters take them later, before their next use. The first rank of each
             node then gossips for its node, and its owner takes part in recoveries for it.
         peer_steps: told of the steps that are merged.
+        onward_told: called once per step when it has been told of them.
     """
 
     def __init__(
@@ -82,12 +84,13 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
         context: ExchangeContext,
         onward: Callable[[int, Bucket], None] | None = None,
         peer_steps: PeerSteps | None = None,
+        onward_carried: Callable[[], None] = lambda: None,
     ) -> None:
         self._context, self._comm, self._spec = context, context.comm, context.spec
         self._named, self._modules = named, list(modules)
         self._progress = ProgressThread(context.comm)
         self._placement = BufferPlacement(named, context, needs_host=onward is not None)
-        self._onward = onward
+        self._onward, self._onward_carried = onward, onward_carried
         self._make_pairs()
         self.step = 0
         """Steps at which this rank has sent, or had no partner."""
@@ -99,6 +102,8 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
         self.peer_steps = peer_steps or PeerSteps(context.recovery)
         self._sources: tuple[int, ...] = ()
         """Members whose steps are in the messages under way."""
+        self._ours = self._theirs = self.peer_steps.carried()
+        """The steps of others that the weights under way hold, which travel next to them."""
         self._find_gossipers()
         if self._recovery is not None and onward is None:
             self._recovery.register(self)
@@ -227,7 +232,7 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
         for pair in self._pairs:
             for request in pair.requests:
                 if not request.done() and not request.cancel():
-                    leave(request, pair.incoming, pair.outgoing, pair.message, pair.arrived)
+                    leave(request, pair, self._ours, self._theirs)
         self._progress.close()
         self._placement.close()
         if self._comm.size > 1:
@@ -284,6 +289,15 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
             self._progress.go()
         if to == comm.rank:
             self.merged = self.step
+            self._onward_carried()
+        elif self._recovery is not None:
+            self._ours, self._theirs = self.peer_steps.carried(), np.empty_like(self._ours)
+            pair = self._pairs[numbers[0]]
+            pair.requests += [
+                comm.irecv(self._theirs.view(np.uint8), source, _CARRIED_TAG),
+                comm.isend(self._ours.view(np.uint8), to, _CARRIED_TAG),
+            ]
+            self._traffic.sent(1, self._ours.nbytes)
 
     def _message(self, pair: PairBuffer, whole: bool) -> tuple[Bytes, Bytes]:
         """Return the memory of a partner's message, and the message of this rank."""
@@ -328,6 +342,8 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
             for number in reversed(range(len(self._pairs))):
                 self._await(number)
             self.peer_steps.note(self._sources, self.step - self.peer_steps.begun)
+            self.peer_steps.take_in(self._theirs)
+            self._onward_carried()
             self.merged = self.step
         except PeerLost as lost:
             self._recover(lost)

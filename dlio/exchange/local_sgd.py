@@ -135,6 +135,13 @@ class LocalSgd(Exchange):
             if f"momentum/{number}" in state:
                 self._momentum[number].copy_(state[f"momentum/{number}"])
 
+    @torch.no_grad()
+    def join(self) -> None:
+        # The giver's own steps of the round are in its change alone: in two, they count twice.
+        for bucket, common in zip(self._buckets, self._common, strict=True):
+            bucket.flat.copy_(common)
+            bucket.write()
+
     def statistics(self) -> dict[str, float]:
         return self._sums.statistics()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,6 +33,7 @@ from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.synchronous_sgd import SynchronousSgd
 from dlio.exchange.traffic import MessageTraffic
 
+_CARRIED_TAG: Final = 0
 _FIRST_TAG: Final = 1
 
 
@@ -88,16 +90,26 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
             if self._follower is None:
                 recover = None if self._recovery is None else self._recovery.recover
                 self._follower = _Follower(
-                    self._named, self._modules, self._node, self._gradients, recover
+                    self._named,
+                    self._modules,
+                    self._node,
+                    self._gradients,
+                    recover,
+                    self.peer_steps,
                 )
         elif self._between is None:
             merged = self._merged()
             if self._follower is not None:
                 self._follower.close()
                 self._follower = None
-            self._forwarder = _Forwarder(self._node)
+            self._forwarder = _Forwarder(self._node, self.peer_steps)
             self._between = Gossip(
-                self._named, self._modules, self._context, self._forwarder, self.peer_steps
+                self._named,
+                self._modules,
+                self._context,
+                self._forwarder,
+                self.peer_steps,
+                self._forwarder.tell,
             )
             self._between.merged = merged
 
@@ -176,9 +188,11 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
             if each is not None:
                 each.drop()
         self._resume = max(each.step for each in reports)
-        merged = [each.merged for each in reports if each.group == self._group]
+        ours = [each for each in reports if each.group == self._group]
+        merged = [each.merged for each in ours]
         newest = max(merged)
         if min(merged) < newest:
+            self.peer_steps.take_in(ours[merged.index(newest)].heard)
             for bucket in self._values():
                 self._node.bcast(bucket.array, merged.index(newest))
             if self._follower is not None and self._follower.merged < newest:
@@ -268,9 +282,9 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
 class _Forwarder:
     """The leader's messages to its node: merged buckets."""
 
-    def __init__(self, node: Communicator) -> None:
-        self._node = node
-        self._sends: list[tuple[Request, Bucket]] = []
+    def __init__(self, node: Communicator, peer_steps: PeerSteps) -> None:
+        self._node, self._peer_steps = node, peer_steps
+        self._sends: list[tuple[Request, object]] = []
         self.traffic = MessageTraffic()
 
     def __call__(self, number: int, bucket: Bucket) -> None:
@@ -278,6 +292,15 @@ class _Forwarder:
             send = self._node.isend(bucket.bytes, peer, _FIRST_TAG + number)
             self._sends.append((send, bucket))
             self.traffic.sent(1, bucket.bytes.nbytes)
+
+    def tell(self) -> None:
+        """Send the steps that the step's values hold, where ranks may be lost."""
+        carried = self._peer_steps.carried()
+        for peer in range(1, self._node.size) if len(carried) else ():
+            self._sends.append(
+                (self._node.isend(carried.view(np.uint8), peer, _CARRIED_TAG), carried)
+            )
+            self.traffic.sent(1, carried.nbytes)
 
     def wait(self) -> None:
         """Return once the buckets may be overwritten."""
@@ -310,8 +333,12 @@ class _Follower:
         node: Communicator,
         gradients: bool,
         recover: Callable[[], None] | None,
+        peer_steps: PeerSteps,
     ) -> None:
-        self._recover = recover
+        self._recover, self._peer_steps = recover, peer_steps
+        self._carried = peer_steps.carried()
+        self._hearing: list[Request] = []
+        """The receive of the steps that the expected values hold."""
         self._node, self._gradients, self._named = node, gradients, named
         self._modules = list(modules)
         self._receives: dict[int, Request] = {}
@@ -343,6 +370,9 @@ class _Follower:
         # Before the leader has merged anything: its messages then go straight to the buckets.
         for number, bucket in enumerate(self.buckets):
             self._receives[number] = self._node.irecv(bucket.bytes, 0, _FIRST_TAG + number)
+        if len(self._carried):
+            self._carried = np.empty_like(self._carried)
+            self._hearing = [self._node.irecv(self._carried.view(np.uint8), 0, _CARRIED_TAG)]
 
     def join_all(self) -> None:
         """Wait for all buckets and take them over."""
@@ -356,8 +386,8 @@ class _Follower:
 
     def drop(self) -> None:
         """Forget messages that a loss has interrupted."""
-        await_end(self._receives.values())
-        self._receives = {}
+        await_end([*self._receives.values(), *self._hearing])
+        self._receives, self._hearing = {}, []
 
     def _join(self, numbers: Sequence[int]) -> None:
         # Where ranks may be lost, nothing is taken over before all has arrived.
@@ -368,6 +398,10 @@ class _Follower:
             with self.traffic.waiting():
                 for number in wanted:
                     self._node.wait([self._receives[number]], "weights of this node's first rank")
+                if wanted and self._hearing:  # Of the last message, as all are awaited.
+                    self._node.wait(self._hearing, "steps of this node's first rank")
+                    self._hearing = []
+                    self._peer_steps.take_in(self._carried)
         except PeerLost:
             if self._recover is None:
                 raise
@@ -397,4 +431,7 @@ class _Follower:
         for number, receive in self._receives.items():
             if not receive.done() and not receive.cancel():
                 leave(receive, self.buckets[number])
-        self._receives = {}
+        for receive in self._hearing:
+            if not receive.done() and not receive.cancel():
+                leave(receive, self._carried)
+        self._receives, self._hearing = {}, []

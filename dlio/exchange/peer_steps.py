@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from dlio.comm.survival.recovery import Recovery
 from dlio.comm.survival.reports import Report
 
@@ -19,7 +22,8 @@ class PeerSteps:
     """The last step of each member that this rank has taken in; nothing without a `recovery`.
 
     When a member is lost, its last step that any rank has taken in decides which of its samples
-    count; see `Recovery.last_counted`.
+    count; see `Recovery.last_counted`. Others take in all of that with the rank's weights: so
+    weights travel with the steps that are in them (`carried`, `take_in`).
     """
 
     def __init__(self, recovery: Recovery | None) -> None:
@@ -45,6 +49,19 @@ class PeerSteps:
         for member in members:
             self._heard[member] = max(step, self._heard[member])
 
+    def carried(self, made: int | None = None) -> npt.NDArray[np.int64]:
+        """Return the steps that this rank's weights hold, shape (members,); with its own ones, if
+        the number of those that it has `made` is given."""
+        carried = np.array(self.report(), np.int64)
+        if made is not None and self._recovery is not None:
+            carried[self._members.index(self._recovery.membership.me)] = made
+        return carried
+
+    def take_in(self, carried: npt.NDArray[np.int64] | Sequence[int]) -> None:
+        """Note that this rank has taken in weights that hold these steps; see `carried`."""
+        for member, step in zip(self._members, np.asarray(carried).tolist(), strict=True):
+            self.note([member], step)
+
     def report(self) -> tuple[int, ...]:
         """Return the last step of each member, for a `PeerReport`."""
         return tuple(self._heard.values())
@@ -56,5 +73,6 @@ class PeerSteps:
         heard = [max(steps) for steps in zip(*(each.heard for each in reports), strict=True)]
         for member, step in zip(self._members, heard, strict=True):
             if member not in living:
-                # Kept for later losses: the rank that has heard it may be lost, too.
-                self._recovery.last_counted[member] = self._heard[member] = step
+                # Anew at each loss: if the only rank that had taken in a step is lost, too, then no
+                # weights hold it any more, and its samples are requeued.
+                self._recovery.last_counted[member] = step

@@ -1,7 +1,6 @@
 """Patches as samples: chunks are read through tiers of their own, and patches cut out of them."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.tier_spec import Tiers
 from dlio.util.forks import call_in_child
+from dlio.util.parallel import each_of
 
 
 class PatchSource:
@@ -39,12 +39,13 @@ class PatchSource:
         self.chunks = chunks
         self._mount: Mount | None = None
         self._users = 0
-        self._readers: ThreadPoolExecutor | None = None
-        """Read the chunks of a patch at a time, where each is a request over a network."""
+        self._at_a_time = 1
+        """Chunks of a patch that are read at a time: several where each is a request over a
+        network."""
         call_in_child(self._lose_readers)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_mount": None, "_users": 0, "_readers": None}
+        return {**self.__dict__, "_mount": None, "_users": 0, "_at_a_time": 1}
 
     def mount(
         self, tiers: Tiers | None, comm: Communicator, nodes: int | None, requests: int | None
@@ -55,19 +56,17 @@ class PatchSource:
             options = MountOptions(layout="auto", requests=requests)
             self._mount = mount(self.chunks, tiers, comm, nodes, options=options)
             if file_system_of(self.chunks.path).network:
-                self._readers = ThreadPoolExecutor(self._mount.requests, "dlio-chunks")
+                self._at_a_time = self._mount.requests
         return self._mount
 
     def _lose_readers(self) -> None:
-        self._readers = None  # Their threads are the parent's.
+        self._at_a_time = 1  # Alone, as all that a child reads.
 
     def unmount(self) -> None:
         """Close the tiers, if nobody else uses it."""
         self._users -= 1
         if self._users == 0 and self._mount is not None:
-            if self._readers is not None:
-                self._readers.shutdown(cancel_futures=True)
-                self._readers = None
+            self._at_a_time = 1
             self._mount.close()
             self._mount = None
 
@@ -109,8 +108,12 @@ class PatchSource:
         touched = list(array.touched(cut.box))
         numbers = [cut.first + chunk for chunk, _ in touched]
         # Several at a time over a network alone: elsewhere a chunk is there before a thread wakes.
-        read = map if self._readers is None or len(numbers) == 1 else self._readers.map
-        for (_, whole), data in zip(touched, read(self._chunk, numbers), strict=True):
+        threads = min(self._at_a_time, len(numbers))
+        if threads > 1:
+            parts = each_of(self._chunk, numbers, threads, self.chunks.path)
+        else:
+            parts = [self._chunk(number) for number in numbers]
+        for (_, whole), data in zip(touched, parts, strict=True):
             shape = tuple(side.stop - side.start for side in whole)
             held = np.frombuffer(data, array.dtype.newbyteorder("<")).reshape(shape)
             taken, given = [], []

@@ -624,7 +624,8 @@ class BlockFetcher(Fetcher):
             pass  # It occurs again, with the sample's name, where the sample is wanted.
         finally:
             self._early.give_up()
-        self._unless_settled(then)
+        if not self._requests.stopping.is_set():  # Otherwise all of it is about to end.
+            self._unless_settled(then)
 
     def _unless_settled(self, then: Callable[[], object]) -> None:
         with self._hurry_lock:

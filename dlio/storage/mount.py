@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
-from dlio.comm.survival.recovery import uniform
+from dlio.comm.survival.recovery import number_in_job, uniform
 from dlio.data.agreement import check_same_data
 from dlio.data.flow import Flow
 from dlio.data.reader_contract import (
@@ -112,6 +112,7 @@ class Mount(Closable):
         decoded_spec: TierSpec | None,
         device_spec: TierSpec | None,
         on_devices: bool,
+        members: Sequence[int],
     ) -> None:
         self.comm, self.nodes, self.ranks = comm, nodes, ranks
         self.tiers, self.placement, self.hierarchy = tiers, placement, hierarchy
@@ -124,10 +125,10 @@ class Mount(Closable):
         self._filler: Filler | None = None
         self.progress: StreamProgress | None = None
         """Positions of this node's ranks in streamed blocks, once there are any."""
-        self._mounted_on = ranks.node_of
-        """Node number of each rank that mounted the data set."""
-        self._members = tuple(range(ranks.size))
-        """Numbers of the present ranks among those that mounted the data set."""
+        self._mounted_on = dict(zip(members, ranks.node_of.tolist(), strict=True))
+        """Node number of each rank that mounted the data set, by its number in the job."""
+        self._members = tuple(members)
+        """Numbers of the present ranks in the job."""
         self.decoded_spec, self.device_spec, self.on_devices = decoded_spec, device_spec, on_devices
         self._decoded: DecodedTier | None = None
         self._device_tier: DeviceTier | None = None
@@ -213,16 +214,17 @@ class Mount(Closable):
     # The ranks of the job
 
     def regroup(self, members: Sequence[int]) -> None:
-        """Continue with the survivors of lost ranks; nodes keep their numbers. `members` are their
-        numbers when the data set was mounted."""
+        """Continue with the survivors of lost ranks; nodes keep their numbers. `members` are the
+        survivors' numbers in the job."""
         self.ranks = self.ranks_of(members)
         self.nodes = replace(self.nodes, node_of=self.ranks.node_of)
         self._members = tuple(members)
         self._keep_progress()
 
     def ranks_of(self, members: Sequence[int]) -> RankNodes:
-        """Return some of the ranks that mounted the data set, by their numbers then."""
-        return RankNodes(self._mounted_on[list(members)])
+        """Return some of the ranks that mounted the data set, by their numbers in the job."""
+        # By number, not by place: ranks may have been lost before the data set was mounted.
+        return RankNodes(np.array([self._mounted_on[each] for each in members], np.int32))
 
     def spare_tiers(self) -> list[TierSpec]:
         """Return the tiers with the capacity that this data set leaves on every node."""
@@ -267,9 +269,9 @@ class Mount(Closable):
                 use.close()
 
     def _mounted_here(self) -> list[int]:
-        """Numbers of this node's ranks when the data set was mounted."""
-        numbers: list[int] = np.flatnonzero(self._mounted_on == self.nodes.here).tolist()
-        return numbers
+        """Numbers of the ranks that mounted the data set on this node."""
+        here = self.nodes.here
+        return [member for member, node in self._mounted_on.items() if node == here]
 
     def _keep_progress(self) -> None:
         """Keep streamed blocks for the survivors only, and no longer for lost ranks."""
@@ -327,7 +329,26 @@ def mount(
     Raises UsageError, TierError or TierFull when a tier cannot be made as specified, and UsageError
     if the data sets of the ranks differ.
     """
-    options = options or MountOptions()
+    made: list[Mount] = []
+
+    def make() -> Mount:
+        # If a loss interrupts it, some ranks have mounted the data set, and do so once more.
+        while made:
+            made.pop().close()
+        made.append(_mount(reader, tiers, comm, pretend_nodes, options or MountOptions()))
+        return made[0]
+
+    return uniform(comm, make)
+
+
+def _mount(
+    reader: Reader,
+    tiers: Tiers | None,
+    comm: Communicator,
+    pretend_nodes: int | None,
+    options: MountOptions,
+) -> Mount:
+    """See `mount`. Raises PeerLost on some ranks, or on all, if a rank is lost meanwhile."""
     agree = abilities_of(reader).agree
     if agree is not None and comm.size > 1:
         agree(comm)
@@ -385,6 +406,8 @@ def mount(
             check=options.check,
             flow=_flow(reader, source, requests) if options.by_sample else None,
         )
+        on_devices = None not in comm.allgather(on_device and on_device.capacity)
+        members = comm.allgather(number_in_job(comm))
         for spec, fault in faults:
             then = "what it holds is used, and nothing is added"
             hierarchy.run_notes.tier_failed(str(spec), "opened", fault, then)
@@ -402,7 +425,8 @@ def mount(
         notes=notes,
         decoded_spec=decoded_spec(tiers),
         device_spec=on_device,
-        on_devices=None not in comm.allgather(on_device and on_device.capacity),
+        on_devices=on_devices,
+        members=members,
     )
 
 

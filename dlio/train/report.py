@@ -177,7 +177,8 @@ class EpochReport:
         # Sums count what a rank computed again after a loss, too.
         trained = samples or int(count)
         seconds = max(rank["seconds"] for rank in ranks)
-        loaders: list[Any] = [rank["loader"] for rank in ranks]
+        # A rank that has joined behind the last batch of the epoch has made no pass of it.
+        loaders: list[Any] = [rank["loader"] for rank in ranks if "bytes" in rank["loader"]]
         first = [each["first_batch_s"] for each in loaders if each["first_batch_s"] is not None]
         summed = ("messages", "late", "healed", "tier_errors", "decoded", "decode_saved_s")
         return cls(

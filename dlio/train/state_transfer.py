@@ -59,12 +59,14 @@ class StateTransfer(RecoveryPart[Report]):
     def _give(self, comm: Communicator, rank: int) -> None:
         tensors = tensors_of(self._run)
         places, size = places_of(tensors)
+        hearing = self._run.exchange.peer_steps
         head = {
             "tensors": places,
             "about": about(self._run),
             "place": self._run.tell_place(),
             "ledger": None if self._ledger is None else self._ledger.written,
             "number": self._recovery.number,
+            "heard": None if hearing is None else hearing.carried(self._run.assigner.made).tolist(),
             "last_counted": list(self._recovery.last_counted.items()),
             "losses": [asdict(loss) for loss in self._recovery.losses],
             "changes": [asdict(change) for change in self._recovery.changes],
@@ -98,6 +100,9 @@ class StateTransfer(RecoveryPart[Report]):
         run.exchange.load_state(
             {name: each for name, each in exchanged.items() if OWED not in name}
         )
+        run.exchange.join()
+        if run.exchange.peer_steps is not None:
+            run.exchange.peer_steps.take_in(head["heard"])
         run.follow_place(head["place"])
         if self._ledger is not None:
             self._ledger.written = head["ledger"]

@@ -102,6 +102,8 @@ class TrainingRun:
             spare = self._mounted.spare_tiers()
             val = stack.enter_context(sources.open(options.val, spare, False))
             self._held_out = stack.enter_context(sources.loader(val, False, device))
+            # Now, while all ranks are there: at the first evaluation some may be lost.
+            val.mount(layout.data, config.ranks.pretend_nodes)
 
     def _open_checkpoints(self) -> "Checkpoints | None":
         options, comm = self._config.checkpoints, self._comm

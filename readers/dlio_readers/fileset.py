@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular, open_unchecked
+from dlio.util.parallel import each_of
 
 # Data sets of two folders side by side, with a file in the second for each picture in the first
 #
@@ -179,9 +179,9 @@ class FileSet:
                         rows[k] = entry.size, entry.modified_ns, entry.changed_ns
                 return gone
 
-            with ThreadPoolExecutor(_THREADS) as pool:
-                for gone in pool.map(look, range(0, len(names), _LOOKED_AT)):
-                    lost += gone
+            begins = range(0, len(names), _LOOKED_AT)
+            for gone in each_of(look, begins, _THREADS, source.path("")):
+                lost += gone
         else:
             listed = {}
             for folder in {name.rpartition("/")[0] for name in names}:
@@ -249,8 +249,7 @@ class FileSet:
 
         chosen = spread(len(self), _CHECKED)
         parts = [chosen[k : k + _LOOKED_AT] for k in range(0, len(chosen), _LOOKED_AT)]
-        with ThreadPoolExecutor(min(len(parts), _THREADS) or 1) as pool:
-            return all(pool.map(same, parts))
+        return all(each_of(same, parts, min(len(parts), _THREADS), self._source.path("")))
 
     def content_samples(self) -> list[str]:
         """Return hashes of parts of some of the local files. Raises SourceError."""
@@ -262,8 +261,7 @@ class FileSet:
             with ReadErrors(path):
                 return content_sample(path, 3)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return list(pool.map(sample, sampled_of(len(self))))
+        return each_of(sample, sampled_of(len(self)), _THREADS, self._source.path(""))
 
     def _read_local(self, path: str, size: int, head: bytes, changed_ns: int) -> memoryview | None:
         """Read a local file without extra copies; None if it has been replaced."""
@@ -374,8 +372,8 @@ class ListedReader:
 
     def _times_of(self, folders: Sequence[str]) -> list[int]:
         # In parallel, because each is a request to a remote file system.
-        with ThreadPoolExecutor(min(len(folders), _THREADS) or 1) as pool:
-            return list(pool.map(self._source.modified_ns, folders))
+        source = self._source
+        return each_of(source.modified_ns, folders, min(len(folders), _THREADS), source.path(""))
 
     def _listed(
         self, started: float, index: Arrays, head: dict[str, Any], *parts: Any

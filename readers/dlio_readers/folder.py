@@ -11,7 +11,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
@@ -39,6 +38,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
+from dlio.util.parallel import follow
 from dlio_readers.fileset import (
     PICTURES,
     FileSet,
@@ -619,17 +619,8 @@ class _Walk:
 
     def run(self, folders: Sequence[str]) -> list[_FolderFiles]:
         """List all folders at and below `folders`."""
-        with ThreadPoolExecutor(_LISTING_THREADS) as pool:
-            left: set[Future[list[_Task]]] = {
-                pool.submit(self._list_folder, name, ()) for name in folders
-            }
-            try:
-                while left:
-                    done, left = wait(left, return_when=FIRST_COMPLETED)
-                    left |= {pool.submit(task) for each in done for task in each.result()}
-            finally:
-                for future in left:
-                    future.cancel()
+        tasks = [partial(self._list_folder, name, ()) for name in folders]
+        follow(tasks, _LISTING_THREADS, self._source.path(""))
         return self.listed
 
     def _list_folder(self, folder: str, came_by: tuple[str, ...]) -> "list[_Task]":

@@ -12,7 +12,6 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -32,6 +31,7 @@ from dlio.plan.layout import Layout, shuffled_layout
 from dlio.util.arguments import whole_number
 from dlio.util.forks import new_lock
 from dlio.util.object_graph import reachable
+from dlio.util.parallel import each_of
 
 # The values of a sample of any structure, as fields of a schema
 
@@ -525,8 +525,7 @@ class MapStyleReader:
             return item
 
         began = time.perf_counter()
-        with ThreadPoolExecutor(threads) as pool:
-            items = list(pool.map(ask, probes))
+        items = each_of(ask, probes, threads, "the data set", may_be_long=True)
         whole = time.perf_counter() - began
         waited, computed = np.array(spent).T
         if np.median(waited) >= _WAITS_S and computed.sum() < whole / 2:

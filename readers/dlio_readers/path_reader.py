@@ -1,8 +1,6 @@
 """The base class of readers of files, and questions about many files at a time."""
 
-import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
 import numpy as np
@@ -18,6 +16,7 @@ from dlio.plan.order import Order
 from dlio.storage.file_system_kind import file_system_of
 from dlio.util.arguments import nearest
 from dlio.util.limits import is_trusted, trusting
+from dlio.util.parallel import each_of
 
 # The same question about many files, put to a network's storage many at a time
 
@@ -31,18 +30,11 @@ def concurrently(function: Callable[[T], R], items: Sequence[T], path: str) -> l
     """Call `function` on each item, files at a path, and return the results in order.
 
     Over a network each call takes a round trip or more, and 32 are under way at a time; on a disk
-    they follow one another. All threads have ended when this returns. Raises the first error.
+    they follow one another. Raises the first error, and SourceError when none answers.
     """
     if len(items) < 2 or not file_system_of(path).network:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(min(_THREADS, len(items)), "dlio-ask") as pool:
-        context = contextvars.copy_context
-        tasks = [pool.submit(context().run, function, item) for item in items]
-        try:
-            return [task.result() for task in tasks]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    return each_of(function, items, min(_THREADS, len(items)), path)
 
 
 # Readers

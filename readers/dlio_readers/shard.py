@@ -1,7 +1,6 @@
 """The reader of dlio's native format: a folder of shards, as `dlio pack` writes it."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import islice
@@ -25,6 +24,7 @@ from dlio.storage.block import (
 from dlio.storage.block_tables import BlockTables
 from dlio.storage.shard_file import SUFFIX, ShardIndex, read_footer
 from dlio.util.memory import new_memory
+from dlio.util.parallel import each_of
 from dlio_readers.path_reader import PathReader, neighbours
 
 _OPENED_AT_A_TIME = 16
@@ -52,9 +52,9 @@ class ShardReader(PathReader):
     format = "shard"
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        with ThreadPoolExecutor(_OPENED_AT_A_TIME) as pool:
-            self._files = list(pool.map(PersistentFile, files_below(path, SUFFIX)))
-            footers = list(pool.map(_footer, self._files))
+        urls, threads = files_below(path, SUFFIX), _OPENED_AT_A_TIME
+        self._files = each_of(PersistentFile, urls, threads, self.path)
+        footers = each_of(_footer, self._files, threads, self.path)
         footers = _in_order(self.path, self._files, footers)
         self._footers = footers
         first = footers[0]

@@ -16,7 +16,6 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Final
 
@@ -34,6 +33,7 @@ from dlio.data.source import File, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import is_plausible, parsing
 from dlio.util.memory import new_memory
+from dlio.util.parallel import each_of
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import codec_of, in_memory
 from dlio_readers.path_reader import PathReader, lie_at
@@ -239,8 +239,7 @@ class TarReader(PathReader):
         def index(file: File) -> Arrays:
             return cached_index(kind, _VERSION, [file], lambda: _build(file, chosen))
 
-        with ThreadPoolExecutor(_SCAN_THREADS) as pool:
-            parts = list(pool.map(index, self._files))
+        parts = each_of(index, self._files, _SCAN_THREADS, self.path, may_be_long=True)
         heads = [json.loads(part["head"].tobytes()) for part in parts]
         for file, head in zip(self._files, heads, strict=True):
             for note in head["notes"]:

@@ -8,7 +8,6 @@ and its keypoints. Pictures without a label file have no boxes.
 import math
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -19,6 +18,7 @@ import yaml
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import Source, inside, own_name
 from dlio.errors import SourceError
+from dlio.util.parallel import each_of
 from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
@@ -146,11 +146,12 @@ def _annotations(
             f"{source.path(sides.others)}: none of its {len(labels)} label files has the name of a "
             f"picture, such as {notes[0]}"
         )
-    with ThreadPoolExecutor(_THREADS) as pool:
-        parsed = pool.map(
-            lambda note: _parsed(source, note, described, outside) if note else _Label(), own
-        )
-        parts = list(parsed)
+    parts = each_of(
+        lambda note: _parsed(source, note, described, outside) if note else _Label(),
+        own,
+        _THREADS,
+        source.path(sides.others),
+    )
     numbers = np.concatenate([part.labels for part in parts])
     classes = described.names
     if len(numbers) and int(numbers.max()) >= len(classes):

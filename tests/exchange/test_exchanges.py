@@ -243,7 +243,8 @@ def _setting() -> ExchangeContext:
 
 def _message(weights: Sequence[float], sent_ns: int) -> _IncomingMessage:
     memory = np.array(weights, np.float32).view(np.uint8)
-    return _IncomingMessage(_Never(), 1, 0, 0, memory, len(memory), sent_ns)
+    carried = np.zeros(0, np.int64)
+    return _IncomingMessage(_Never(), 1, 0, 0, memory, len(memory), sent_ns, carried)
 
 
 @torch.no_grad()

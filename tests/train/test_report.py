@@ -73,6 +73,14 @@ def test_ranks_are_weighted_by_their_samples() -> None:
     assert epoch.notes == ["n"]
 
 
+def test_a_rank_that_has_joined_behind_the_last_batch_has_made_no_pass() -> None:
+    joined = _rank(sums=[0.0, 0.0, 0.0], first_batch_s=None)
+    joined["loader"] = cast(Any, {"stall_s": 0.0, "first_batch_s": None})
+    epoch = EpochReport.of_ranks(0, [_rank(), joined], None, 0.0, 0.1)
+    alone = EpochReport.of_ranks(0, [_rank()], None, 0.0, 0.1)
+    assert (epoch.bytes, epoch.samples) == (alone.bytes, alone.samples)
+
+
 def test_samples_that_were_computed_again_after_a_loss_count_once() -> None:
     counted = EpochReport.of_ranks(0, [_rank(), _rank()], None, 0.0, 0.1).samples
     for known in (counted - 3, counted, counted + 3):

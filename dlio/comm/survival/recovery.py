@@ -194,6 +194,9 @@ class Recovery:
         """
         assert self.elastic is not None
         self.elastic.want(ranks)
+        # The first to make the next generation ends the others' operations: those that have opened
+        # the data may not be over on a slower rank yet, which would take it for a loss.
+        self.uniform(lambda: None)
         self._renew(meets=True, begins=True)
         if self.membership.me not in self.membership.members:
             self._wait_for_call(self.elastic)
@@ -370,6 +373,13 @@ def uniform(comm: Communicator, act: Callable[[], _T]) -> _T:
     """
     recovery = recovery_of(comm)
     return act() if recovery is None else recovery.uniform(act)
+
+
+def number_in_job(comm: Communicator) -> int:
+    """Return this rank's number when the job began, which it keeps when others are lost; its place
+    where the job ends with any rank."""
+    recovery = recovery_of(comm)
+    return comm.rank if recovery is None else recovery.membership.me
 
 
 def once_on_rank_0(comm: Communicator, act: Callable[[], object]) -> Callable[[], None]:

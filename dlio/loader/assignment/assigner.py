@@ -109,6 +109,11 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         return self._schedule.position
 
     @property
+    def made(self) -> int:
+        """Number of exchanges that this rank has taken part in since the job began."""
+        return self._groups.steps
+
+    @property
     def step(self) -> int:
         """Number of the batch that was issued last, within its epoch."""
         return self._schedule.step
@@ -284,7 +289,7 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         return {
             **self._schedule.to_json(),
             "passes": [loader.prepare() for loader in self._loaders],
-            "history": history_to_json(self._schedule.committed),
+            "history": history_to_json(self._schedule.committed, self._schedule.open),
         }
 
     def follow_epoch(self, place: EpochWire) -> None:
@@ -294,8 +299,9 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         for loader, passes in zip(self._loaders, place["passes"], strict=True):
             loader.prepare(passes)
         # After `prepare`: the plans of spans need to know where the open tiers are.
-        self._schedule.committed = history_from_json(place["history"], self._loader)
-        self._schedule.open, self._earlier_stats = [], []
+        history = history_from_json(place["history"], self._loader)
+        self._schedule.committed, self._schedule.open = history
+        self._earlier_stats, self.earlier = [], 0  # That of a checkpoint: this epoch has begun.
 
     def close(self) -> None:
         """Take no part in later recoveries."""

@@ -111,11 +111,15 @@ class SpanSource(Protocol):
     def recall_span(self, record: SpanRecord) -> AssignmentSpan: ...
 
 
-def history_to_json(committed: Sequence[CommittedBatch]) -> dict[str, Any]:
-    """Return the batches of an epoch as JSON types, each span and set of members once."""
+def history_to_json(
+    committed: Sequence[CommittedBatch], issued: Sequence[IssuedBatch] = ()
+) -> dict[str, Any]:
+    """Return the batches of an epoch as JSON types, each span and set of members once. The last
+    ones are `issued`, and not committed yet: batches that accumulate, or of a round."""
     # An epoch has thousands of batches, and a handful of spans and sets of contributors.
-    spans = _numbered(each.batch.span for each in committed)
-    contributors = _numbered(each.contributors for each in committed)
+    batches = [*committed, *(CommittedBatch(each, 0, frozenset()) for each in issued)]
+    spans = _numbered(each.batch.span for each in batches)
+    contributors = _numbered(each.contributors for each in batches)
     return {
         "deals": [asdict(SpanRecord.of(span)) for span in spans],
         "counted": [sorted(members) for members in contributors],
@@ -128,21 +132,27 @@ def history_to_json(committed: Sequence[CommittedBatch]) -> dict[str, Any]:
                 each.exchange,
                 contributors[each.contributors],
             ]
-            for each in committed
+            for each in batches
         ],
+        "issued": len(issued),
     }
 
 
-def history_from_json(history: dict[str, Any], loader: SpanSource) -> list[CommittedBatch]:
-    """Return the batches that another rank has described by `history_to_json`."""
+def history_from_json(
+    history: dict[str, Any], loader: SpanSource
+) -> tuple[list[CommittedBatch], list[IssuedBatch]]:
+    """Return the committed and the issued batches that another rank has described by
+    `history_to_json`."""
     spans = [loader.recall_span(SpanRecord(**each)) for each in history["deals"]]
     contributors = [frozenset(members) for members in history["counted"]]
-    return [
+    batches = [
         CommittedBatch(
             IssuedBatch(spans[span], number, step, update), exchange, contributors[members]
         )
         for span, number, step, update, exchange, members in history["batches"]
     ]
+    committed = len(batches) - history["issued"]
+    return batches[:committed], [each.batch for each in batches[committed:]]
 
 
 def parts_of_lost(

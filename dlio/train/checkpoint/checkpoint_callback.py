@@ -31,7 +31,7 @@ class CheckpointCallback(Callback):
         self._period_s = math.inf if minutes is None else 60 * minutes
         self._due = time.monotonic() + self._period_s
         """When rank 0 asks for the next one."""
-        self._last = worker.updates
+        checkpoints.last = worker.updates
         self._ends = False
         """True once all ranks have agreed to end."""
 
@@ -61,8 +61,7 @@ class CheckpointCallback(Callback):
 
     def save(self, run: Run) -> None:
         """Write a checkpoint, unless the last one is of this step. Collective."""
-        if run.updates != self._last:
-            self._last = run.updates
+        if run.updates != self._checkpoints.last:
             self._due = time.monotonic() + self._period_s
             with off_the_record():
                 self._checkpoints.wait()  # Ranks may have other numbers afterwards.

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Final, Self, cast
 
 import numpy as np
 import torch
@@ -69,6 +69,16 @@ class _PendingCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointStanding(Report):
+    """The checkpoints of this run as a rank knows them, for ranks that join it."""
+
+    pending: Mapping[str, object] | None
+    """State of the one that is being written, apart from tensors; None if there is none."""
+    last: int
+    """Optimizer step of the newest one; -1 if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredCheckpoint(SavedState):
     """A complete checkpoint; in memory are the tensors that this rank has read to verify them."""
 
@@ -89,7 +99,7 @@ class StoredCheckpoint(SavedState):
         return replace(self, tensors=_verified(self, 0, 1))
 
 
-class Checkpoints(RecoveryPart[Report]):
+class Checkpoints(RecoveryPart[CheckpointStanding]):
     """The checkpoints of one run. Owns a lock, and a thread while a checkpoint is being written.
 
     The folder is made if missing. Checkpoints beyond the newest `keep` are removed after a new one
@@ -105,7 +115,9 @@ class Checkpoints(RecoveryPart[Report]):
         self._copies = HostCopies()
         self._writer: Workers | None = None
         self._unfinished: _PendingCheckpoint | None = None
-        """Written by the thread."""
+        """Written by the thread; by those of other ranks if this one has joined since."""
+        self.last = -1
+        """Optimizer step of the newest checkpoint of this run; -1 if there is none."""
         self._outcome: str | None = None
         """Error of the unfinished one, empty if it was published; None if a loss interrupted it."""
         self._lock: int | None = None
@@ -144,11 +156,19 @@ class Checkpoints(RecoveryPart[Report]):
         if kind is None:  # After an error the thread may still use it.
             self._place.close()
 
-    def report(self) -> Report:
+    def report(self) -> CheckpointStanding:
         self.copied()  # Others may overwrite this rank's tensors next.
-        return Report()
+        pending = None if self._unfinished is None else self._unfinished.about
+        return CheckpointStanding(pending, self.last)
 
-    def reconcile(self, reports: Sequence[Report], comm: Communicator) -> None:
+    def adopt(self, report: CheckpointStanding) -> None:
+        self.last, self._unfinished = report.last, None
+        if report.pending is not None:
+            # It has no part in it, but settles with the others how it ends.
+            ranks = cast(int, report.pending["ranks"])
+            self._unfinished = self._pending(report.pending, -1, ranks)
+
+    def reconcile(self, reports: Sequence[CheckpointStanding], comm: Communicator) -> None:
         self._lead()
 
     def _lead(self) -> None:
@@ -209,26 +229,33 @@ class Checkpoints(RecoveryPart[Report]):
         called, and are copied meanwhile. `about` is further state as JSON types; rank 0's is
         written.
         """
-        self.wait()
+        if self._unfinished is not None:
+            self.wait()
         began = time.perf_counter()
+        self.last = step
         rank, ranks = self._comm.rank, self._comm.size
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         self._copies.begin({name: tensors[name] for name in _written_by(sizes, rank, ranks)}, later)
         self.wait_s += time.perf_counter() - began
-        unfinished = self._unfinished = _PendingCheckpoint(
-            hidden=f"{_UNFINISHED}{step:08d}",
-            name=f"step-{step:08d}",
-            about={**about, "format": _FORMAT, "step": step, "ranks": ranks},
-            rank=rank,
-            ranks=ranks,
-            messages=messages_of(self._thread_comm),
-        )
+        whole = {**about, "format": _FORMAT, "step": step, "ranks": ranks}
+        unfinished = self._unfinished = self._pending(whole, rank, ranks)
         self._outcome = None
         self._writer = Workers(
             "dlio-checkpoint",
             lambda _: self._write(unfinished),
             stop_timeout_s=_WRITE_TIMEOUT_S,
         ).start()
+
+    def _pending(self, about: Mapping[str, object], rank: int, ranks: int) -> _PendingCheckpoint:
+        number = f"{about['step']:08d}"
+        return _PendingCheckpoint(
+            hidden=f"{_UNFINISHED}{number}",
+            name=f"step-{number}",
+            about=about,
+            rank=rank,
+            ranks=ranks,
+            messages=messages_of(self._thread_comm),
+        )
 
     def copied(self) -> None:
         """Wait until the tensors of the checkpoint in progress are copied, and may be changed.
@@ -248,10 +275,14 @@ class Checkpoints(RecoveryPart[Report]):
 
         Raises UsageError if that takes longer than 30 minutes.
         """
-        if self._writer is None or self._unfinished is None:
+        if self._recovery is not None:
+            # A rank may have made a step whose sums another is only given after a loss, and both
+            # may come here in different generations: each would wait for the other's parts.
+            self._recovery.uniform(lambda: None)
+        if self._unfinished is None:
             return
         began = time.perf_counter()
-        if not self._writer.wait(_WRITE_TIMEOUT_S):
+        if self._writer is not None and not self._writer.wait(_WRITE_TIMEOUT_S):
             raise UsageError(
                 f"{self.folder}: writing a checkpoint took over {_WRITE_TIMEOUT_S:.0f} s: check "
                 "that the file system responds"
@@ -302,7 +333,7 @@ class Checkpoints(RecoveryPart[Report]):
             if unfinished.rank == 0 and self._outcome and self._place.is_held():
                 self._place.remove(unfinished.hidden)
         except PeerLost:
-            pass  # Those that are left settle in `wait` what becomes of it.
+            pass  # Those that are left settle in `wait` how it ends.
         except BaseException as raised:
             self._outcome = cause_of(raised)
 

@@ -1,0 +1,95 @@
+"""Calls that wait for a source, many at a time, in threads that nobody has to wait for.
+
+A call on a file system that does not answer cannot be interrupted. Threads of
+`concurrent.futures` are joined when the interpreter ends, and at the end of a `with` block, without
+a deadline: a process with one of them in such a call never ends. Those of `Workers` are left alone.
+"""
+
+import contextvars
+import queue
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
+
+from dlio.errors import SourceError
+from dlio.util.settings import settings
+from dlio.util.threads import Workers
+
+Task = Callable[[], "Iterable[Task]"]
+"""A call that returns those that follow it."""
+T = TypeVar("T")
+R = TypeVar("R")
+_LONGER: Final = 12
+"""Times DLIO_TIMEOUT that calls may take which read a whole file."""
+_END_TIMEOUT_S: Final = 2.0
+"""Time for calls under way to end after another one has failed."""
+
+
+def each_of(
+    function: Callable[[T], R],
+    items: Sequence[T],
+    threads: int,
+    source: str,
+    *,
+    may_be_long: bool = False,
+) -> list[R]:
+    """Call `function` on each item in up to so many threads; return the results in order.
+
+    `source` is named in errors. A call that `may_be_long` reads a whole file, and has twelve
+    times as long.
+
+    Raises the first error, and SourceError when no call has ended for the time of DLIO_TIMEOUT.
+    """
+    results: dict[int, R] = {}
+
+    def task(number: int) -> Task:
+        def call() -> Iterable[Task]:
+            results[number] = function(items[number])
+            return ()
+
+        return call
+
+    tasks = [task(number) for number in range(len(items))]
+    follow(tasks, threads, source, may_be_long=may_be_long)
+    return [results[number] for number in range(len(items))]
+
+
+def follow(tasks: Sequence[Task], threads: int, source: str, *, may_be_long: bool = False) -> None:
+    """Run tasks, and those that they return, in up to so many threads; see `each_of`."""
+    if not tasks:
+        return
+    context = contextvars.copy_context()
+    waiting: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[Iterable[Task] | BaseException] = queue.SimpleQueue()
+
+    def run(_: int) -> None:
+        mine = context.copy()
+        while (task := waiting.get()) is not None and not workers.stopping.is_set():
+            try:
+                ended.put(mine.run(task))
+            except BaseException as error:
+                ended.put(error)
+
+    def wake() -> None:
+        for _ in range(len(workers)):
+            waiting.put(None)
+
+    workers = Workers("dlio-ask", run, threads, wake=wake, stop_timeout_s=_END_TIMEOUT_S)
+    patience_s = settings().timeout_s * (_LONGER if may_be_long else 1)
+    left = len(tasks)
+    for task in tasks:
+        waiting.put(task)
+    with workers:
+        while left:
+            try:
+                outcome = ended.get(timeout=patience_s)
+            except queue.Empty:
+                raise SourceError(
+                    f"{source}: no answer for {patience_s:.0f} s: the source hangs (DLIO_TIMEOUT "
+                    "sets the patience)"
+                ) from None
+            if isinstance(outcome, BaseException):
+                raise outcome
+            left -= 1
+            for task in outcome:
+                left += 1
+                waiting.put(task)

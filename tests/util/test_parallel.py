@@ -1,0 +1,73 @@
+"""Calls on a source in threads: in order, with their errors, and never waited for in vain."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+
+import pytest
+
+from dlio.errors import SourceError
+from dlio.util.parallel import Task, each_of, follow
+from tests.conftest import SOURCES
+
+HANGS = """
+import threading
+from dlio.errors import SourceError
+from dlio.util.parallel import each_of
+
+try:
+    each_of(lambda _: threading.Event().wait(), [1, 2], 2, "/remote")
+except SourceError as error:
+    print(error, flush=True)
+"""
+
+
+def test_results_are_in_the_order_of_items() -> None:
+    second = threading.Event()
+
+    def call(item: int) -> int:
+        if item == 0:
+            assert second.wait(60)  # The second call ends first.
+        else:
+            second.set()
+        return -item
+
+    assert each_of(call, [0, 1], 2, "data") == [0, -1]
+    assert each_of(call, [], 2, "data") == []
+
+
+def test_the_first_error_is_raised() -> None:
+    def call(item: int) -> int:
+        raise SourceError(f"item {item} is bad")
+
+    with pytest.raises(SourceError, match="item 3 is bad"):
+        each_of(call, [3], 4, "data")
+
+
+def test_tasks_that_follow_others_are_run() -> None:
+    ran: list[int] = []
+
+    def task(number: int) -> Task:
+        def call() -> Iterable[Task]:
+            ran.append(number)
+            return [task(number + 1), task(number + 1)] if number < 2 else []
+
+        return call
+
+    follow([task(0)], 3, "data")
+    assert sorted(ran) == [0, 1, 1, 2, 2, 2, 2]
+
+
+def test_a_process_ends_whose_source_never_answers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS],
+        env={**os.environ, "DLIO_TIMEOUT": "1", "PYTHONPATH": SOURCES},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("/remote: no answer for 1 s: the source hangs")
