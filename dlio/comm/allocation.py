@@ -14,6 +14,7 @@ from typing import Final
 
 from dlio.comm.launch_detection import slurm_step, whole_number
 from dlio.errors import UsageError
+from dlio.util.input_files import open_text
 
 _PART: Final = re.compile(r"([^\[\],]*)\[([0-9,-]+)\]|([^\[\],]+)|(,)")
 _RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?")
@@ -123,7 +124,7 @@ def _counted(manager: str, job: str, hosts: Iterable[str], path: str) -> Allocat
 
 def _lines(variable: str, path: str) -> list[str]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_text(path) as file:
             return [line.split()[0] for line in file if line.split()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(

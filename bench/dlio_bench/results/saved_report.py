@@ -1,6 +1,5 @@
 """Reports read back from files: those of the envelope, and older ones without it."""
 
-import json
 import math
 import os
 import shlex
@@ -9,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dlio.errors import UsageError, printable
+from dlio.util.input_files import as_usage, read_json
 from dlio_bench.results.envelope import SCHEMA
 from dlio_bench.results.figure_collection import collect
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
 
-_MOST_BYTES: Final = 256 << 20
 _KINDS: Final = ("cdf", "time", "scaling")
 
 
@@ -59,10 +58,7 @@ def read_report(path: str) -> SavedReport:
     Raises UsageError, which names the file, if it is not a report or of another schema.
     """
     try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            raise UsageError(f"{path}: larger than 256 MiB; this is not a report")
-        with open(path, encoding="utf-8") as file:
-            loaded = json.load(file)
+        loaded = read_json(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; name a file of --report") from error
     except (ValueError, RecursionError) as error:
@@ -73,18 +69,15 @@ def read_report(path: str) -> SavedReport:
         loaded = inner  # With its title and data, as the site keeps it.
     schema = loaded.get("schema")
     if schema is None:
-        return _old(path, loaded)
+        with as_usage(path, "measure again"):
+            return _old(path, loaded)
     if schema != SCHEMA:
         raise UsageError(
             f"{path}: schema {printable(str(schema))}, but this dlio reads {SCHEMA}; measure "
             "again, or use the dlio that wrote it"
         )
-    try:
+    with as_usage(path, f"this is a damaged report of {SCHEMA}: measure again"):
         return _report(path, loaded)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"{path}: damaged report of {SCHEMA} ({printable(repr(error))}); measure again"
-        ) from error
 
 
 def _report(path: str, loaded: Mapping[str, Any]) -> SavedReport:
