@@ -193,7 +193,7 @@ class FilesReader(PathReader):
         concurrently(lambda file: file.stamp, files, self._urls[0])  # Kept by the files.
         hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
         if hdf5:
-            rehearse("hdf5", "h5py", [file.url for file in hdf5], hdf5)
+            rehearse("files", "h5py", path, hdf5)
         self._lock = new_lock()
         self._opened: OrderedDict[int, tuple[dict[str, ChunkedArray], Hdf5File | None]]
         self._opened = OrderedDict()
