@@ -1,10 +1,10 @@
 """Pictures that are read with a warning: damaged, and read as every other loader reads them."""
 
-import logging
 import threading
 from typing import Final
 
-_log = logging.getLogger("dlio")
+from dlio.util.printable import log_warning
+
 _MOST: Final = 1 << 16
 """Names that are kept."""
 
@@ -24,7 +24,7 @@ class ImageWarnings:
             if len(self._reasons) < _MOST:
                 self._reasons.setdefault(shown, reason)
         if is_first:
-            _log.warning(
+            log_warning(
                 "%s is damaged: %s. It is read as other loaders read it, and so are other pictures "
                 "with such warnings; `dlio verify` lists them all",
                 shown,

@@ -1,5 +1,6 @@
 """Names from files, made safe for terminals and logs."""
 
+import logging
 import sys
 import warnings
 from typing import TextIO
@@ -17,6 +18,18 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
     print(printable(text), file=sys.stdout if stream is None else stream, flush=True)
 
 
-def warn_user(text: str, kind: type[Warning] = RuntimeWarning, *, stacklevel: int = 1) -> None:
+def log_warning(text: str, *values: object) -> None:
+    """Log a warning of dlio's, as `logging` has it, whatever names are in it."""
+    log_line(logging.WARNING, text, *values)
+
+
+def log_line(level: int, text: str, *values: object) -> None:
+    """Log a line of dlio's of a level, whatever names are in it."""
+    log = logging.getLogger("dlio")
+    if log.isEnabledFor(level):
+        log.log(level, "%s", printable(text % values if values else text), stacklevel=3)
+
+
+def warn_user(text: str, kind: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
     """Warn by `warnings.warn`, whatever names are in the text. `stacklevel` 1 is the caller."""
     warnings.warn(printable(text), kind, stacklevel=stacklevel + 1)

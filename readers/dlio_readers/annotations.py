@@ -5,7 +5,6 @@ are the ones that were listed, and makes payloads of the fields of `dlio.loader.
 """
 
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
 from dlio.image.file_headers import exif_orientation, stored_places
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
+from dlio.util.printable import log_warning
 from dlio_readers.fileset import FileSet, ListedReader
 from dlio_readers.path_reader import PathReader
 
@@ -32,7 +32,6 @@ _BEYOND: Final = 0.01
 """Share of a picture's side by which a box may reach beyond it: it is cut off without an error."""
 _BEYOND_PIXELS: Final = 2.0
 _SIDE: Final = re.compile(r"(?<![a-z])(left|right|l|r)(?![a-z])", re.IGNORECASE)
-_log = logging.getLogger("dlio")
 _OTHER: Final = {"left": "right", "right": "left", "l": "r", "r": "l"}
 
 
@@ -104,7 +103,7 @@ class AnnotatedReader(ListedReader, PathReader):
         picture, turn = self._content(self._files, sample), 1
         if self._relative and (turn := exif_orientation(picture)) != 1 and not self._told:
             self._told = True
-            _log.warning(
+            log_warning(
                 "%s is turned by EXIF: dlio returns the stored pixels of such pictures, and turns "
                 "their annotations to these",
                 self._files.path(sample),

@@ -164,7 +164,8 @@ def rehearse(
     except NoRehearsal as error:
         warn_user(
             f"{files[0].name} is read without the trial of its contents in another process, which "
-            f"{error}"
+            f"{error}",
+            RuntimeWarning,
         )
 
 

@@ -11,7 +11,6 @@ random access and are refused.
 """
 
 import json
-import logging
 import posixpath
 import re
 import struct
@@ -36,6 +35,7 @@ from dlio.data.source import File, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
+from dlio.util.printable import log_warning
 from dlio_readers.path_reader import PathReader, lie_at
 from dlio_readers.tarlabels import TextMembers, label_in_json, number_classes
 
@@ -415,8 +415,6 @@ _CLASSES: Final = ("label", "cls", "class")
 """Members that are classes where they are texts; other texts stay texts."""
 _PICTURES: Final = frozenset(name for name, kind in _KINDS.items() if kind in IMAGES)
 
-_log = logging.getLogger("dlio")
-
 
 class TarReader(PathReader):
     """Read one or several WebDataset tars. Samples are numbered in the order of the files.
@@ -447,7 +445,7 @@ class TarReader(PathReader):
         heads = [json.loads(part["head"].tobytes()) for part in parts]
         for file, head in zip(self._files, heads, strict=True):
             for note in head["notes"]:
-                _log.warning("%s %s", file.name, note)
+                log_warning("%s %s", file.name, note)
         first = heads[0]
         names = [name for name, _ in first["fields"]]
         parts = [

@@ -90,6 +90,7 @@ TRAIN = "train . --model resnet(width=4) --epochs 1 --batch-size 4 --image-size 
         pytest.param(f"{TRAIN} -n 2 --backend torch", marks=pytest.mark.nightly),
         "pack . ../packed --shard-size 64KiB --workers 2",
         "stage . --tiers ../tier:10MiB",
+        "view . --transform copy:copy --no-browser --count 1 --output ../page.html",
     ],
 )
 def test_no_module_of_the_current_folder_is_imported(pictures: Path, line: str) -> None:

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from dlio.util.shared_folders import own_memory
+from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
@@ -39,8 +39,8 @@ def folder_name(token: str, node: str) -> str:
 
 
 def job_folder(token: str, node: str) -> str:
-    """Return the path of a job's folder on a node."""
-    return os.path.join(own_memory(), folder_name(token, node))
+    """Return the usual path of a job's folder on a node, for its shims, which look for another."""
+    return os.path.join(SHARED_MEMORY, user_folder(), folder_name(token, node))
 
 
 def pack(message: Mapping[str, object]) -> bytes:
