@@ -1,6 +1,5 @@
 """Reports read back from files: those of the envelope, and older ones without it."""
 
-import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from dlio_bench.results.envelope import SCHEMA
 from dlio_bench.results.figure_collection import collect
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
 
+_LEAST, _MOST = 1e-140, 1e140
 _KINDS: Final = ("cdf", "time", "scaling")
 
 
@@ -99,7 +99,7 @@ def _report(path: str, loaded: Mapping[str, Any]) -> SavedReport:
         environment=dict(loaded["environment"]),
         command=shlex.join([*map(os.path.basename, words[:1]), *words[1:]]),
         started=str(loaded["started"] or ""),
-        seconds=None if seconds is None else float(seconds),
+        seconds=None if seconds is None or not _is_shown(float(seconds)) else float(seconds),
         settings=dict(loaded["settings"]),
         seeds=dict(loaded["seeds"]),
     )
@@ -114,6 +114,8 @@ def _old(path: str, loaded: Mapping[str, Any]) -> SavedReport:
             f"{path}: not a report of dlio bench: no schema, and no machine; measure again"
         )
     figures, ratios = collect(inner)
+    figures = [each for each in figures if all(map(_is_shown, each.values))]
+    ratios = [each for each in ratios if all(map(_is_shown, each.values))]
     if not figures and not ratios:
         raise UsageError(f"{path}: an old report without figures that can be read; measure again")
     return SavedReport(
@@ -146,7 +148,7 @@ def _curve(each: Mapping[str, Any]) -> PlotCurve:
     pairs = [
         (float(x), float(y))
         for x, y in zip(each["x"], each["y"], strict=True)
-        if x is not None and y is not None
+        if x is not None and y is not None and _is_shown(float(x)) and _is_shown(float(y))
     ]
     return PlotCurve(
         str(each["name"]),
@@ -162,12 +164,18 @@ def _curve(each: Mapping[str, Any]) -> PlotCurve:
 
 def _values(stored: Sequence[Any]) -> tuple[float, ...]:
     values = (float(value) for value in stored if value is not None)
-    return tuple(value for value in values if math.isfinite(value))
+    return tuple(value for value in values if _is_shown(value))
+
+
+def _is_shown(value: float) -> bool:
+    """True for a value that has a place on an axis: differences and ratios of such have one, too.
+    No quantity is beyond."""
+    return not value or _LEAST <= abs(value) <= _MOST
 
 
 def _parts(stored: Mapping[str, Any]) -> dict[str, float]:
     parts = {str(name): float(value) for name, value in stored.items() if value is not None}
-    return {name: value for name, value in parts.items() if math.isfinite(value)}
+    return {name: value for name, value in parts.items() if _is_shown(value)}
 
 
 def _texts(stored: Mapping[str, Any]) -> dict[str, str]:
