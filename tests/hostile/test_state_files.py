@@ -248,7 +248,7 @@ def test_no_contents_of_a_state_file_make_a_traceback(
     path = study / kind if "STUDY" in words else tmp_path / "strange"
     argv = [{"FILE": str(path), "STUDY": str(study)}.get(word, word) for word in words]
     monkeypatch.setattr(search_command, "Searcher", _stop)
-    for seed in range(examples(200)):
+    for seed in range(examples(100)):
         path.write_bytes(_changed(sound, seed))
         with pytest.raises(SystemExit) as ended:
             main(argv)
