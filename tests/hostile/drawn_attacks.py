@@ -176,6 +176,7 @@ def _through_a_link(machine: Machine, write: Callable[[Path], object]) -> None:
 
 
 @daily
+# SECURITY.md: S11
 def _a_report_below_a_link_in_a_folder_of_the_group(machine: Machine) -> None:
     _through_a_link(machine, lambda out: write_json(str(out / "r.json"), 1))
 
@@ -206,6 +207,7 @@ def _her_own_link_in_a_folder_of_the_group_is_followed(machine: Machine) -> None
 
 
 @daily
+# SECURITY.md: S15
 def _a_lock_of_checkpoints_is_not_held_by_a_reader(machine: Machine) -> None:
     place = machine.folder("group")
     place.chmod(0o755)
@@ -249,6 +251,7 @@ def _the_holder_of_a_lock_is_named(machine: Machine) -> None:
 
 
 @daily
+# SECURITY.md: S18
 def _a_colleague_goes_on_with_a_shared_folder_of_checkpoints(machine: Machine) -> None:
     for umask in (0o022, 0o077, 0o002):
         place = machine.folder("group") / "ck"
@@ -276,6 +279,7 @@ def _a_colleague_goes_on_with_a_shared_folder_of_checkpoints(machine: Machine) -
 
 
 @attack
+# SECURITY.md: S17
 def _a_journal_is_exchanged_for_a_link_while_the_search_runs(machine: Machine) -> None:
     place = machine.folder("open")
 
@@ -291,6 +295,7 @@ def _a_journal_is_exchanged_for_a_link_while_the_search_runs(machine: Machine) -
 
 
 @attack
+# SECURITY.md: S14
 def _no_library_makes_files_that_all_may_write(machine: Machine) -> None:
     """Whatever the umask, in a command: Optuna and TensorBoard make files as `open` does."""
     place = machine.folder("sticky")

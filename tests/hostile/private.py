@@ -71,6 +71,7 @@ def _evict_all(root: Path) -> None:
 
 
 @daily
+# SECURITY.md: S13
 def _a_tier_of_a_stranger_is_not_believed(machine: Machine) -> None:
     place = machine.folder("sticky")
 
@@ -148,6 +149,7 @@ def _a_tier_is_swapped_while_it_is_filled(machine: Machine) -> None:
 
 
 @attack
+# SECURITY.md: S16
 def _her_folder_in_shared_memory_is_a_strangers(machine: Machine) -> None:
     path = Path(SHARED_MEMORY, _tier_name(machine))
     machine.mallory.run(lambda: path.mkdir(mode=0o777))
@@ -169,6 +171,7 @@ def _her_folder_in_shared_memory_is_a_strangers(machine: Machine) -> None:
 
 
 @attack
+# SECURITY.md: S4
 def _an_index_of_a_stranger_is_not_believed(machine: Machine) -> None:
     place = machine.folder("sticky")
 
@@ -205,6 +208,7 @@ def _the_cache_is_a_link_to_her_home(machine: Machine) -> None:
 
 
 @attack
+# SECURITY.md: S19
 def _a_cache_that_the_group_shares_is_private_to_each(machine: Machine) -> None:
     place = machine.folder("group")
 
@@ -219,6 +223,7 @@ def _a_cache_that_the_group_shares_is_private_to_each(machine: Machine) -> None:
 
 
 @attack
+# SECURITY.md: S14
 def _nothing_that_she_writes_without_a_umask_can_be_changed(machine: Machine) -> None:
     place = machine.alice.home / ".cache" / "free"
 

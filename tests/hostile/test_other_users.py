@@ -41,6 +41,7 @@ def machine(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("act", ATTACKS)
+# SECURITY.md: S10
 def test_another_user_changes_nothing_and_is_not_believed(machine: Machine, act: Attack) -> None:
     before = machine.belongings()
     act(machine)

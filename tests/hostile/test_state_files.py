@@ -123,6 +123,7 @@ def _check_one_line(done: "subprocess.CompletedProcess[str]", *names: str) -> No
 )
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("data")
+# SECURITY.md: S7
 def test_what_is_not_a_regular_file_is_refused_in_one_line(
     run: Runs, tmp_path: Path, command: str, kind: str
 ) -> None:
@@ -237,6 +238,7 @@ def _stop(*_: object, **__: object) -> None:
     ],
 )
 @pytest.mark.usefixtures("data")
+# SECURITY.md: S7
 def test_no_contents_of_a_state_file_make_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:

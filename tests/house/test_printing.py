@@ -26,6 +26,7 @@ def test_nothing_warns_or_logs_but_by_the_functions_that_escape() -> None:
     assert raw == []
 
 
+# SECURITY.md: S6
 def test_what_a_terminal_would_obey_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
     name = "\x1b]0;owned\x07\n"
     with caplog.at_level(logging.WARNING, "dlio"):

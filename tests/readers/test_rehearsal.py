@@ -123,6 +123,7 @@ def test_a_file_with_an_ordinary_error_has_not_passed(
 
 
 @pytest.mark.parametrize("ending", ["print('[1, \"passed\"]')", "pass", "raise SystemExit(7)"])
+# SECURITY.md: S2
 def test_files_pass_by_the_word_of_the_child_alone(
     files: list[File], monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
