@@ -237,7 +237,7 @@ def _bytes_below(parent: int, name: str) -> int:
 def _entry(kind: str, key: str) -> Iterator[int | None]:
     """Open the folder of an index; yields None if the cache cannot be used.
 
-    After an error it is removed: of what could not be indexed nothing is remembered.
+    After an error it is removed, and nothing is remembered.
     """
     with contextlib.ExitStack() as stack:
         folder, cache, name = None, -1, f"{kind}.{key}"

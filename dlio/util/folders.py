@@ -284,8 +284,8 @@ def rename(old: str, new: str, parent: int | None = None, to: int | None = None)
 def seal(parent: int, name: str) -> None:
     """Make a folder ready to be published: synchronised, and not writable by all users.
 
-    Whatever libraries have written in it has modes as the umask has it. What is published where a
-    group may write can be read by that group.
+    Files that libraries have written in it have modes as the umask has it. Where a group may write,
+    that group can read them.
     """
     above = os.fstat(parent)
     for _, _, files, folder in os.fwalk(name, dir_fd=parent):

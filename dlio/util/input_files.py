@@ -1,8 +1,8 @@
 """Files that users name, and state of earlier runs, opened to be read: nothing in them is believed.
 
-Nothing but regular files is opened, so that no pipe, socket or device hangs a command. What is
-read whole has a bound of bytes, and of nesting before it is parsed. `as_usage` makes one line of
-whatever such contents cause.
+Nothing but regular files is opened, so that no pipe, socket or device hangs a command. A file
+that is read whole has a bound of bytes, and of nesting before it is parsed. `as_usage` makes one
+line of the errors that such contents cause.
 """
 
 import errno
@@ -106,7 +106,7 @@ def yaml_value(text: str) -> object:
 
 @contextmanager
 def as_usage(path: str, remedy: str) -> Iterator[None]:
-    """Turn whatever malformed contents of a file cause in the block into one UsageError.
+    """Turn errors that malformed contents of a file cause in the block into one UsageError.
 
     It names the file and the remedy, such as "give a file that --trace has written". Errors of dlio
     pass, and so does a missing file (FileNotFoundError).

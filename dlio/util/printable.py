@@ -19,17 +19,17 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
 
 def log_warning(text: str, *values: object) -> None:
-    """Log a warning of dlio's, as `logging` has it, whatever names are in it."""
+    """Log a warning of dlio's, as `logging` has it, with names in it escaped."""
     log_line(logging.WARNING, text, *values)
 
 
 def log_line(level: int, text: str, *values: object) -> None:
-    """Log a line of dlio's of a level, whatever names are in it."""
+    """Log a line of dlio's of a level, with names in it escaped."""
     log = logging.getLogger("dlio")
     if log.isEnabledFor(level):
         log.log(level, "%s", printable(text % values if values else text), stacklevel=3)
 
 
 def warn_user(text: str, kind: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
-    """Warn by `warnings.warn`, whatever names are in the text. `stacklevel` 1 is the caller."""
+    """Warn by `warnings.warn`, with names in the text escaped. `stacklevel` 1 is the caller."""
     warnings.warn(printable(text), kind, stacklevel=stacklevel + 1)

@@ -5,8 +5,8 @@ files that are new to this user's cache are opened and read by a child process f
 computes for long without reading or writing a byte, the file is refused. So it is if the child ends
 in any way without its word that it has read the files: an error that it has found is raised here,
 and the files are not opened again. Files have passed by that word alone. Then nothing more is done
-until they, the library, dlio or what is read of them change: the child's index is in the cache, and
-is not built twice.
+until they, the parts that are read, the library or dlio change: the child's index is in the cache,
+and is not built twice.
 
 If no child can be started, or a new process cannot see files that are not local, this is said each
 time, and the files are read without it.
@@ -90,7 +90,7 @@ class NoRehearsal(Exception):
 
 
 class ChildWords:
-    """What a child says, one value of JSON in a line: names of files, and its words.
+    """The words of a child, one value of JSON in a line, and names of files.
 
     A word is a list of the child's own `token`, which nothing that a library prints has, and texts.
     """
@@ -103,7 +103,7 @@ class ChildWords:
         self._token, self._left = token, b""
 
     def hear(self, data: bytes) -> None:
-        """Take what the child has written."""
+        """Take bytes that the child has written."""
         *lines, left = (self._left + data).split(b"\n")
         self._left = left[: _LONGEST_LINE + 1]
         for line in lines:
@@ -157,7 +157,7 @@ def rehearse(
             _run(kind, named, given, files)
         return {"read": np.ones(1, np.uint8)}
 
-    # What passes is these parts of these files, with this library, by this dlio.
+    # These parts of these files pass, with this library, by this dlio.
     digest = fingerprint_of("rehearsal", _VERSION, kind, str(dlio.__version__), given)
     try:
         cached_index(f"rehearsed-{named.replace(' ', '-')}-{digest[:16]}", _VERSION, files, run)
@@ -307,7 +307,7 @@ def _copy_passes(
     files: Sequence[File],
     options: Mapping[str, object],
 ) -> bool:
-    """Have a copy of this process read the files; True if it has. Raises what it finds wrong."""
+    """Have a copy of this process read the files; True if it has. Raises its error."""
     token = secrets.token_hex(16)
     heard = ChildWords(files[0].name, token)
     try:
@@ -337,7 +337,7 @@ def _let_go_of_shared_memory() -> None:
 
 
 def _watched(child: WatchedProcess, heard: ChildWords, silent_s: float) -> bool:
-    """Wait for a child's end, and hear what it says; True if it got stuck."""
+    """Wait for the end of a child, and hear its words; True if it got stuck."""
     done, began, since = _progress(child.pid), 0.0, time.monotonic()
     pause = 0.002
     while True:
@@ -402,7 +402,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     path = paths if len(paths) > 1 else paths[0]
     _read_in_child(sys.argv[1], int(sys.argv[2]), path, options, token)
-    os._exit(0)  # What a library does at its end does not matter.
+    os._exit(0)  # The end of a library does not matter.
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_more_ranks_than_the_nodes_take_are_refused() -> None:
     "host", ["-oProxyCommand=true", "a b", "a;b", "a:b", "", "a" * 300, "\x1b[2J"]
 )
 # SECURITY.md: S9
-def test_what_is_not_the_name_of_a_host_never_becomes_a_word_of_a_command(host: str) -> None:
+def test_no_other_text_than_a_host_becomes_a_word_of_a_command(host: str) -> None:
     with pytest.raises(UsageError, match="not the name of a host"):
         Allocation("Slurm", "7", (host,), (1,))
     with pytest.raises(UsageError, match="not the name of a host"):

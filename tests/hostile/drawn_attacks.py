@@ -1,7 +1,7 @@
-"""Attacks drawn over what alice does, the name that mallory has taken, what stands there, and the
-rights of the folder; and those of locks, colleagues and journals.
+"""Attacks drawn over alice's deeds, the names that mallory has taken, the entries of these names,
+and the rights of the folder; and those of locks, colleagues and journals.
 
-Whatever stands there, alice's command ends in its result or in one line, within the deadline. That
+In each alice's command ends in its result or in one line, within the deadline. That
 her home has not changed is checked for all attacks.
 """
 
@@ -104,7 +104,7 @@ DEEDS: dict[str, tuple[Callable[[Machine, Path], object], tuple[str, ...]]] = {
     "ls": (lambda _, at: _cli("ls", at / "out"), ("out",)),
     "cache clean": (lambda _, at: _cleaned(at / "out"), ("out",)),
 }
-"""What alice does in a folder, and the names in it that mallory may have taken."""
+"""Deeds of alice in a folder, and the names in it that mallory may have taken."""
 
 
 def _cleaned(path: Path) -> object:
@@ -297,7 +297,7 @@ def _a_journal_is_exchanged_for_a_link_while_the_search_runs(machine: Machine) -
 @attack
 # SECURITY.md: S14
 def _no_library_makes_files_that_all_may_write(machine: Machine) -> None:
-    """Whatever the umask, in a command: Optuna and TensorBoard make files as `open` does."""
+    """With any umask, in a command: Optuna and TensorBoard make files as `open` does."""
     place = machine.folder("sticky")
 
     def work() -> int:
@@ -307,7 +307,7 @@ def _no_library_makes_files_that_all_may_write(machine: Machine) -> None:
             (place / "events").write_text("")
             (place / "logs").mkdir()
 
-        cli.run_command = opened
+        vars(cli)["run_command"] = opened
         with contextlib.suppress(SystemExit):
             main(["train"])
         return os.umask(0)

@@ -124,7 +124,7 @@ def _check_one_line(done: "subprocess.CompletedProcess[str]", *names: str) -> No
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("data")
 # SECURITY.md: S7
-def test_what_is_not_a_regular_file_is_refused_in_one_line(
+def test_pipes_and_devices_are_refused_in_one_line(
     run: Runs, tmp_path: Path, command: str, kind: str
 ) -> None:
     (tmp_path / "place").mkdir()

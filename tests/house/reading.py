@@ -19,7 +19,7 @@ OWNERS: Final = (
     *("dlio/util/whole_files.py", "dlio/util/folders.py", "dlio/util/user_folders.py"),
     *("dlio/util/reaper.py", "dlio/data/source.py", "dlio/data/open_files.py"),
 )
-"""The rooms: they open what is regular, or private to this user."""
+"""The rooms: they open regular files, or those that are private to this user."""
 ALLOWED: Final = {
     "dlio/util/machine_memory.py": "the kernel's own files",
     "dlio/launch/torch_launch.py": "the kernel's own files",
@@ -37,11 +37,11 @@ ALLOWED: Final = {
     },
     "bench/dlio_bench/results/html/document.py": "a file of the program",
 }
-"""Modules, and folders of them, that open what they have made, with the reason."""
+"""Modules, and folders of them, that open files that they have made, with the reason."""
 _PARSERS: Final = re.compile(
     r"(?:json|tomllib|pickle|toml)\.load|yaml\.(?:safe_|full_|unsafe_)?load(?:_all)?"
 )
-"""They read all that there is; the room's have bounds."""
+"""They have no bounds, as those of the room have."""
 _LOADERS: Final = re.compile(
     r"(?:np|numpy)\.(?:load|loadtxt|genfromtxt|fromfile|memmap)"
     r"|torch\.load|runpy\.run_path|(?:pd|pandas)\.read_\w+|(?:Image|tarfile|zipfile|gzip)\.open"
@@ -55,7 +55,7 @@ _MAY_READ: Final = re.compile(
 _KERNELS: Final = re.compile(r"f?['\"]/(?:proc|sys|dev/null|dev/zero)\b|os\.devnull")
 """Files that nobody can exchange."""
 _STREAMS: Final = re.compile(r"(?:open_regular|open_input|os\.fdopen|io\.\w+IO|sys\.stdin)\b")
-"""What has been opened."""
+"""Files that are open."""
 _PLACES: Final = ("O_DIRECTORY", "O_PATH", "O_WRONLY", "O_RDWR", "O_CREAT")
 
 

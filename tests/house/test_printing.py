@@ -17,17 +17,17 @@ _OWNER = "dlio/util/printable.py"
 
 def test_nothing_warns_or_logs_but_by_the_functions_that_escape() -> None:
     raw = [
-        f"{file.relative_to(ROOT)}: {found[0]}"
+        f"{file.relative_to(ROOT)}: {call[0]}"
         for room in ("dlio", "readers/dlio_readers", "staging/dlio_staging", "bench/dlio_bench")
         for file in (ROOT / room).rglob("*.py")
         if str(file.relative_to(ROOT)) != _OWNER
-        for found in _RAW.finditer(file.read_text(encoding="utf-8"))
+        for call in _RAW.finditer(file.read_text(encoding="utf-8"))
     ]
     assert raw == []
 
 
 # SECURITY.md: S6
-def test_what_a_terminal_would_obey_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
+def test_control_characters_are_escaped(caplog: pytest.LogCaptureFixture) -> None:
     name = "\x1b]0;owned\x07\n"
     with caplog.at_level(logging.WARNING, "dlio"):
         log_warning("%s has %d rows", name, 3)

@@ -1,6 +1,6 @@
 """The journal of a search, in Optuna's format, by a descriptor that is kept while the search runs.
 
-Optuna's own backend opens the file anew by its name for each record, and follows whatever link has
+Optuna's own backend opens the file anew by its name for each record, and follows a link that has
 taken that name meanwhile.
 """
 
@@ -21,7 +21,7 @@ _PIECE: Final = 1 << 20
 class StudyJournal(Closable):
     """A journal, open until `close`, as `optuna.storages.JournalStorage` takes it.
 
-    There is one writer, which holds the study's lock. Lines are what Optuna makes of them; the end
+    There is one writer, which holds the study's lock. Optuna makes the lines; the end
     of a line whose writer was killed is removed.
 
     Raises OSError; UntrustedFile if the file is not a regular one of this user's.
@@ -86,9 +86,9 @@ class StudyJournal(Closable):
             raise UsageError(f"{self._path}: larger than 1 GiB; name another --study")
         while end:
             start = max(0, end - _PIECE)
-            found = os.pread(self._file, end - start, start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
+            last = os.pread(self._file, end - start, start).rfind(b"\n")
+            if last >= 0:
+                end = start + last + 1
                 break
             end = start
         if end < size:
