@@ -1,16 +1,16 @@
 """Runs of `dlio train`, whose reports are kept, so that an interrupted benchmark goes on; and when
 a training was how good."""
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, cast
 
 from dlio.errors import UsageError
+from dlio.util.input_files import as_usage, read_json
 
 _TIMEOUT_S: Final = 7200.0
 
@@ -82,11 +82,11 @@ def trained(
     for key in ("source", "val"):
         wanted[key] = os.path.abspath(str(wanted[key]))
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            kept: TrainingReport = json.load(file)
-        same = all(kept["config"].get(key) == value for key, value in wanted.items())
-        if same and kept["ranks"] == ranks:
-            return kept
+        with as_usage(path, "remove it"):
+            kept = cast(TrainingReport, read_json(path))
+            same = all(kept["config"].get(key) == value for key, value in wanted.items())
+            if same and kept["ranks"] == ranks:
+                return kept
         raise UsageError(
             f"{path} is the report of another training: name another folder by --keep, or remove it"
         )
@@ -105,9 +105,7 @@ def trained(
     )
     if done.returncode:
         raise UsageError(f"training {name}: {done.stderr.strip()[-800:]}")
-    with open(path, encoding="utf-8") as file:
-        report: TrainingReport = json.load(file)
-    return report
+    return cast(TrainingReport, read_json(path))
 
 
 def first_at(goal: float, ends: Iterable[tuple[float, float]]) -> float | None:

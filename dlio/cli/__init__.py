@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     after SystemExit; with those of the process it ends.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    guarded(lambda: run_command(tokens), ends=argv is None)
+    guarded(lambda: _run_with_umask(tokens), ends=argv is None)
 
 
 def guarded(run: Callable[[], object], ends: bool = True) -> NoReturn:
@@ -147,6 +147,17 @@ def _end_alone(code: int) -> None:
         write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
     if left is not None and left.lost:
         os._exit(code)
+
+
+def _run_with_umask(tokens: list[str]) -> None:
+    """Run a command so that no library, such as Optuna or TensorBoard, makes files that all users
+    may write. Programs of users keep their umask."""
+    before = os.umask(0)
+    os.umask(before if tokens[:1] in (["run"], ["launch"]) else before | 0o002)
+    try:
+        run_command(tokens)
+    finally:
+        os.umask(before)
 
 
 def run_command(tokens: list[str]) -> None:

@@ -21,6 +21,7 @@ from dlio.cli.cli_command import SWITCHES, Command, CommandFunction, describe, i
 from dlio.cli.help import TwoColumns
 from dlio.cli.option_groups import examples_of
 from dlio.errors import DlioError, UsageError
+from dlio.util.input_files import read_text
 from dlio.util.plugins import plugins
 
 CORE: Final[Mapping[str, str]] = {
@@ -245,8 +246,7 @@ def _summary(place: str) -> str:
         if spec is None:
             raise ModuleNotFoundError(f"No module named {module!r}")
         if spec.origin is not None and spec.origin.endswith(".py"):
-            with open(spec.origin, encoding="utf-8") as file:
-                tree = ast.parse(file.read())
+            tree = ast.parse(read_text(spec.origin))
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef) and node.name == attribute:
                     return _first_paragraph(ast.get_docstring(node))

@@ -18,6 +18,7 @@ from dlio.cli.option_groups import OTHERS, groups_of
 from dlio.cli.option_records import ConfigFile
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
+from dlio.util.input_files import MOST_SETTINGS, read_text, yaml_value
 from dlio.util.options import OptionField, Value, as_mapping, from_mapping, options_of
 
 if TYPE_CHECKING:
@@ -280,16 +281,15 @@ def read_config(path: str, fields: Sequence[OptionField]) -> dict[str, Value]:
     Raises UsageError, naming the file and the key, for a file that cannot be read, a key that is
     not an option, or a value of another type.
     """
-    import yaml
-
     try:
-        with open(path, encoding="utf-8") as file:
-            stated = yaml.safe_load(file)
-    except OSError as error:
-        raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"--config {path}: not valid YAML: {reason}") from error
+        text = read_text(path, MOST_SETTINGS)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UsageError(f"--config {path}: cannot be read: {reason}") from error
+    try:
+        stated = yaml_value(text)
+    except ValueError as error:
+        raise UsageError(f"--config {path}: not valid YAML: {error}") from error
     if stated is None:
         return {}
     if not isinstance(stated, dict):

@@ -4,7 +4,6 @@ There are ten classes of shapes and textures in random colours, sizes, positions
 noisy backgrounds. A small network learns to tell them apart, but not by colour alone.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 from dlio.image.decoder import opencv
 from dlio.util.folders import new_folder
+from dlio.util.input_files import MOST_SETTINGS, read_json
 from dlio.util.trusted_files import open_new
 from dlio.util.user_folders import make_folders, parent_of
 from dlio.util.whole_files import unwritable, write_json
@@ -99,8 +99,7 @@ def is_complete(folder: str) -> bool:
 
 def _mark(folder: str) -> Any:
     try:
-        with open(os.path.join(folder, _MARK)) as file:
-            return json.load(file)
+        return read_json(os.path.join(folder, _MARK), MOST_SETTINGS)
     except (OSError, ValueError):
         return None
 

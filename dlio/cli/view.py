@@ -1,6 +1,5 @@
 """`dlio view`: a page of samples for eyes."""
 
-import importlib
 import os
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from dlio.cli.option_groups import with_help
-from dlio.errors import SourceError, UsageError, printable
+from dlio.errors import SourceError, UsageError
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.whole_files import check_writable
@@ -101,14 +100,9 @@ def _opened(path: str) -> bool:
 
 
 def _imported(name: str) -> Callable[[Any], Any]:
+    from dlio.train.factory import load_factory
+
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise UsageError(f"--transform {name}: write it as MODULE:NAME")
-    sys.path.insert(0, os.getcwd())
-    try:
-        made: Callable[[Any], Any] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--transform {name}: {printable(str(error))}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    return made
+    return load_factory("--transform", name)

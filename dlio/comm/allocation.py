@@ -14,10 +14,12 @@ from typing import Final
 
 from dlio.comm.launch_detection import slurm_step, whole_number
 from dlio.errors import UsageError
+from dlio.util.input_files import open_text
 
 _PART: Final = re.compile(r"([^\[\],]*)\[([0-9,-]+)\]|([^\[\],]+)|(,)")
 _RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_HOST: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}", re.ASCII)
 _MOST: Final = 100_000
 """Largest number of hosts: more are a damaged list."""
 _BATCH_HOSTS: Final = ("batch", "login")
@@ -35,6 +37,10 @@ class Allocation:
     hosts: tuple[str, ...]
     slots: tuple[int, ...]
     """Ranks that the allocation has room for, on each host."""
+
+    def __post_init__(self) -> None:
+        for host in self.hosts:
+            check_host(host)
 
     def counts(self, ranks: int | None, per_node: int | None) -> dict[str, int]:
         """Return the number of ranks on each host; hosts without ranks are left out.
@@ -57,6 +63,15 @@ class Allocation:
         else:
             shares = [ranks // hosts + (k < ranks % hosts) for k in range(hosts)]
         return {h: n for h, n in zip(self.hosts, shares, strict=True) if n}
+
+
+def check_host(name: str) -> str:
+    """Return a name of a host, which becomes a word of a command. Raises UsageError for others."""
+    if not _HOST.fullmatch(name):
+        raise UsageError(
+            f"{name[:100]!r} is not the name of a host: letters, digits, and - . _ within"
+        )
+    return name
 
 
 def find_allocation(environment: Mapping[str, str] = os.environ) -> Allocation | None:
@@ -123,7 +138,7 @@ def _counted(manager: str, job: str, hosts: Iterable[str], path: str) -> Allocat
 
 def _lines(variable: str, path: str) -> list[str]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_text(path) as file:
             return [line.split()[0] for line in file if line.split()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(

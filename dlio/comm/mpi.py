@@ -7,7 +7,6 @@ With less, the thread that initialised MPI makes all calls (`dlio.comm.funnel`).
 
 import contextlib
 import json
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 import numpy as np
 
 from dlio.util.extras import how_to_install
+from dlio.util.printable import log_warning
 from dlio.util.settings import settings
 
 try:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     import torch
 
 _CANCEL_TIMEOUT_S: Final = 1.0
-_log = logging.getLogger("dlio")
 _T = TypeVar("_T")
 _SERIALIZED: Final = (
     "this MPI library gives MPI_THREAD_SERIALIZED: dlio's threads call it one at a time, which is "
@@ -69,7 +68,7 @@ def mpi_world() -> Communicator:
         return SingleCommunicator()
     level = MPI.Query_thread()
     if level < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
-        _log.warning(_SERIALIZED if level == MPI.THREAD_SERIALIZED else _FUNNELED)
+        log_warning(_SERIALIZED if level == MPI.THREAD_SERIALIZED else _FUNNELED)
     # A duplicate keeps the user's messages on COMM_WORLD apart from dlio's.
     return MpiCommunicator(MPI.COMM_WORLD.Dup())
 

@@ -235,13 +235,22 @@ def _bytes_below(parent: int, name: str) -> int:
 
 @contextlib.contextmanager
 def _entry(kind: str, key: str) -> Iterator[int | None]:
-    """Open the folder of an index; yields None if the cache cannot be used."""
+    """Open the folder of an index; yields None if the cache cannot be used.
+
+    After an error it is removed, and nothing is remembered.
+    """
     with contextlib.ExitStack() as stack:
-        folder = None
+        folder, cache, name = None, -1, f"{kind}.{key}"
         with contextlib.suppress(OSError):
             cache = stack.enter_context(open_cache())
-            folder = stack.enter_context(closing_descriptor(open_working(cache, f"{kind}.{key}")))
-        yield folder
+            folder = stack.enter_context(closing_descriptor(open_working(cache, name)))
+        try:
+            yield folder
+        except BaseException:
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    remove_marked(cache, name)
+            raise
 
 
 @contextlib.contextmanager

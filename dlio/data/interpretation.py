@@ -5,7 +5,6 @@ annotations decide; else the reader with at least twice the files of any other. 
 once; a tie is an error that shows both and the option that chooses.
 """
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from dlio.data.reader_contract import Fit, path_rules_of
 from dlio.data.source import Source, inside, last_name, redact
 from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, splits_among
 from dlio.errors import SourceError, UsageError
+from dlio.util.printable import log_warning
 
 _CLEAR: Final = 2
 """How many times the files of the next reader the chosen one has, at least."""
@@ -37,7 +37,6 @@ _CONTAINERS: Final = (
 )
 """Names of folders of all samples, in lower case, and not of a class."""
 _TABLES: Final = ("labels.", "metadata.")
-_log = logging.getLogger("dlio")
 _told: set[str] = set()
 
 Kinds = Sequence[tuple[str, Any]]
@@ -77,7 +76,7 @@ def tell_once(text: str) -> None:
     """Log a warning that this process has not logged before."""
     if text not in _told:
         _told.add(text)
-        _log.warning("%s", text)
+        log_warning("%s", text)
 
 
 def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]) -> Interpretation:

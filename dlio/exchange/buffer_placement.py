@@ -38,12 +38,12 @@ from dlio.exchange.sums import (
     SumsDeviceMemory,
     Tensors,
 )
+from dlio.util.printable import log_line
 from dlio.util.settings import settings
 
 GROUP_PATHS: Final = ("nccl", "gloo")
 """Paths by a process group of the device. gloo is that of CPUs, for tests."""
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams.
-_log: Final = logging.getLogger("dlio")
 
 
 def is_plain(spec: ExchangeSpec) -> bool:
@@ -102,7 +102,7 @@ def find_path(
         why = ", because ranks share a GPU" if shared else _why(spec, everyone, group, survives)
         # Whoever has asked for NCCL is told without asking for the log.
         level = logging.WARNING if settings().nccl and path not in GROUP_PATHS else logging.INFO
-        _log.log(level, "exchange %s: path %s%s", spec, path, why)
+        log_line(level, "exchange %s: path %s%s", spec, path, why)
     return path
 
 

@@ -1,6 +1,5 @@
 """Pictures that are read with a warning, as every other loader reads them."""
 
-import logging
 import threading
 from typing import Final
 
@@ -8,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.reader_contract import Reader, SampleName
+from dlio.util.printable import log_warning
 
-_log = logging.getLogger("dlio")
 _MOST: Final = 1 << 16
 """Names that are kept."""
 _Key = tuple[str, object]
@@ -32,7 +31,7 @@ class ImageWarnings:
             if len(self._reasons) < _MOST:
                 self._reasons.setdefault(key, reason)
         if is_first:
-            _log.warning(
+            log_warning(
                 "%s is read with a warning: %s. Other loaders read it the same way; `dlio verify` "
                 "lists all pictures with warnings",
                 name,

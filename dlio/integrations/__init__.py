@@ -19,6 +19,7 @@ from dlio.errors import UsageError
 from dlio.exchange.batch_share import share_of
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party import accelerate
+from dlio.util.input_files import as_usage, read_json
 from dlio.util.whole_files import write_whole
 
 __all__ = ["TrainerMixin"]
@@ -102,14 +103,15 @@ class TrainerMixin:
         path = os.path.join(str(resume_from_checkpoint), _LOADER_STATE)
         if resume_from_checkpoint is None or not os.path.isfile(path):
             return begun
-        with open(path, encoding="utf-8") as file:
-            saved = json.load(file)
-        loader, state = self._train_loader, saved["loader"]
-        if not isinstance(loader, DataLoader) or saved["batch"] == loader.global_batch:
-            return begun
-        # Trainer counts by optimizer steps, of which an epoch has others on other ranks.
-        epoch, position = int(state["epoch"]), int(state["position"])
-        samples = int(state["samples"])
+        with as_usage(path, "resume from another checkpoint"):
+            saved: Any = read_json(path)
+            loader, state = self._train_loader, saved["loader"]
+            if not isinstance(loader, DataLoader) or saved["batch"] == loader.global_batch:
+                return begun
+            # Trainer counts by optimizer steps, of which an epoch has others on other ranks.
+            epoch, position, samples = (
+                int(state[name]) for name in ("epoch", "position", "samples")
+            )
         if position >= samples:
             epoch, position = epoch + 1, 0
         left = -(-(samples - position) // loader.global_batch)

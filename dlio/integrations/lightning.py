@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import socket
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +41,7 @@ from dlio.integrations.lightning_shares import SharedBatches, count_batches, unc
 from dlio.integrations.objects import REDUCED, AllGather, broadcast_object, gather_tensor
 from dlio.integrations.rank_metrics import keeps_together, reduce_over_ranks
 from dlio.util.arguments import unknown_word
+from dlio.util.printable import warn_user
 
 _T = TypeVar("_T")
 
@@ -227,7 +227,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         _rank_zero.rank_zero_only.rank = self._place.rank
         devices: Any = self.parallel_devices or []
         if self._place.by == "nobody" and len(devices) > 1 and devices[0].type == "cpu":
-            warnings.warn(
+            warn_user(
                 f"devices={len(devices)}, but this is the only process: strategy 'dlio' starts "
                 f"none; start the script with mpirun -n {len(devices)}, srun or torchrun",
                 stacklevel=2,

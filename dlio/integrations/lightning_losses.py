@@ -5,7 +5,6 @@ set again here: the rank that prints and saves at once, the length where the loa
 of the epoch to the survivors, and the samplers of torch's loaders between two epochs.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -18,8 +17,8 @@ from dlio.comm.survival.recovery import Recovery, RecoveryPart
 from dlio.comm.survival.reports import Report
 from dlio.loader.assignment.assigner import ElasticIterator
 from dlio.loader.dataloader import DataLoader
+from dlio.util.printable import log_warning
 
-_log = logging.getLogger("dlio")
 _T = TypeVar("_T")
 _FOLLOWS: Final = 8
 """Beginnings and ends of steps after a loss, after which all ranks share with the survivors."""
@@ -169,12 +168,12 @@ class LightningLosses(RecoveryPart[Report]):
         if self._comm.rank or len(losses) == first:
             return
         for loss in losses[first:]:
-            _log.warning("%s", loss.sentence())
+            log_warning("%s", loss.sentence())
         if self._trainer.evaluating or self._trainer.sanity_checking:
-            _log.warning("this evaluation may lack samples of the lost rank; the next one is whole")
+            log_warning("this evaluation may lack samples of the lost rank; the next one is whole")
         loaders = self._fit._combined_loader
         if not first and loaders is not None and not all(map(deals_itself, loaders.flattened)):
-            _log.warning(
+            log_warning(
                 "what a lost rank had left of an epoch is missing from it, as torch's loader has "
                 "dealt it; a dlio.DataLoader deals it again"
             )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from dlio.comm.allocation import check_host
 from dlio.errors import UsageError
 from dlio.launch.node.agent_protocol import BEAT_S
 from dlio.util.child_processes import kill_groups_after, module_command
@@ -326,4 +327,6 @@ def _command(node: str, module: str, *argv: str) -> list[str]:
     command = ["env", f"PYTHONPATH={paths}", *module_command(module, *argv)]
     if node in ("localhost", socket.gethostname()):
         return command
-    return [*remote_shell(), node, f"exec {shlex.join(command)}"]
+    shell = remote_shell()
+    end = ["--"] if os.path.basename(shell[0]) == "ssh" else []
+    return [*shell, *end, check_host(node), f"exec {shlex.join(command)}"]

@@ -18,6 +18,7 @@ from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import end_groups, printed_by
 from dlio.util.cores import available_cores
 from dlio.util.extras import how_to_install
+from dlio.util.input_files import MOST_SETTINGS, read_text
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
@@ -118,8 +119,7 @@ def launch(
 def code_of(done_file: str) -> int | None:
     """Return the exit code that a rank has left in a file, None if none has."""
     try:
-        with open(done_file, encoding="ascii") as file:
-            return int(file.read())
+        return int(read_text(done_file, MOST_SETTINGS))
     except FileNotFoundError:
         return None
 

@@ -15,10 +15,11 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.launch.agent_links import Agents, no_agent
+from dlio.util.input_files import MOST_SETTINGS, read_json, read_text
 from dlio.util.whole_files import write_whole
 
 _NAME: Final = "nodes"
@@ -133,8 +134,7 @@ def request_nodes(folder: str, job: str, names: str, joins: bool) -> NodeRequest
                 f"{job} has not answered for {_ANSWER_TIMEOUT_S:.0f} s: look at its output"
             )
         time.sleep(_LOOK_S)
-    with open(answer, encoding="utf-8") as file:
-        problem = file.read()
+    problem = read_text(answer, MOST_SETTINGS)
     if problem:
         raise UsageError(f"--nodes {names}: {problem}")
     return asked
@@ -143,8 +143,7 @@ def request_nodes(folder: str, job: str, names: str, joins: bool) -> NodeRequest
 def read_request(folder: str) -> NodeRequest | None:
     """Return the newest request; None if the job has no nodes of its own."""
     try:
-        with open(os.path.join(folder, _NAME), encoding="utf-8") as file:
-            fields = json.load(file)
+        fields: Any = read_json(os.path.join(folder, _NAME), MOST_SETTINGS)
         return NodeRequest(int(fields["number"]), tuple(map(str, fields["nodes"])))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -11,8 +11,9 @@ import re
 import signal
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
+from dlio.util.input_files import read_json
 from dlio.util.settings import FAILURES
 from dlio.util.whole_files import write_whole
 
@@ -57,8 +58,8 @@ def failures_in(folder: str) -> list[RankFailure]:
     with suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(_PREFIX):
-                with open(os.path.join(folder, name), encoding="utf-8") as file:
-                    failures.append(RankFailure(**json.load(file)))
+                fields: Any = read_json(os.path.join(folder, name))
+                failures.append(RankFailure(**fields))
     return sorted(failures, key=lambda each: (each.follows, each.at_s))
 
 

@@ -23,6 +23,7 @@ from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
+from dlio.util.input_files import open_text
 from dlio.util.whole_files import write_whole
 
 _MARK: Final = "# Written by `dlio launch --slurm`"
@@ -321,7 +322,7 @@ class JobScript:
         """
         try:
             if os.path.lexists(path):
-                with open(path, encoding="utf-8", errors="replace") as file:
+                with open_text(path, errors="replace") as file:
                     if _MARK not in file.read(1000):
                         raise UsageError(
                             f"--script {path}: the file exists, and dlio did not write it: give "

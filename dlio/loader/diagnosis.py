@@ -6,6 +6,7 @@ from typing import Final
 from dlio.loader.contract import ScalarWriter
 from dlio.loader.stats import PassStats, scalars_of
 from dlio.util.cores import available_cores
+from dlio.util.printable import log_line
 from dlio.util.units import format_bytes
 
 _log = logging.getLogger("dlio")
@@ -39,7 +40,7 @@ _MOVING: Final = ("source", "disk", "ram", "peer", "decode")
 def report(stats: PassStats, epoch: int, writer: ScalarWriter | None) -> None:
     """Log the diagnosis of a pass, and write its figures to TensorBoard."""
     if _log.isEnabledFor(logging.INFO):
-        _log.info("epoch %d: %s", epoch, diagnose(stats, available_cores()))
+        log_line(logging.INFO, "epoch %d: %s", epoch, diagnose(stats, available_cores()))
     if writer is not None:
         for name, value in scalars_of(stats).items():
             writer.add_scalar(f"dlio/{name}", value, epoch)

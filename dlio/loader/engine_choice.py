@@ -1,6 +1,5 @@
 """The engines of one loader."""
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,7 @@ from dlio.loader.torch_engine import TorchEngine, torch_feed
 from dlio.loader.trace import Spans
 from dlio.plan.listed_order import ListedOrder
 from dlio.storage.tier_spec import decoded_spec
-
-_log = logging.getLogger("dlio")
+from dlio.util.printable import log_warning
 
 
 def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, str]:
@@ -98,7 +96,7 @@ class Engines:
         if reason and not self._has_warned and holds_own(options.dataset):
             self._has_warned = True  # Said once for samples of `dlio.open`.
             shown = type(options.dataset).__name__
-            _log.warning("a %s is read by the engine '%s', since %s", shown, engine, reason)
+            log_warning("a %s is read by the engine '%s', since %s", shown, engine, reason)
         if options.decode == "device" and engine != "planned":
             raise UsageError(
                 f"decode='device' is for batches that dlio makes itself, and {reason}: leave "

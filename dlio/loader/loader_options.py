@@ -1,7 +1,6 @@
 """The options of a loader, as its engines read them."""
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.context import BaseContext
@@ -43,6 +42,7 @@ from dlio.util.arguments import (
     whole_number,
 )
 from dlio.util.cores import available_cores
+from dlio.util.printable import warn_user
 
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
@@ -301,14 +301,14 @@ def pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
     batches are not pinned. Warns, as torch's loader does, if they cannot be."""
     # Warnings word for word as torch's: scripts filter them by their text.
     if options.pin_memory and options.pin_memory_device:
-        warnings.warn(
+        warn_user(
             "pin_memory_device is deprecated, the current accelerator will be used as the "
             f"device,ignore pin_memory_device='{options.pin_memory_device}'.",
             stacklevel=2,
         )
     has_accelerator = torch.accelerator.is_available()
     if options.pin_memory and not has_accelerator:
-        warnings.warn(
+        warn_user(
             "'pin_memory' argument is set as true but no accelerator is found, "
             "then device pinned memory won't be used.",
             stacklevel=2,

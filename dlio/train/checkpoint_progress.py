@@ -1,14 +1,14 @@
 """How far a folder of checkpoints has come, without torch."""
 
-import json
 import os
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.train.feature_spec import fixed_options
 from dlio.train.names import ARRAY_MODELS, DEFAULT_MODEL, USUAL_MODELS, USUAL_OPTIMIZERS
 from dlio.train.train_options import TrainOptions
+from dlio.util.input_files import read_json
 from dlio.util.options import as_mapping
 
 FIXED: Final = ("model", "optimizer", "image_size", "seed")
@@ -25,8 +25,7 @@ def finished_epochs(folder: str, config: TrainOptions) -> int:
         UsageError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
     ):
         newest = max(name for name in os.listdir(folder) if name.startswith("step-"))
-        with open(os.path.join(folder, newest, "about.json"), encoding="utf-8") as file:
-            about = json.load(file)
+        about: Any = read_json(os.path.join(folder, newest, "about.json"))
         options = as_mapping(config)
         is_of_run = all(_is_same(name, about[name], options[name]) for name in FIXED)
         of_task = about.get("of_task", {})

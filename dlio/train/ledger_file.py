@@ -14,15 +14,20 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
-from typing import Final, NotRequired, TypedDict, cast
+from itertools import chain, count, groupby, islice, pairwise
+from typing import Any, Final, NotRequired, TypedDict, cast
 
 import numpy as np
 
 from dlio.errors import UsageError
+from dlio.util.input_files import MOST_STATE, json_value, open_input
 
 _DIGITS: Final = 32
 _NUMBERS: Final = ("epoch", "step", "rank")
+_OPTIONAL: Final = ("update", "ranks", "part", "start", "left_out")
+_MOST_NUMBER: Final = 1 << 62
+_MOST_MISSING: Final = 1000
+"""Epochs, and steps in a row, without a line that are told one by one."""
 
 
 class LedgerLine(TypedDict):
@@ -103,10 +108,12 @@ def line_hash(before: str, line: LedgerLine) -> str:
 def read_lines(path: str) -> Iterator[LedgerLine]:
     """Yield the lines of a file. Raises UsageError if it cannot be read, or is not a trace."""
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
+        with open_input(path) as file:
+            for number in count(1):
+                if not (text := file.readline(MOST_STATE)):
+                    return
                 yield _parsed(text, f"{path}, line {number}")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UsageError(f"{path} cannot be read as a trace of dlio train: {error}") from error
 
 
@@ -130,17 +137,27 @@ def check_ledger(
     wanted = range(min(done, default=0), max(done, default=-1) + 1)
     if epochs is not None:
         wanted = range(epochs)
-    missing = [epoch for epoch in wanted if epoch not in done]
+    missing = list(islice((epoch for epoch in wanted if epoch not in done), _MOST_MISSING + 1))
+    if len(missing) > _MOST_MISSING:
+        raise UsageError(
+            f"no line of epoch {missing[0]}, nor of {_MOST_MISSING} others: the trace is damaged, "
+            "or not of one run; give a file that `dlio train --trace` has written"
+        )
     checked += [_check_epoch(each, [], samples, [f"epoch {each} has no line"]) for each in missing]
     return sorted(checked, key=lambda each: each.epoch)
 
 
-def _parsed(text: str, where: str) -> LedgerLine:
+def _parsed(text: bytes, where: str) -> LedgerLine:
     try:
-        line = json.loads(text)
-        good = all(type(line[key]) is int and line[key] >= 0 for key in _NUMBERS)
-        good = good and all(type(each) is int for each in line["samples"])
-    except (ValueError, KeyError, TypeError):
+        line: Any = json_value(text)
+        numbers = [*(line[key] for key in _NUMBERS), *(line.get(key, 0) for key in _OPTIONAL)]
+        good = all(type(each) is int and 0 <= each < _MOST_NUMBER for each in numbers)
+        samples = line["samples"]
+        good = good and type(samples) is list and type(line.get("hash", "")) is str
+        good = good and all(type(each) is int for each in samples)
+        good = good and -_MOST_NUMBER < min(samples, default=0) <= max(samples, default=0)
+        good = good and max(samples, default=0) < _MOST_NUMBER
+    except (ValueError, KeyError, TypeError, AttributeError):
         good = False
     if not good:
         raise UsageError(
@@ -199,11 +216,14 @@ def _gaps(rows: Sequence[LedgerLine]) -> Iterator[str]:
     # In an exchange whose ranks do not wait for each other, all ranks that were that far may have
     # been lost before a step of theirs counted, and a spare may have begun later.
     lasting = [(steps[0][0], steps[-1][0]) for steps in of_rank.values()]
-    for step in range(max(updates)):
-        if step not in updates and (
-            step < min(updates) or any(low < step < high for low, high in lasting)
-        ):
+    for one, other in pairwise([-1, *sorted(updates)]):
+        if one >= 0 and not any(low <= one and other <= high for low, high in lasting):
+            continue
+        absent = range(one + 1, other)
+        for step in absent[:_MOST_MISSING]:
             yield f"step {step} has no line"
+        if more := absent[_MOST_MISSING:]:
+            yield f"steps {more[0]} to {more[-1]} have no line"
     for rank, steps in sorted(of_rank.items()):
         for (one, start), (other, later) in pairwise(steps):
             if other == one:

@@ -10,7 +10,7 @@ from torch import nn
 
 from dlio.errors import UsageError
 from dlio.train.feature_spec import find_features, load_place
-from dlio.util.limits import open_regular
+from dlio.util.input_files import open_input
 
 
 def stored_state(path: str) -> dict[str, torch.Tensor]:
@@ -20,7 +20,7 @@ def stored_state(path: str) -> dict[str, torch.Tensor]:
 
     Raises OSError if it cannot be read, ValueError if it is not such a file.
     """
-    with open(open_regular(path), "rb") as file:
+    with open_input(path) as file:
         check_archive(file)
         try:
             # With weights_only nothing but tensors and plain containers is unpickled.

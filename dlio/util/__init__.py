@@ -6,6 +6,7 @@
 | `arguments`, `units` | checks of values; sizes and times such as `20GiB` |
 | `folders`, `trusted_files`, `user_folders` | files that no other user may plant |
 | `whole_files` | files that appear complete or not at all |
+| `input_files` | files that users name, and state, read within bounds |
 | `limits`, `decompression_limits`, `printable` | data and names that are not trusted |
 | `shared_folders`, `reaper` | folders in shared memory that end with their job |
 | `memory`, `buffer_pool`, `heap` | memory that is used again |

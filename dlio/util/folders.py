@@ -284,14 +284,19 @@ def rename(old: str, new: str, parent: int | None = None, to: int | None = None)
 def seal(parent: int, name: str) -> None:
     """Make a folder ready to be published: synchronised, and not writable by all users.
 
-    Whatever libraries have written in it has modes as the umask has it.
+    Files that libraries have written in it have modes as the umask has it. Where a group may write,
+    that group can read them.
     """
+    above = os.fstat(parent)
     for _, _, files, folder in os.fwalk(name, dir_fd=parent):
+        shared = above.st_mode & 0o020 and os.fstat(folder).st_gid == above.st_gid
+        more = 0o040 if shared else 0
         for each in files:
             mode = os.stat(each, dir_fd=folder, follow_symlinks=False).st_mode
-            if stat.S_ISREG(mode) and mode & 0o002:
-                os.chmod(each, stat.S_IMODE(mode) & ~0o002, dir_fd=folder)
-        os.fchmod(folder, stat.S_IMODE(os.fstat(folder).st_mode) & ~0o002)
+            if stat.S_ISREG(mode) and (mode & 0o002 or mode | more != mode):
+                os.chmod(each, stat.S_IMODE(mode) & ~0o002 | more, dir_fd=folder)
+        mode = stat.S_IMODE(os.fstat(folder).st_mode)
+        os.fchmod(folder, mode & ~0o002 | (0o2050 if shared else 0))
         os.fsync(folder)
 
 

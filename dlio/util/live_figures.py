@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dlio.util.closable import Closable
+from dlio.util.printable import log_line
 from dlio.util.private_sockets import is_own, user_of
 from dlio.util.threads import Workers
 
 Figures = Mapping[str, Any]
 """Figures of one part of a process, as JSON takes them; `kind` says which these are."""
 
-_log = logging.getLogger("dlio")
 VERSION: Final = 1
 """Of the answers; others are not shown."""
 _PREFIX: Final = "dlio-live-"
@@ -192,7 +192,7 @@ class _FigureBoard:
                 try:
                     self._server = _FigureServer(self._answer)
                 except (OSError, RuntimeError) as error:
-                    _log.info("dlio: `dlio top` will not show this process: %s", error)
+                    log_line(logging.INFO, "dlio: `dlio top` will not show this process: %s", error)
 
     def remove(self, published: PublishedFigures) -> None:
         server = None

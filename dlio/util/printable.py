@@ -1,6 +1,8 @@
 """Names from files, made safe for terminals and logs."""
 
+import logging
 import sys
+import warnings
 from typing import TextIO
 
 from dlio.errors import printable
@@ -14,3 +16,20 @@ def first_line(error: BaseException) -> str:
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print one line for users, whatever names are in it, to standard output or a stream."""
     print(printable(text), file=sys.stdout if stream is None else stream, flush=True)
+
+
+def log_warning(text: str, *values: object) -> None:
+    """Log a warning of dlio's, as `logging` has it, with names in it escaped."""
+    log_line(logging.WARNING, text, *values)
+
+
+def log_line(level: int, text: str, *values: object) -> None:
+    """Log a line of dlio's of a level, with names in it escaped."""
+    log = logging.getLogger("dlio")
+    if log.isEnabledFor(level):
+        log.log(level, "%s", printable(text % values if values else text), stacklevel=3)
+
+
+def warn_user(text: str, kind: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
+    """Warn by `warnings.warn`, with names in the text escaped. `stacklevel` 1 is the caller."""
+    warnings.warn(printable(text), kind, stacklevel=stacklevel + 1)

@@ -3,6 +3,10 @@
     /dev/shm/dlio-<uid>/sweep           locked while folders are created or removed
     /dev/shm/dlio-<uid>/<name>/alive    lock shared by every process that uses the folder
 
+If somebody else has taken the name `dlio-<uid>`, the user's folder has random digits behind it. All
+processes of the user find it by its owner: nobody else can make, or rename, a folder of this user's
+in shared memory.
+
 The locks are the kernel's and end with their process. The last process that uses a folder removes
 it. If that process is killed, a reaper process removes the folder, and if the reaper is killed, the
 next start of dlio does. The user's folder is removed with the last folder in it, so an idle machine
@@ -10,12 +14,16 @@ has no files of dlio in shared memory.
 """
 
 import os
+import secrets
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from dlio.errors import TierError
 from dlio.util.closable import Closable
 from dlio.util.folders import lock_file, open_private, remove_if_unheld
 from dlio.util.threads import Workers
@@ -25,6 +33,8 @@ SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's own; folders in i
 _SWEEP: Final = "sweep"
 _ALIVE: Final = "alive"
 _START_TIMEOUT_S: Final = 20.0
+_SETTLE_S: Final = 0.05
+"""Time in which processes that have made folders at once see each other's."""
 
 
 class SharedFolder(Closable):
@@ -36,14 +46,14 @@ class SharedFolder(Closable):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.path = os.path.join(SHARED_MEMORY, user_folder(), name)
         # The lock prevents a sweep from removing the folder before this process has locked it.
-        with _users_folder() as user:
+        with _users_folder() as (user, root):
+            self.path = os.path.join(SHARED_MEMORY, root, name)
             # Each folder in use takes 10 ms, so only one process of many looks at all.
             first = name not in os.listdir(user) or bool(_sweep(user, name))
             if first:
                 _sweep(user)
-            self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
+            self.descriptor = open_private(SHARED_MEMORY, root, name)
             self.alive = lock_file(self.descriptor, _ALIVE, shared=True)
             """The lock: whoever holds a copy of this descriptor keeps the folder, too."""
         self._starting = _start_reaper(os.path.join(self.path, _ALIVE)) if first else None
@@ -57,7 +67,7 @@ class SharedFolder(Closable):
         os.close(self.descriptor)
         os.close(self.alive)
         self.descriptor = -1
-        with _users_folder() as user:
+        with _users_folder() as (user, _):
             remove_if_unheld(user, self._name, _ALIVE)
 
 
@@ -71,41 +81,89 @@ def sweep_shared_memory(only: str | None = None) -> list[str]:
 
     Returns the names of the removed folders.
     """
-    if not os.path.isdir(os.path.join(SHARED_MEMORY, user_folder())):
+    if not _own_folders():
         return []
-    with _users_folder() as user:
+    with _users_folder() as (user, _):
         return _sweep(user, only)
 
 
+def own_memory() -> str:
+    """Return the path of this user's folder in shared memory, whether or not there is one."""
+    return os.path.join(SHARED_MEMORY, next(iter(_own_folders()), user_folder()))
+
+
+def _own_folders() -> list[str]:
+    """Names of this user's folders in shared memory; there are several only for a moment."""
+    usual, own = user_folder(), []
+    for name in os.listdir(SHARED_MEMORY):
+        if name == usual or name.startswith(f"{usual}-"):
+            with suppress(FileNotFoundError):
+                status = os.lstat(os.path.join(SHARED_MEMORY, name))
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    own.append(name)
+    return sorted(own)
+
+
+def _made_folder() -> str:
+    """Return the name of this user's folder in shared memory, made if missing. Raises OSError."""
+    usual = user_folder()
+    if own := _own_folders():
+        return own[0]
+    with suppress(FileExistsError):
+        os.mkdir(os.path.join(SHARED_MEMORY, usual), 0o700)
+        return usual
+    if own := _own_folders():
+        return own[0]
+    # Somebody else has the name. Other processes of this user may find that out now, too: all
+    # agree on the one that is in use, or on the first.
+    made = f"{usual}-{secrets.token_hex(8)}"
+    os.mkdir(os.path.join(SHARED_MEMORY, made), 0o700)
+    time.sleep(_SETTLE_S)
+    own = _own_folders()
+    used = [name for name in own if os.listdir(os.path.join(SHARED_MEMORY, name))]
+    chosen = (used or own or [made])[0]
+    if chosen != made:
+        with suppress(OSError):
+            os.rmdir(os.path.join(SHARED_MEMORY, made))
+    return chosen
+
+
 @contextmanager
-def _users_folder() -> Iterator[int]:
-    """Open and lock this user's folder; remove it at the end if it is empty."""
-    user, lock = _lock()
+def _users_folder() -> Iterator[tuple[int, str]]:
+    """Open and lock this user's folder; remove it at the end if it is empty. Yields its descriptor
+    and its name."""
+    user, lock, root = _lock()
     try:
-        yield user
+        yield user, root
     finally:
         if os.listdir(user) == [_SWEEP]:
             with suppress(OSError):
                 os.unlink(_SWEEP, dir_fd=user)
-                os.rmdir(os.path.join(SHARED_MEMORY, user_folder()))
+                os.rmdir(os.path.join(SHARED_MEMORY, root))
         os.close(lock)
         os.close(user)
 
 
-def _lock() -> tuple[int, int]:
-    """Return descriptors of the user's folder and of the lock in it.
+def _lock() -> tuple[int, int, str]:
+    """Return descriptors of the user's folder and of the lock in it, and the folder's name.
 
     Tries again if the folder is removed in between.
     """
     while True:
-        user = open_private(SHARED_MEMORY, user_folder())
+        try:
+            root = _made_folder()
+        except OSError as error:
+            raise TierError(
+                f"{SHARED_MEMORY} cannot be used ({error.strerror}): make it writable"
+            ) from error
+        user = open_private(SHARED_MEMORY, root)
         try:
             lock = lock_file(user, _SWEEP)
         except FileNotFoundError:
             os.close(user)
             continue
         if os.fstat(lock).st_nlink:
-            return user, lock
+            return user, lock, root
         os.close(lock)
         os.close(user)
 

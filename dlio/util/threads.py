@@ -28,6 +28,8 @@ import weakref
 from collections.abc import Callable
 from typing import Final, Self
 
+from dlio.util.printable import log_warning
+
 _log = logging.getLogger("dlio")
 _STOP_TIMEOUT_S: Final = 5.0
 _LOOK_S: Final = 0.5
@@ -162,7 +164,7 @@ class Workers:
         alive = self.alive()
         if alive and not self._reported:
             self._reported = True
-            _log.warning(
+            log_warning(
                 "dlio: %s did not end within %g s after a request to stop, and will not be waited "
                 "for: check for a file system or another rank that hangs",
                 ", ".join(alive),

@@ -61,15 +61,23 @@ def planted(folder: os.stat_result, entry: os.stat_result) -> str:
     """Return the reason not to follow an entry of a folder that the user has named, or nothing.
 
     Where every user may write, entries of strangers are refused, except for folders that one of
-    this user's groups shares. Pure, but for the process's user and groups.
+    this user's groups shares. Where a group may write, links of strangers are refused: of everybody
+    else in a folder of one of this user's groups, elsewhere of all but the folder's owner. Pure,
+    but for the process's user and groups.
     """
-    if not folder.st_mode & 0o002 or entry.st_uid in (0, os.geteuid(), folder.st_uid):
+    if entry.st_uid in (0, os.geteuid()):
         return ""
-    shared = entry.st_mode & 0o020 and entry.st_gid in (os.getegid(), *os.getgroups())
-    if stat.S_ISDIR(entry.st_mode) and shared and not entry.st_mode & 0o002:
+    is_link, groups = stat.S_ISLNK(entry.st_mode), (os.getegid(), *os.getgroups())
+    if folder.st_mode & 0o002:
+        shared = entry.st_mode & 0o020 and entry.st_gid in groups and not entry.st_mode & 0o002
+        if entry.st_uid == folder.st_uid or (stat.S_ISDIR(entry.st_mode) and shared):
+            return ""
+        kind = "a link" if is_link else "made"
+        return f"is {kind} by user {entry.st_uid}, where every user may write"
+    owners = entry.st_uid == folder.st_uid and folder.st_gid not in groups
+    if not is_link or not folder.st_mode & 0o020 or owners:
         return ""
-    kind = "a link" if stat.S_ISLNK(entry.st_mode) else "made"
-    return f"is {kind} by user {entry.st_uid}, where every user may write"
+    return f"is a link by user {entry.st_uid}, where a group may write"
 
 
 def open_file(

@@ -112,6 +112,21 @@ def take_lock(descriptor: int, how: int, timeout_s: float = 0.0, poll_s: float =
             time.sleep(poll_s)
 
 
+def lock_holders(descriptor: int) -> list[tuple[int, int]]:
+    """Return (process, user) of those on this node that have locked an open file, as far as the
+    kernel tells."""
+    status = os.fstat(descriptor)
+    device = status.st_dev
+    file = f"{os.major(device):02x}:{os.minor(device):02x}:{status.st_ino}"
+    holders = []
+    with suppress(OSError), open("/proc/locks", encoding="ascii", errors="replace") as table:
+        for row in map(str.split, table):
+            if len(row) > 5 and row[1] != "->" and row[5] == file and row[4].isdecimal():
+                with suppress(OSError):
+                    holders.append((int(row[4]), os.stat(f"/proc/{row[4]}").st_uid))
+    return holders
+
+
 def write_json(path: str, value: object) -> None:
     """Write a value as `json_text`. Raises UsageError if the file cannot be written."""
     text = json_text(value, indent=2).encode()

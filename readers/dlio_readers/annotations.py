@@ -5,7 +5,6 @@ are the ones that were listed, and makes payloads of the fields of `dlio.loader.
 """
 
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,6 @@ _BEYOND: Final = 0.01
 """Share of a picture's side by which a box may reach beyond it: it is cut off without an error."""
 _BEYOND_PIXELS: Final = 2.0
 _SIDE: Final = re.compile(r"(?<![a-z])(left|right|l|r)(?![a-z])", re.IGNORECASE)
-_log = logging.getLogger("dlio")
 _OTHER: Final = {"left": "right", "right": "left", "l": "r", "r": "l"}
 
 

@@ -6,7 +6,6 @@ coco/train2017/*.jpg                                  or images/train2017, image
 """
 
 import json
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from dlio.data.source import File, Source, inside, own_name
 from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.image.segmentation_masks import has_area
+from dlio.util.printable import log_warning
 from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
@@ -38,7 +38,6 @@ _MOST_KEYPOINTS: Final = 255
 _MOST_SIDE: Final = 1 << 24
 _FURTHEST: Final = 1e9
 _MAX_ID: Final = 2**63 - 1
-_log = logging.getLogger("dlio")
 Record = dict[str, Any]
 """A record as JSON has it, whose values may be of any type."""
 
@@ -280,7 +279,7 @@ def _segments(file: CocoFile, numbers: list[int], counts: npt.NDArray[np.int64])
         shapes.append(shape)
     poor = [n for n, shape in zip(numbers, shapes, strict=True) if _lacks_area(shape)]
     if poor:
-        _log.warning(
+        log_warning(
             "%s: %d of %d instances have polygons of fewer than three points, of which nothing is "
             "drawn, as by COCO's tools; the first is %s",
             *(file.name, len(poor), len(numbers), file.at("annotations", poor[0])),

@@ -9,7 +9,6 @@ it, and `<name>__shape` the shape of each array.
 """
 
 import json
-import logging
 import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
+from dlio.util.printable import log_warning
 from dlio_readers.array_names import splits_of_arrays
 from dlio_readers.path_reader import PathReader, joined_rows, neighbours
 
@@ -567,8 +567,6 @@ Samples = Literal["rows", "files"]
 """Samples are the rows of the files' arrays, or each file is one."""
 _VOLUME_DIMENSIONS: Final = 3
 
-_log = logging.getLogger("dlio")
-
 
 class VolumeColumn:
     """A field whose value in sample i is the whole array of file i."""
@@ -633,7 +631,7 @@ def volumes_of(
     if samples is None and not _are_volumes(plain):
         return None
     if samples is None and _same_rows(plain):
-        _log.warning(
+        log_warning(
             "%s: each of its %d files is read as one sample, a volume; for the rows of their "
             "arrays give samples='rows'",
             path,

@@ -5,7 +5,6 @@ another, as the codecs' own tools read them.
 """
 
 import bz2
-import logging
 import lzma
 import zlib
 from typing import Any, Final
@@ -14,6 +13,7 @@ from dlio.data.open_files import InMemoryFile
 from dlio.data.source import File
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim
+from dlio.util.printable import log_warning
 
 SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
 _MAGIC: Final = {
@@ -23,7 +23,6 @@ _MAGIC: Final = {
     b"\x28\xb5\x2f\xfd": "Zstandard",
 }
 _STEP: Final = 1 << 24
-_log = logging.getLogger("dlio")
 _LZMA_BYTES: Final = 256 << 20
 
 
@@ -55,7 +54,7 @@ def _decompressed(file: File, codec: str) -> bytearray:
         return done
     while data:
         if codec_of(data[:6]) != codec:
-            _log.warning(
+            log_warning(
                 "%s: its last %d bytes are not of %s, and are left out",
                 *(file.name, len(data), codec),
             )

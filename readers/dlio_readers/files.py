@@ -8,7 +8,6 @@ Shapes and types are read from the files' headers, once: they are kept as other 
 """
 
 import json
-import logging
 import math
 import zlib
 from collections import OrderedDict
@@ -34,6 +33,7 @@ from dlio.util.extras import how_to_install
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio.util.memory import new_memory
+from dlio.util.printable import log_warning
 from dlio_readers.columns import storable
 from dlio_readers.dicom import DICOM_SUFFIXES, dicom_array, is_dicom, may_be_dicom
 from dlio_readers.fileset import PICTURES
@@ -153,7 +153,6 @@ _SAMPLED: Final = 256
 _AGAIN: Final = "open it again"
 _LOOKED_AT: Final = 2
 """Folders, and in them files without a suffix, that are looked into to recognise the format."""
-_log = logging.getLogger("dlio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ class FilesReader(PathReader):
         concurrently(lambda file: file.stamp, files, self._urls[0])  # Kept by the files.
         hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
         if hdf5:
-            rehearse("hdf5", "h5py", [file.url for file in hdf5], hdf5)
+            rehearse("files", "h5py", path, hdf5)
         self._lock = new_lock()
         self._opened: OrderedDict[int, tuple[dict[str, ChunkedArray], Hdf5File | None]]
         self._opened = OrderedDict()
@@ -571,7 +570,7 @@ def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:
     is_one = concurrently(lambda name: is_dicom(source, prefix + name), names, source.path(folder))
     others = [name for name, known in zip(names, is_one, strict=True) if not known]
     if most is None and others and any(is_one):
-        _log.warning(
+        log_warning(
             "%s: %d files without a suffix are left out, as they are not DICOM, such as %s",
             *(source.path(folder), len(others), others[0]),
         )

@@ -4,7 +4,6 @@ For readers whose samples are files of their own.
 """
 
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular, open_unchecked
 from dlio.util.parallel import each_of
+from dlio.util.printable import log_warning
 
 # Data sets of two folders side by side, with a file in the second for each picture in the first
 #
@@ -143,7 +143,6 @@ _OTHER_PICTURES: Final = (
     *(".psd", ".svg", ".exr", ".hdr", ".cr2", ".nef", ".arw", ".dng"),
 )
 """Suffixes of pictures that are left out, as by torchvision's ImageFolder."""
-_log = logging.getLogger("dlio")
 
 
 class FileSet:
@@ -320,7 +319,7 @@ class ListedReader:
         head = json.loads(index["head"].tobytes())
         self.classes, self.fingerprint = head["classes"], head["fingerprint"]
         if head["left_out"]:
-            _log.warning("%s %s", source.path(), head["left_out"])
+            log_warning("%s %s", source.path(), head["left_out"])
         self._sets = [FileSet(source, index, prefix) for prefix in self.prefixes]
         self._files = self._sets[0]
         return index, head

@@ -5,7 +5,6 @@ other files. Contiguous data sets are read in parallel without the HDF5 library.
 through the library, one read at a time because of its global lock.
 """
 
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,6 @@ from dlio_readers.rehearsal import note_opening
 
 # Chunks of HDF5 data sets, checked before the HDF5 library takes memory for them
 
-_log = logging.getLogger("dlio")
 _DEFLATE: Final = 1
 """H5Z_FILTER_DEFLATE."""
 _MAX_INFLATION: Final = 1032

@@ -11,7 +11,6 @@ random access and are refused.
 """
 
 import json
-import logging
 import re
 import struct
 from collections import Counter
@@ -34,6 +33,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import is_plausible, parsing
 from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
+from dlio.util.printable import log_warning
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import codec_of, in_memory
 from dlio_readers.path_reader import PathReader, lie_at
@@ -211,8 +211,6 @@ _CLASSES: Final = ("label", "cls", "class")
 """Members that are classes where they are texts; other texts stay texts."""
 _PICTURES: Final = frozenset(name for name, kind in _KINDS.items() if kind in IMAGES)
 
-_log = logging.getLogger("dlio")
-
 
 class TarReader(PathReader):
     """Read one or several WebDataset tars. Samples are numbered in the order of the files.
@@ -243,7 +241,7 @@ class TarReader(PathReader):
         heads = [json.loads(part["head"].tobytes()) for part in parts]
         for file, head in zip(self._files, heads, strict=True):
             for note in head["notes"]:
-                _log.warning("%s %s", file.name, note)
+                log_warning("%s %s", file.name, note)
         first = heads[0]
         names = [name for name, _ in first["fields"]]
         parts = [

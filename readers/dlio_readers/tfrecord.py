@@ -1,7 +1,6 @@
 """The reader of TFRecord files of tf.train.Example, without TensorFlow."""
 
 import json
-import logging
 import os
 import re
 import struct
@@ -24,6 +23,7 @@ from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.memory import new_memory
+from dlio.util.printable import log_warning
 from dlio_readers.columns import looks_like
 from dlio_readers.path_reader import (
     PathReader,
@@ -610,8 +610,6 @@ _RUN_BYTES: Final = 8 << 20
 """Bytes of a file's stretches, of which records that are neighbours are read together."""
 _CHANGED: Final = "has changed since it was indexed: open it again"
 
-_log = logging.getLogger("dlio")
-
 
 class TfRecordReader(PathReader):
     """Read TFRecord files whose records are tf.train.Example: `train-*`, `x.tfrecord::image,label`.
@@ -789,4 +787,4 @@ def _warn_of_missing(files: Sequence[str]) -> None:
     matches = [match for url in files if (match := _SHARD.fullmatch(os.path.basename(url)))]
     totals = {int(match[3]) for match in matches}
     if len(totals) == 1 and len(matches) == len(files) < max(totals):
-        _log.warning("%d of %d files are read, by their names", len(files), max(totals))
+        log_warning("%d of %d files are read, by their names", len(files), max(totals))

@@ -1,11 +1,8 @@
 """Pictures that EXIF says are turned, of which dlio returns the stored pixels."""
 
-import logging
-
 from dlio.data.schema import Buffer
 from dlio.image.file_headers import exif_orientation
-
-_log = logging.getLogger("dlio")
+from dlio.util.printable import log_warning
 
 
 class TurnedPictures:
@@ -20,7 +17,7 @@ class TurnedPictures:
         turn = exif_orientation(picture)
         if turn != 1 and not self._told:
             self._told = True
-            _log.warning(
+            log_warning(
                 "%s is turned by EXIF: dlio returns the stored pixels of such pictures, and %s to "
                 "be of these",
                 path,

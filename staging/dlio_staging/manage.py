@@ -23,7 +23,7 @@ from dlio.util.json_output import json_text
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
-from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+from dlio.util.shared_folders import SHARED_MEMORY, own_memory
 from dlio.util.units import format_bytes
 
 _DAY_S: Final = 86400
@@ -252,7 +252,7 @@ def _free(path: str) -> int:
 def _shared_memory() -> int:
     """Return the bytes of this user's RAM tiers on this node."""
     total = 0
-    for folder, _, names in os.walk(os.path.join(SHARED_MEMORY, user_folder())):
+    for folder, _, names in os.walk(own_memory()):
         for name in names:
             if name.endswith(".blk"):
                 with suppress(OSError):

@@ -52,6 +52,7 @@ from dlio.util.folders import (
     same_folder,
     seal,
 )
+from dlio.util.limits import open_regular
 from dlio.util.trusted_files import (
     UntrustedFile,
     closing_descriptor,
@@ -284,7 +285,7 @@ def _read_back(path: str, schema: Schema, digests: Sequence[int], shard: ShardRe
 
 def _read_back_native(path: str, digests: Sequence[int], shard: ShardRequest) -> None:
     """Verify the blocks of a native shard and compare their checksums. Raises CorruptBlock."""
-    with closing_descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
+    with closing_descriptor(open_regular(path)) as descriptor:
         footer = read_footer(descriptor, path)
         actual: list[int] = []
         for k, block in enumerate(shard.blocks):

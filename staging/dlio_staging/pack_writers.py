@@ -20,6 +20,7 @@ from dlio.data.schema import IMAGES, Buffer, Kind, Schema
 from dlio.errors import UsageError
 from dlio.storage.block import encode_block
 from dlio.storage.shard_file import SUFFIX, ShardIndex, ShardWriter
+from dlio.util.limits import open_unchecked
 from dlio.util.trusted_files import closing_descriptor
 from dlio.util.whole_files import PUBLIC_FILE, open_own
 from dlio_readers.columns import ENDS, SCHEMA, SHAPE
@@ -448,7 +449,7 @@ def _plain(name: str) -> str:
 
 
 def _fsync(path: str) -> None:
-    with closing_descriptor(os.open(path, os.O_RDONLY)) as descriptor:
+    with closing_descriptor(open_unchecked(path)) as descriptor:
         os.fsync(descriptor)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dlio.comm.allocation import Allocation, expand_counts, expand_hosts, find_allocation
 from dlio.errors import UsageError
+from dlio.launch import agent_links
 
 _SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2],m07", "SLURM_NTASKS": "5"}
 
@@ -109,3 +110,15 @@ def test_ranks_are_spread_over_the_hosts(
 def test_more_ranks_than_the_nodes_take_are_refused() -> None:
     with pytest.raises(UsageError, match=r"-n 7: 3 node\(s\) of 2 ranks have 6"):
         Allocation("Slurm", "7", ("a", "b", "c"), (2, 2, 2)).counts(7, 2)
+
+
+@pytest.mark.parametrize(
+    "host", ["-oProxyCommand=true", "a b", "a;b", "a:b", "", "a" * 300, "\x1b[2J"]
+)
+# SECURITY.md: S9
+def test_no_other_text_than_a_host_becomes_a_word_of_a_command(host: str) -> None:
+    with pytest.raises(UsageError, match="not the name of a host"):
+        Allocation("Slurm", "7", (host,), (1,))
+    with pytest.raises(UsageError, match="not the name of a host"):
+        agent_links._command(host, "dlio.cli")
+    assert agent_links._command("n1.cluster", "dlio.cli")[2:4] == ["--", "n1.cluster"]

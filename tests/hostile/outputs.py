@@ -75,6 +75,7 @@ def _a_packing_is_begun_and_poisoned(machine: Machine) -> None:
 
 
 @attack
+# SECURITY.md: S12
 def _a_packing_is_her_own_renamed_folder(machine: Machine) -> None:
     place = machine.folder("open")
     page = renamed_private(machine, place, ".packed.packing")

@@ -20,7 +20,7 @@ from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from dlio.train.sample_ledger import SampleLedger
 from dlio.util.folders import remove_if_unheld
-from dlio.util.shared_folders import SHARED_MEMORY, SharedFolder
+from dlio.util.shared_folders import SHARED_MEMORY, SharedFolder, own_memory
 from dlio.util.user_folders import open_folder
 from dlio.util.whole_files import write_json
 from dlio_staging.manage import EvictOptions, StatusOptions, evict_command, find_roots, status
@@ -71,6 +71,7 @@ def _evict_all(root: Path) -> None:
 
 
 @daily
+# SECURITY.md: S13
 def _a_tier_of_a_stranger_is_not_believed(machine: Machine) -> None:
     place = machine.folder("sticky")
 
@@ -148,17 +149,29 @@ def _a_tier_is_swapped_while_it_is_filled(machine: Machine) -> None:
 
 
 @attack
+# SECURITY.md: S16
 def _her_folder_in_shared_memory_is_a_strangers(machine: Machine) -> None:
     path = Path(SHARED_MEMORY, _tier_name(machine))
     machine.mallory.run(lambda: path.mkdir(mode=0o777))
+
+    def use() -> list[bool]:
+        with SharedFolder("data") as one, SharedFolder("data") as other:
+            same = os.path.samestat(os.fstat(one.descriptor), os.fstat(other.descriptor))
+            parent = os.stat(os.path.dirname(one.path))
+            mine = parent.st_uid == os.geteuid() and not parent.st_mode & 0o077
+            return [same, mine, one.path.startswith(own_memory())]
+
     try:
-        assert is_refused(machine.alice.run(lambda: SharedFolder("data").close()))
+        assert machine.alice.run(use) == [True, True, True]
         assert os.listdir(path) == []
+        assert machine.alice.run(lambda: os.path.exists(own_memory())) is True  # The stranger's.
+        assert not list(Path(SHARED_MEMORY).glob(f"{path.name}-*"))
     finally:
         path.rmdir()
 
 
 @attack
+# SECURITY.md: S4
 def _an_index_of_a_stranger_is_not_believed(machine: Machine) -> None:
     place = machine.folder("sticky")
 
@@ -195,6 +208,7 @@ def _the_cache_is_a_link_to_her_home(machine: Machine) -> None:
 
 
 @attack
+# SECURITY.md: S19
 def _a_cache_that_the_group_shares_is_private_to_each(machine: Machine) -> None:
     place = machine.folder("group")
 
@@ -209,6 +223,7 @@ def _a_cache_that_the_group_shares_is_private_to_each(machine: Machine) -> None:
 
 
 @attack
+# SECURITY.md: S14
 def _nothing_that_she_writes_without_a_umask_can_be_changed(machine: Machine) -> None:
     place = machine.alice.home / ".cache" / "free"
 

@@ -99,6 +99,7 @@ def _param(number: int, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [_param(*each) for each in enumerate(CASES)])
+# SECURITY.md: S1
 def test_a_hostile_file_is_read_right_or_refused_in_one_line(
     child: Child, tmp_path: Path, name: str
 ) -> None:

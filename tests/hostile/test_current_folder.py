@@ -90,8 +90,10 @@ TRAIN = "train . --model resnet(width=4) --epochs 1 --batch-size 4 --image-size 
         pytest.param(f"{TRAIN} -n 2 --backend torch", marks=pytest.mark.nightly),
         "pack . ../packed --shard-size 64KiB --workers 2",
         "stage . --tiers ../tier:10MiB",
+        "view . --transform copy:copy --no-browser --count 1 --output ../page.html",
     ],
 )
+# SECURITY.md: S8
 def test_no_module_of_the_current_folder_is_imported(pictures: Path, line: str) -> None:
     _run(pictures, line.split())
     assert [path.name for path in pictures.parent.glob("marks-*")] == []

@@ -86,6 +86,7 @@ def many_files() -> Iterator[None]:
 # Where ranks listen
 
 
+# SECURITY.md: S20
 def test_ranks_of_one_node_listen_at_loopback_whatever_the_master_is_called() -> None:
     for master in (None, "127.0.1.1", "192.0.2.7", "no such host"):
         assert candidates(["here", "here"], master)[0] == LOOPBACK
@@ -140,6 +141,7 @@ def test_thousands_of_idle_connections_take_few_descriptors(ranks: Ranks, many_f
 
 
 @pytest.mark.nightly
+# SECURITY.md: S21
 def test_a_rank_gets_in_while_strangers_come_again_and_again(ranks: Ranks) -> None:
     over = threading.Event()
 
@@ -263,6 +265,7 @@ def test_who_does_not_know_the_protocol_is_turned_away(
 # Secrets
 
 
+# SECURITY.md: S22
 def test_the_secret_never_travels(ranks: Ranks) -> None:
     assert ranks.get_through(1 << 17)
     everything = b"".join(bytes(side) for each in ranks.wire.heard for side in each)
@@ -330,6 +333,7 @@ def test_a_recorded_connection_cannot_be_played_again(ranks: Ranks) -> None:
     assert ranks.get_through()
 
 
+# SECURITY.md: S23
 def test_every_bit_of_a_frame_counts() -> None:
     key = os.urandom(32)
     sealed = Seal(key).close(FrameHead(WHOLE, 1, 2, 3, 4, 5, 6))
@@ -423,6 +427,7 @@ def test_bytes_changed_on_the_way_never_arrive(
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("size", [HUGE, 4097, (1 << 64) - 1])
+# SECURITY.md: S24
 def test_a_message_beyond_what_is_owed_is_refused_in_one_line(
     traitor: Traitor, size: int, early: bool
 ) -> None:

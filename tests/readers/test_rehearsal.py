@@ -10,13 +10,16 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from dlio.data.source import File
-from dlio.errors import SourceError, UsageError
+from dlio.errors import DlioError, SourceError, UsageError
 from dlio.util.limits import trusting
-from dlio_readers import rehearsal
+from dlio_readers import rehearsal, rowgroups
 from dlio_readers.hdf5 import Hdf5Reader
+from dlio_readers.parquet import ParquetReader
 
 pytestmark = pytest.mark.cold
 
@@ -100,8 +103,9 @@ def test_it_is_said_that_a_rehearsal_is_not_possible(
     files: list[File], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _act(monkeypatch, "raise SystemExit(1)")
-    with pytest.warns(RuntimeWarning, match="check that dlio is installed"):
-        assert len(Hdf5Reader(files[0].url)) == 10
+    for _ in range(2):  # It is said each time.
+        with pytest.warns(RuntimeWarning, match="check that dlio is installed"):
+            assert len(Hdf5Reader(files[0].url)) == 10
 
 
 def test_a_file_with_an_ordinary_error_has_not_passed(
@@ -116,6 +120,45 @@ def test_a_file_with_an_ordinary_error_has_not_passed(
         assert len(started) == count
     for _ in range(2):
         Hdf5Reader(f"{files[0].url}::y", select=(..., slice(0, 2))).close()
+
+
+@pytest.mark.parametrize("ending", ["print('[1, \"passed\"]')", "pass", "raise SystemExit(7)"])
+# SECURITY.md: S2
+def test_files_pass_by_the_word_of_the_child_alone(
+    files: list[File], monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    begins = (
+        "import sys, json; token = json.load(sys.stdin)[0]; print(json.dumps([token, 'begun']))"
+    )
+    _act(monkeypatch, f"{begins}; {ending}")
+    for _ in range(2):
+        with pytest.raises(SourceError, match=r"a\.h5: h5py .* ends the process that reads it"):
+            Hdf5Reader(files[0].url)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_any_error_of_the_child_is_raised_and_the_file_not_opened_here(
+    tmp_path: Path, files: list[File], monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    monkeypatch.setattr(rehearsal, "_may_copy", lambda: copied)
+    twice = pyarrow.table([pyarrow.array([1, 2])] * 2, names=["x", "x"])
+    path = str(tmp_path / "twice.parquet")
+    pyarrow.parquet.write_table(twice, path)
+    opened: list[str] = []
+    monkeypatch.setattr(rowgroups, "note_opening", opened.append)
+    for _ in range(2):  # It is tried again.
+        with pytest.raises(DlioError, match="x"):
+            ParquetReader(path)
+    assert not opened
+
+
+def test_other_parts_of_a_file_are_tried_anew(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = _counted(monkeypatch)
+    for path in (files[0].url, f"{files[0].url}::x", f"{files[0].url}::x"):
+        Hdf5Reader(path).close()
+    assert len(started) == 2
 
 
 def test_trusted_files_are_read_at_once(files: list[File], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def test_a_block_that_any_tier_has_is_not_read_from_the_source(
     assert not reader.reads.any()
 
 
+# SECURITY.md: S3
 def test_a_damaged_block_of_a_slower_tier_is_read_from_the_source(tmp_path: Path) -> None:
     reader = MemoryReader()
     _fill(reader, tmp_path, 1)

@@ -22,6 +22,7 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "w.pt"
 
 
+# SECURITY.md: S5
 def test_damaged_files_are_refused_and_not_passed_on(weights: Path) -> None:
     whole, random = weights.read_bytes(), np.random.default_rng(0)
     said: list[str] = []

@@ -123,7 +123,15 @@ def _status(mode: int, uid: int, gid: int = 77777) -> os.stat_result:
         (_status(stat.S_IFDIR | 0o1777, 0), _status(stat.S_IFLNK | 0o777, 0), False),
         (_status(stat.S_IFDIR | 0o1777, 0), _status(stat.S_IFLNK | 0o777, os.geteuid()), False),
         (_status(stat.S_IFDIR | 0o1777, 4242), _status(stat.S_IFLNK | 0o777, 4242), False),
-        (_status(stat.S_IFDIR | 0o2775, 0), _status(stat.S_IFLNK | 0o777, 4242), False),
+        (_status(stat.S_IFDIR | 0o2775, 0), _status(stat.S_IFLNK | 0o777, 4242), True),
+        (_status(stat.S_IFDIR | 0o2775, 0), _status(stat.S_IFLNK | 0o777, 0), False),
+        (_status(stat.S_IFDIR | 0o2775, 0), _status(stat.S_IFDIR | 0o755, 4242), False),
+        (_status(stat.S_IFDIR | 0o775, 4242), _status(stat.S_IFLNK | 0o777, 4242), False),
+        (
+            _status(stat.S_IFDIR | 0o2775, 4242, os.getegid()),
+            _status(stat.S_IFLNK | 0o777, 4242),
+            True,
+        ),
         (_status(stat.S_IFDIR | 0o755, 4242), _status(stat.S_IFLNK | 0o777, 4242), False),
     ],
 )

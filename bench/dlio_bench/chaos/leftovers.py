@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
-from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+from dlio.util.shared_folders import SHARED_MEMORY, own_memory
 from dlio.util.trusted_files import closing_descriptor
 
 JOB: Final = "CHAOS_JOB"
@@ -41,7 +41,7 @@ def shared_memory() -> set[str]:
     """Return this user's entries in shared memory that no living process uses."""
     mapped = _mapped()
     entries = set()
-    own = user_folder()
+    own = os.path.basename(own_memory())
     for entry in os.scandir(SHARED_MEMORY):
         with suppress(OSError):
             if entry.name == own:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+from dlio.util.shared_folders import own_memory
 from dlio_bench.bench_processes import command_line
 from dlio_bench.chaos.leftovers import kill
 
@@ -55,7 +55,7 @@ class PretendedNodes:
         """Kill everything on a node, and take away its memory; returns the number of processes."""
         killed = self.processes(node)
         kill(killed)
-        memory = Path(SHARED_MEMORY, user_folder())
+        memory = Path(own_memory())
         for folder in memory.glob(f"*.{node}"):
             shutil.rmtree(folder, ignore_errors=True)
         return len(killed)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from dlio.data.index import cache_folder
 from dlio.errors import UsageError
+from dlio.util.input_files import read_json
 from dlio.util.options import Option, check
 from dlio.util.whole_files import write_json
 from dlio_bench.peers.contender_table import ENVIRONMENTS, PeerEnvironment
@@ -35,8 +36,7 @@ def python_of(name: str) -> str:
 def missing(name: str) -> str | None:
     """Why an environment cannot be used; None if it can."""
     try:
-        with open(os.path.join(folder(name), _MARK), encoding="utf-8") as file:
-            made = json.load(file)
+        made: Any = read_json(os.path.join(folder(name), _MARK))
     except (OSError, ValueError):
         made = None
     if made is None:

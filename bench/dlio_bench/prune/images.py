@@ -10,6 +10,7 @@ import dlio
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_size import count_parameters
 from dlio.train.model import make_model
+from dlio.train.weights import stored_state
 from dlio.util.whole_files import write_json
 from dlio_bench.prune import removal_case
 from dlio_bench.prune.curves import TrainingCurve, summary
@@ -132,7 +133,7 @@ def _cut(
 ) -> TrainingCurve:
     """The trained wide network, cut by magnitude to the widths that rounds came to."""
     model = runs.model(width)
-    model.load_state_dict(torch.load(weights, weights_only=True))
+    model.load_state_dict(stored_state(weights))
     size = runs.options.image_size
     widths = {name: left for each in rounds for name, left in each["widths"].items()}
     removal_case.cut_by_magnitude(model, torch.zeros(2, 3, size, size), widths)

@@ -5,7 +5,6 @@ its state, which torch-pruning's own cuts discard.
 """
 
 import gc
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from dlio.features.pruning.removal_plan import RemovalPlan
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.model_copies import bare_copy
 from dlio.train.report import EpochReport
+from dlio.util.input_files import as_usage, read_json
 from dlio_bench.prune.removal_case import by_chance
 
 _LITTLE: Final = 1e-6
@@ -93,10 +93,9 @@ class Chance(NetworkCutter):
     """
 
     def __init__(self, rounds: str, seed: int) -> None:
-        with open(rounds, encoding="utf-8") as file:
-            self._widths = {
-                each["step"]: each["widths"] for each in json.load(file) if each["widths"]
-            }
+        with as_usage(rounds, "give the rounds of another run"):
+            stored: Any = read_json(rounds)
+            self._widths = {each["step"]: each["widths"] for each in stored if each["widths"]}
         self._generator = np.random.default_rng(seed)
 
     def after_step(self, run: Run) -> None:

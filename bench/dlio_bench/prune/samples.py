@@ -5,7 +5,6 @@ time that the whole training took: a training of fewer epochs, its learning rate
 length, is the simplest way to train on fewer samples.
 """
 
-import json
 import os
 import re
 import statistics
@@ -26,6 +25,7 @@ from dlio.train.learning_rate import learning_rate
 from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer, usual_lr
+from dlio.util.input_files import as_usage, read_json
 from dlio.util.whole_files import write_json
 from dlio_bench.bench_processes import one_thread
 from dlio_bench.prune.curves import TrainingCurve
@@ -227,13 +227,13 @@ def kept_curve(
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, re.sub(r"[^\w.]+", "-", name) + ".json")
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-        if record["settings"] != dict(settings):
-            raise UsageError(
-                f"{path} is of another training: name another folder by --keep, or remove it"
-            )
-        return TrainingCurve(**record["curve"])
+        with as_usage(path, "remove it"):
+            record: Any = read_json(path)
+            if record["settings"] != dict(settings):
+                raise UsageError(
+                    f"{path} is of another training: name another folder by --keep, or remove it"
+                )
+            return TrainingCurve(**record["curve"])
     curve = train()
     write_json(path, {"settings": dict(settings), "curve": asdict(curve)})
     return curve

@@ -1,7 +1,5 @@
 """Reports read back from files: those of the envelope, and older ones without it."""
 
-import json
-import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dlio.errors import UsageError, printable
+from dlio.util.input_files import as_usage, read_json
 from dlio_bench.results.envelope import SCHEMA
 from dlio_bench.results.figure_collection import collect
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
 
-_MOST_BYTES: Final = 256 << 20
+_LEAST, _MOST = 1e-140, 1e140
 _KINDS: Final = ("cdf", "time", "scaling")
 
 
@@ -59,10 +58,7 @@ def read_report(path: str) -> SavedReport:
     Raises UsageError, which names the file, if it is not a report or of another schema.
     """
     try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            raise UsageError(f"{path}: larger than 256 MiB; this is not a report")
-        with open(path, encoding="utf-8") as file:
-            loaded = json.load(file)
+        loaded = read_json(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; name a file of --report") from error
     except (ValueError, RecursionError) as error:
@@ -73,18 +69,15 @@ def read_report(path: str) -> SavedReport:
         loaded = inner  # With its title and data, as the site keeps it.
     schema = loaded.get("schema")
     if schema is None:
-        return _old(path, loaded)
+        with as_usage(path, "measure again"):
+            return _old(path, loaded)
     if schema != SCHEMA:
         raise UsageError(
             f"{path}: schema {printable(str(schema))}, but this dlio reads {SCHEMA}; measure "
             "again, or use the dlio that wrote it"
         )
-    try:
+    with as_usage(path, f"this is a damaged report of {SCHEMA}: measure again"):
         return _report(path, loaded)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"{path}: damaged report of {SCHEMA} ({printable(repr(error))}); measure again"
-        ) from error
 
 
 def _report(path: str, loaded: Mapping[str, Any]) -> SavedReport:
@@ -106,7 +99,7 @@ def _report(path: str, loaded: Mapping[str, Any]) -> SavedReport:
         environment=dict(loaded["environment"]),
         command=shlex.join([*map(os.path.basename, words[:1]), *words[1:]]),
         started=str(loaded["started"] or ""),
-        seconds=None if seconds is None else float(seconds),
+        seconds=None if seconds is None or not _is_shown(float(seconds)) else float(seconds),
         settings=dict(loaded["settings"]),
         seeds=dict(loaded["seeds"]),
     )
@@ -121,6 +114,8 @@ def _old(path: str, loaded: Mapping[str, Any]) -> SavedReport:
             f"{path}: not a report of dlio bench: no schema, and no machine; measure again"
         )
     figures, ratios = collect(inner)
+    figures = [each for each in figures if all(map(_is_shown, each.values))]
+    ratios = [each for each in ratios if all(map(_is_shown, each.values))]
     if not figures and not ratios:
         raise UsageError(f"{path}: an old report without figures that can be read; measure again")
     return SavedReport(
@@ -153,7 +148,7 @@ def _curve(each: Mapping[str, Any]) -> PlotCurve:
     pairs = [
         (float(x), float(y))
         for x, y in zip(each["x"], each["y"], strict=True)
-        if x is not None and y is not None
+        if x is not None and y is not None and _is_shown(float(x)) and _is_shown(float(y))
     ]
     return PlotCurve(
         str(each["name"]),
@@ -169,12 +164,18 @@ def _curve(each: Mapping[str, Any]) -> PlotCurve:
 
 def _values(stored: Sequence[Any]) -> tuple[float, ...]:
     values = (float(value) for value in stored if value is not None)
-    return tuple(value for value in values if math.isfinite(value))
+    return tuple(value for value in values if _is_shown(value))
+
+
+def _is_shown(value: float) -> bool:
+    """True for a value that has a place on an axis: differences and ratios of such have one, too.
+    No quantity is beyond."""
+    return not value or _LEAST <= abs(value) <= _MOST
 
 
 def _parts(stored: Mapping[str, Any]) -> dict[str, float]:
     parts = {str(name): float(value) for name, value in stored.items() if value is not None}
-    return {name: value for name, value in parts.items() if math.isfinite(value)}
+    return {name: value for name, value in parts.items() if _is_shown(value)}
 
 
 def _texts(stored: Mapping[str, Any]) -> dict[str, str]:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Final, TypeGuard
 
-import yaml
-
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
+from dlio.util.input_files import read_text, yaml_value
 from dlio_bench.storage_cases.workload import FORMATS, Format, Workload
 
 _SHAPES: Final = files("dlio_bench.storage_cases") / "workloads"
@@ -211,7 +210,7 @@ def with_format(workload: Workload, format_: Format) -> Workload:
 def _loaded(source: str) -> dict[str, object]:
     names = shape_names()
     if source in names:
-        text = (_SHAPES / f"{source}.yaml").read_text(encoding="utf-8")
+        text = read_text(str(_SHAPES / f"{source}.yaml"))
     else:
         if not os.path.isfile(source):
             raise UsageError(
@@ -219,13 +218,12 @@ def _loaded(source: str) -> dict[str, object]:
                 f"one of {', '.join(names)}{nearest(source, names)}"
             )
         try:
-            with open(source, encoding="utf-8") as file:
-                text = file.read(_MOST_BYTES)
+            text = read_text(source, _MOST_BYTES)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{source} cannot be read: {error}; name a YAML file") from error
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values = yaml_value(text)
+    except ValueError as error:
         raise UsageError(f"{source} is not YAML: {error}; correct it") from error
     if isinstance(values, dict) and isinstance(values.get("workload"), dict):
         values = values["workload"]  # A configuration that hydra has put together.
@@ -256,8 +254,8 @@ def _override(text: str) -> tuple[str, object]:
     if not equals or not key:
         raise UsageError(f"{text}: write a key of DLIO and a value, such as reader.batch_size=4")
     try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        return key, yaml_value(value)
+    except ValueError as error:
         raise UsageError(f"{text}: the value is not YAML: {error}") from error
 
 

@@ -6,19 +6,19 @@ torch's loader and through dlio's. Each runs in processes of its own, one after 
 
 import glob
 import itertools
-import json
 import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio.launch.mpi_launch import launch
 from dlio.util.child_processes import module_command
+from dlio.util.input_files import read_json
 from dlio.util.options import Option, check
 from dlio.util.units import parse_bytes
 from dlio_bench.peers.environments import folder, missing, shared_environment
@@ -173,8 +173,7 @@ def _storage(case: AgreementOptions, loader: str, place: str) -> ProgramFigures:
     _run(
         [*module_command("dlio.cli", "bench", "storage", place, "--keep"), *words], case, _OURS, {}
     )
-    with open(report, encoding="utf-8") as file:
-        figures: list[Any] = json.load(file)["figures"]
+    figures = cast(dict[str, list[Any]], read_json(report))["figures"]
 
     def by_epoch(name: str) -> list[float]:
         chosen = [each for each in figures if each["name"] == name]
@@ -197,8 +196,7 @@ def _benchmark(case: AgreementOptions, loader: str, place: str) -> ProgramFigure
     program = os.path.join(folder(_PEER), "bin", "dlio_benchmark")
     keys = dlio_keys(case, loader, os.path.dirname(made[0]), results)
     _run([program, *keys], case, _PEER, shared_environment())
-    with open(os.path.join(results, "summary.json"), encoding="utf-8") as file:
-        metric: Any = json.load(file)["metric"]
+    metric = cast(dict[str, Any], read_json(os.path.join(results, "summary.json")))["metric"]
     return ProgramFigures(
         float(metric["train_au_mean_percentage"]),
         float(metric["train_throughput_mean_samples_per_second"]),

@@ -1,7 +1,6 @@
 """`dlio bench watch`: its options, runs and table."""
 
 import hashlib
-import json
 import math
 import os
 import subprocess
@@ -11,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Annotated, Final, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 import numpy as np
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import SourceError, UsageError
 from dlio.util.child_processes import module_command
+from dlio.util.input_files import read_json
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import write_json
 from dlio_bench.results.envelope import begin, finish
@@ -356,8 +356,7 @@ def _joined(runs: list[dict[str, Figure]]) -> dict[str, Figure]:
 def _read(path: str) -> dict[str, Mapping[str, BaselineFigure]]:
     """Return the stored parts. Raises UsageError if the file is not a baseline."""
     try:
-        with open(path, encoding="utf-8") as file:
-            loaded = json.load(file)
+        loaded: Any = read_json(path)
         if loaded["schema"] != _SCHEMA:
             raise ValueError(loaded["schema"])
         parts = dict(loaded["parts"])

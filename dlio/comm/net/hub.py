@@ -6,7 +6,6 @@ are few (`dlio.comm.net.door`).
 """
 
 import contextlib
-import logging
 import random
 import selectors
 import socket
@@ -20,9 +19,9 @@ from dlio.comm.net.door import Door
 from dlio.comm.net.keys import Answerer, Caller, Keys, RefusedConnection
 from dlio.comm.net.peer_link import FrameHead, PeerLink
 from dlio.errors import CommError
+from dlio.util.printable import log_warning
 from dlio.util.threads import Workers
 
-_log = logging.getLogger("dlio")
 CLOSE_TIMEOUT_S: Final = 5.0
 _LONGEST_TURN_S: Final = 0.2
 _CALL_TIMEOUT_S: Final = 20.0
@@ -232,7 +231,7 @@ class Hub(Generic[_T]):
             and (link.ready or not self._told)
         ):
             who = f"rank {link.peer}" if link.ready else "a stranger"
-            _log.warning("the connection of %s at %s:%s is closed: %s", who, host, port, error)
+            log_warning("the connection of %s at %s:%s is closed: %s", who, host, port, error)
             self._told |= not link.ready
         self._forget(link)
         if link.calls:

@@ -8,7 +8,6 @@ alone. `dlio.comm.survival.suspicion` decides who hangs.
 
 import ctypes
 import faulthandler
-import logging
 import math
 import os
 import signal
@@ -21,10 +20,10 @@ from typing import Final
 from dlio.comm.board import Board, BoardReader, RankRow
 from dlio.comm.survival.suspicion import RankView, SlowRanks, hung_ranks
 from dlio.util.child_processes import STOPPED_S, is_stopped, process_state
+from dlio.util.printable import log_warning
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
-_log = logging.getLogger("dlio")
 _POLL_S: Final = 0.25
 _ON_DUTY_S: Final = 5.0
 """Age of a rank's last beat up to which it is taken to watch the others."""
@@ -174,14 +173,14 @@ class NodeWatch:
             if policy.evicts_slow and len(self._members()) > (settings().min_ranks or 1):
                 self._end(member, None, f"{what}: --evict-slow kills it")
             else:
-                _log.warning("%s", what)
+                log_warning("%s", what)
 
     def _end(self, member: int, row: RankRow | None, why: str) -> None:
         """Kill a rank, this one perhaps, after it has written its stacks."""
         if member in self._condemned:
             return
         self._condemned.add(member)
-        _log.warning("%s", why)
+        log_warning("%s", why)
         if row is not None:
             # To the thread that beats: the main one may be unable to take a signal.
             with suppress(OSError, AttributeError):

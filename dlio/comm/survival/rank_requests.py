@@ -9,6 +9,7 @@ import time
 from typing import Final
 
 from dlio.comm.survival.active_ranks import RankRequest
+from dlio.util.input_files import MOST_SETTINGS, read_text
 from dlio.util.settings import DONE
 from dlio.util.whole_files import write_whole
 
@@ -23,8 +24,8 @@ def read_wanted(folder: str) -> tuple[RankRequest, int] | None:
     Returns None if the job's folder does not say so.
     """
     try:
-        with open(os.path.join(folder, WANTED), encoding="ascii") as file:
-            request, ranks, most = map(int, file.read().split())
+        text = read_text(os.path.join(folder, WANTED), MOST_SETTINGS)
+        request, ranks, most = map(int, text.split())
     except (OSError, ValueError):
         return None
     return RankRequest(request, ranks), most

@@ -7,7 +7,6 @@ what they lack. `dlio.comm.survival` tells the whole story in order; the promise
 docs/guides/fault-tolerance.md.
 """
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ from dlio.comm.comm_protocol import Communicator
 from dlio.comm.survival.membership import AllLeave, AllPause, Elastic, Membership, RankLeft
 from dlio.comm.survival.reports import Report, report_from_json
 from dlio.errors import CommError, PeerLost, UsageError
+from dlio.util.printable import log_warning
 
-_log = logging.getLogger("dlio")
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Report)
 
@@ -308,7 +307,7 @@ class Recovery:
         )
         (self.losses if kind == "lost" else self.changes).append(change)
         if not self._is_described and self._comm.rank == 0:
-            _log.warning(change.sentence())
+            log_warning(change.sentence())
 
     def _attempt(self, meets: bool, joins: bool = False) -> bool:
         """Make the next generation; False if a rank was lost before all were at one place. One that

@@ -1,6 +1,5 @@
 """Weights files of pruned models: an ordinary torch file, and its layout in a second one."""
 
-import json
 from collections.abc import Mapping
 from typing import Final, TypeVar, cast
 
@@ -13,11 +12,11 @@ from dlio.features.pruning.neuron_groups import JsonRecord
 from dlio.features.pruning.pruning_feature import LAYOUT_SUFFIX
 from dlio.train.weights import load_saved, stored_state
 from dlio.util.arguments import PathText, named, path_in
-from dlio.util.limits import open_regular
+from dlio.util.input_files import read_json
 from dlio.util.whole_files import write_json
 
 _MOST: Final = 256 << 20
-"""Characters of a layout file."""
+"""Bytes of a layout file."""
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -61,11 +60,7 @@ def load_pruned(model: Module, path: PathText) -> Module:
 def _read_layout(path: str) -> PrunedLayout:
     """Read a layout file; weights without one are of an unpruned model. Raises SourceError."""
     try:
-        with open(open_regular(path), encoding="utf-8") as file:
-            text = file.read(_MOST + 1)
-        if len(text) > _MOST:
-            raise ValueError("it is too large")
-        return PrunedLayout.from_json(json.loads(text))
+        return PrunedLayout.from_json(cast(JsonRecord, read_json(path, _MOST)))
     except FileNotFoundError:
         return PrunedLayout()
     except (OSError, ValueError, RecursionError, DlioError) as error:

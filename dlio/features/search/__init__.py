@@ -12,7 +12,7 @@
 | `search_space` | the parameters of `--set`, and a trial's configuration |
 | `successive_halving` | when a trial is stopped early: ASHA and Hyperband, as pure functions |
 | `parameter_sampler` | the parameters of the next trial, by Optuna |
-| `study` | the folder: its lock, its journal, its trials |
+| `study`, `study_journal` | the folder: its lock, its trials; its journal |
 | `trial` | the program of a trial's rank, and its messages to the searcher |
 | `searcher` | starts and ends trials until all are done |
 | `search_display` | the table, the page of plots, the summary |

@@ -25,6 +25,7 @@ from dlio.launch.job_folder import open_job_folder
 from dlio.launch.node.agent_protocol import Message, pack, receive_exactly
 from dlio.launch.node.zygote_process import ZygoteProcess
 from dlio.launch.rank_environment import meeting_variables
+from dlio.util.input_files import open_input
 from dlio.util.settings import LAUNCHER, RECORD, TRIAL, TRIAL_LINK
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import PUBLIC_FILE, open_own
@@ -512,7 +513,7 @@ class Searcher:
 def _last_error(path: str) -> str:
     """Return the last error in a trial's log, or its last line."""
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             file.seek(max(0, os.path.getsize(path) - 16384))
             lines = file.read().decode(errors="replace").strip().splitlines()
     except OSError as error:

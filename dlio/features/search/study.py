@@ -14,20 +14,20 @@ import fcntl
 import json
 import math
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from dlio.errors import UsageError
 from dlio.features.search.objectives import Objective
 from dlio.features.search.search_space import Point
+from dlio.features.search.study_journal import StudyJournal
 from dlio.features.search.successive_halving import TrialCourse
 from dlio.util.closable import Closable
 from dlio.util.folders import remove_path
+from dlio.util.input_files import MOST_SETTINGS, as_usage, read_json
 from dlio.util.json_output import json_text
-from dlio.util.trusted_files import closing_descriptor
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import open_own, remove_file, take_lock, unwritable, write_json
 
@@ -112,15 +112,21 @@ class Study(Closable):
                 )
             self.first = self._check_fixed(fixed, first)
             """Values that the search has begun with."""
-            self.optuna_study = self._opened()
-            """Optuna's study, which others may only read."""
-            self.records = list(map(_record, self.frozen()))
+            path = os.path.join(folder, _JOURNAL)
+            with as_usage(path, "name another --study"), ExitStack() as undo:
+                self._journal = StudyJournal(path)
+                undo.callback(self._journal.close)
+                self.optuna_study = self._opened()
+                """Optuna's study, which others may only read."""
+                self.records = list(map(_record, self.frozen()))
+                undo.pop_all()
         except BaseException:
             os.close(self._lock)
             raise
 
     def close(self) -> None:
         """Let go of the folder."""
+        self._journal.close()
         os.close(self._lock)
 
     @property
@@ -219,14 +225,15 @@ class Study(Closable):
         path = os.path.join(self.folder, "search.json")
         plain = json.loads(json_text(fixed))
         try:
-            with open(path, encoding="utf-8") as file:
-                kept = json.load(file)
-            before, first = kept["options"], kept["first"]
+            with as_usage(path, "name another --study"):
+                kept: Any = read_json(path, MOST_SETTINGS)
+                before, begun = dict(kept["options"]), dict(kept["first"])
+                if not all(type(begun.get(name, 0)) is int for name in first):
+                    raise ValueError("its numbers are none")
+                first = {**first, **begun}
         except FileNotFoundError:
             write_json(path, {"options": plain, "first": dict(first)})
             return dict(first)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} cannot be read: {error}; name another --study") from error
         for name in (*plain, *before):
             if plain.get(name) != before.get(name):
                 raise UsageError(
@@ -237,13 +244,9 @@ class Study(Closable):
 
     def _opened(self) -> "optuna.Study":
         import optuna
-        from optuna.storages.journal import JournalFileBackend
 
-        path = os.path.join(self.folder, _JOURNAL)
-        _drop_torn_line(path)
         # There is one searcher, by the folder's lock: the journal needs none between processes.
-        lock: Any = threading.Lock()
-        backend = JournalFileBackend(path, lock_obj=lock)
+        backend: Any = self._journal
         return optuna.create_study(
             storage=optuna.storages.JournalStorage(backend),
             study_name=NAME,
@@ -262,15 +265,8 @@ def _record(frozen: "FrozenTrial") -> TrialRecord:
     attributes: dict[str, Any] = frozen.user_attrs
     epochs: list[TrialEpoch] = []
     while (row := attributes.get(f"{_EPOCH}{len(epochs)}")) is not None:
-        epochs.append(TrialEpoch(tuple(row[0]), row[1]))
+        values = tuple(None if each is None else float(each) for each in row[0])
+        epochs.append(TrialEpoch(values, int(row[1])))
     state = names.get(frozen.state.name, "running")
-    return TrialRecord(frozen.number, frozen.params, state, epochs, attributes.get(_NOTE, ""))
-
-
-def _drop_torn_line(path: str) -> None:
-    """Remove the end of a journal whose writer was killed within a line."""
-    with suppress(FileNotFoundError), closing_descriptor(open_own(path, os.O_RDWR)) as journal:
-        with os.fdopen(os.dup(journal), "rb") as file:
-            data = file.read()
-        if data and not data.endswith(b"\n"):
-            os.ftruncate(journal, data.rfind(b"\n") + 1)
+    note = str(attributes.get(_NOTE, ""))
+    return TrialRecord(frozen.number, frozen.params, state, epochs, note)

@@ -11,6 +11,8 @@ import os
 import stat
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from dlio.util.input_files import open_input
+from dlio.util.limits import open_regular
 from dlio.util.trusted_files import closing_descriptor
 from dlio.util.whole_files import open_own
 
@@ -50,7 +52,7 @@ class JournalWriter:
             if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_KEPT:
                 # The process's number: a worker process of a loader may keep a file, too.
                 kept = os.path.join(self._folder, f"{os.getpid()}-{len(self._noted)}")
-                with open(path, "rb") as file, closing_descriptor(open_own(kept, _APPEND)) as to:
+                with open_input(path) as file, closing_descriptor(open_own(kept, _APPEND)) as to:
                     os.write(to, file.read(_LARGEST_KEPT))
         except OSError:
             former, kept = ("absent" if not os.path.lexists(path) else "file"), None
@@ -61,7 +63,7 @@ class JournalReader:
     """The journal as another rank of the same node reads it."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_regular(path)
         self._read = 0
         self._pending: list[str] = []
         self.entries: dict[str, FormerPath] = {}

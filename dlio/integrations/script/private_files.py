@@ -256,7 +256,7 @@ class PrivateFiles:
         """Remove the folders of processes that were killed. Before functions are replaced, as it
         takes those of `shutil` that know descriptors."""
         root = os.path.realpath(tempfile.gettempdir())
-        with self.inside(), closing_descriptor(os.open(root, os.O_RDONLY)) as at:
+        with self.inside(), closing_descriptor(os.open(root, os.O_RDONLY | os.O_DIRECTORY)) as at:
             for name in os.listdir(at):
                 if name.startswith(_PREFIX):
                     with suppress(OSError):
@@ -268,8 +268,8 @@ class PrivateFiles:
             for left in reversed(range(_TRIES)):
                 self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
                 try:
-                    with closing_descriptor(os.open(self._folder, os.O_RDONLY)) as folder:
-                        lock_file(folder, _ALIVE)
+                    with closing_descriptor(os.open(self._folder, os.O_DIRECTORY)) as at:
+                        lock_file(at, _ALIVE)
                     # Locked, perhaps, when another rank had just removed it.
                     os.stat(os.path.join(self._folder, _ALIVE))
                     break

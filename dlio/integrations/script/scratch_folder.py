@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.util.input_files import read_text
 from dlio.util.whole_files import take_lock
 
 _WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -198,8 +199,7 @@ def _exchange(folder: str, link: str) -> None:
 def made_outside(record: str) -> list[str]:
     """Return the paths that a run has made outside its scratch folder, in their order."""
     try:
-        with open(record, encoding="utf-8") as file:
-            return file.read().splitlines()
+        return read_text(record).splitlines()
     except FileNotFoundError:
         return []
 

@@ -6,7 +6,6 @@ A record is a folder: `rank0.json` has losses, learning rates, printed lines and
 
 import contextlib
 import io
-import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from dlio.util.input_files import open_input, read_json
 from dlio.util.whole_files import write_json
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -76,7 +76,8 @@ class ScriptRecord:
     def arrays(self, step: int) -> dict[str, Array]:
         """Return the arrays of a step, counted from 0: `gradient/0/3`, `weight/0/3`, and, when the
         optimizer steps for the first time, `start/0/3`."""
-        with np.load(f"{self.folder}/rank{self.rank}-step{step}.npz", allow_pickle=False) as file:
+        path = f"{self.folder}/rank{self.rank}-step{step}.npz"
+        with open_input(path) as stored, np.load(stored, allow_pickle=False) as file:
             return {key: file[key] for key in file.files}
 
     def save(self) -> None:
@@ -96,8 +97,7 @@ class ScriptRecord:
 def load_record(folder: str, rank: int) -> ScriptRecord | None:
     """Return a process's record, None if it has left none."""
     try:
-        with open(f"{folder}/rank{rank}.json", encoding="utf-8") as file:
-            values = json.load(file)
+        values: Any = read_json(f"{folder}/rank{rank}.json")
     except FileNotFoundError:
         return None
     values["steps"] = [StepRecord(*each) for each in values["steps"]]

@@ -39,7 +39,7 @@ def folder_name(token: str, node: str) -> str:
 
 
 def job_folder(token: str, node: str) -> str:
-    """Return the path of a job's folder on a node."""
+    """Return the usual path of a job's folder on a node, for its shims, which look for another."""
     return os.path.join(SHARED_MEMORY, user_folder(), folder_name(token, node))
 
 

@@ -42,6 +42,7 @@ from dlio.launch.node.agent_protocol import (
 from dlio.launch.node.snapshot_slots import newest_turn
 from dlio.launch.node.zygote_process import ZygoteProcess
 from dlio.util.folders import open_working, remove_entry
+from dlio.util.input_files import MOST_SETTINGS, read_text
 from dlio.util.private_sockets import listen
 from dlio.util.settings import AGENT, DONE, LAUNCHER
 from dlio.util.shared_folders import SharedFolder
@@ -251,8 +252,7 @@ class NodeAgent:
                 continue
             with contextlib.suppress(FileNotFoundError, ValueError):
                 name = os.path.join(self._folder, f"{kind}-{self._start}")
-                with open(name, encoding="ascii") as file:
-                    self._results[kind] = parse(file.read())
+                self._results[kind] = parse(read_text(name, MOST_SETTINGS))
                 self._answer({kind: self._results[kind], "start": self._start})
 
     def _answer(self, message: Mapping[str, object]) -> None:

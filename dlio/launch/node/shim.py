@@ -66,6 +66,7 @@ def main(arguments: list[str]) -> None:
 
 def _connect(folder: str) -> socket.socket:
     """Connect to the zygote; ends this process in one line if that fails."""
+    folder = _found(folder)
     try:
         inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         status = os.fstat(inside)
@@ -82,6 +83,21 @@ def _connect(folder: str) -> socket.socket:
         sys.stderr.flush()
         os._exit(2)
     return connection
+
+
+def _found(folder: str) -> str:
+    """Return where a job's folder is: the name of the user's folder in shared memory has digits
+    behind it if somebody else has taken the usual one; see `dlio.util.shared_folders`."""
+    memory, name = os.path.split(folder)
+    top, usual = os.path.split(memory)
+    with suppress(OSError):
+        for each in sorted(os.listdir(top)):
+            if each == usual or each.startswith(f"{usual}-"):
+                place = os.path.join(top, each, name)
+                with suppress(OSError):
+                    if os.lstat(place).st_uid == os.geteuid():
+                        return place
+    return folder
 
 
 def _number(connection: socket.socket) -> int | None:

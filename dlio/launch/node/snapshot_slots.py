@@ -22,6 +22,7 @@ from typing import Final
 import xxhash
 
 from dlio.util.closable import Closable
+from dlio.util.limits import open_regular
 from dlio.util.whole_files import open_own, remove_file
 
 _HEAD: Final = struct.Struct("<8sqqqQ")
@@ -132,7 +133,7 @@ def newest_turn(folder: str) -> int:
 def _read(path: str, check: bool) -> StoredSnapshot | None:
     """Return a slot; None if it is not whole."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_regular(path, os.O_NOFOLLOW)
     except OSError:
         return None
     try:

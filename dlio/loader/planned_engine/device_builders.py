@@ -14,7 +14,6 @@ decide which images are kept. All others are cropped on the host, copied, and pu
 
 import functools
 import itertools
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -46,8 +45,8 @@ from dlio.storage.counters import Counters
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.device_tier import DeviceCopies, DeviceTier
 from dlio.util.buffer_pool import BufferPool
+from dlio.util.printable import log_warning
 
-_log = logging.getLogger("dlio")
 _U8 = npt.NDArray[np.uint8]
 _I64 = npt.NDArray[np.int64]
 _MOST_SPARE: Final = 64
@@ -97,7 +96,7 @@ class DeviceDecoder:
         """Count images that the CPU decodes in place of the device, and say so once."""
         self.counters.add("fallbacks", len(names))
         if names and self._to_say.acquire(blocking=False):
-            _log.warning(
+            log_warning(
                 "%s is decoded by the CPU, as nvImageCodec does not take it: baseline JPEGs alone "
                 "are decoded on the device (stats()['fallbacks'] counts the others)",
                 names[0],

@@ -18,6 +18,7 @@ from dlio.data.schema import Buffer, Schema
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.plan.layout import shuffled_layout
+from dlio.util.input_files import open_input
 
 _ROWS: Final = 4096
 """Rows per step when a data set is opened."""
@@ -156,7 +157,7 @@ class ImageSet:
         if picture["bytes"] is not None:
             return bytes(picture["bytes"])
         try:
-            with open(picture["path"], "rb") as file:
+            with open_input(picture["path"]) as file:
                 return file.read()
         except OSError as error:
             raise SourceError(f"{self.name(sample)} cannot be read: {error}") from error

@@ -1,7 +1,6 @@
 """The iterator of a pass with workers, whose states are collected every few batches."""
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from dlio.loader.torchdata_state import state_format as keys
 from dlio.loader.torchdata_state.state_format import MismatchedState, worker_key
 from dlio.loader.torchdata_state.transports import Transport
 from dlio.loader.torchdata_state.worker_server import TaskSampler, WorkerReply
+from dlio.util.printable import warn_user
 
 
 class ResumeState:
@@ -158,7 +158,7 @@ class ParallelIterator(Iterator[BatchData]):
         length = self._draws.len_called
         if self._draws.iterable and length is not None and self._yielded > length:
             # As torch's loader does for a data set that yields more than it has said.
-            warnings.warn(
+            warn_user(
                 f"Length of IterableDataset {self._dataset} was reported to be {length}"
                 f"(when accessing len(dataloader)), but {self._yielded} samples have been fetched. "
                 "For multiprocessing data-loading, this could be caused by not properly "

@@ -1,12 +1,10 @@
 """The states that torchdata's StatefulDataLoader writes: their keys, and who takes part."""
 
-import logging
 from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.loader.contract import State, StatefulObject
-
-_log = logging.getLogger("dlio")
+from dlio.util.printable import log_warning
 
 INDEX_SAMPLER_STATE: Final = "_index_sampler_state"
 SAMPLER_ITER_STATE: Final = "_sampler_iter_state"
@@ -50,7 +48,7 @@ def restore(thing: object, state: State | None) -> None:
 
 def warn_of_reading_again(batches: int) -> None:
     """Log that a data set without any state is read again to resume it."""
-    _log.warning(
+    log_warning(
         "neither the data set nor its iterator has state_dict and load_state_dict: %d batches are "
         "read again and dropped; define them for a resumption without reading",
         batches,

@@ -22,7 +22,7 @@ from dlio.util.trusted_files import (
     shown_as,
 )
 from dlio.util.user_folders import make_folders
-from dlio.util.whole_files import PUBLIC_FILE, take_lock, unwritable
+from dlio.util.whole_files import lock_holders, take_lock, unwritable
 
 _LOCK: Final = ".lock"
 _LOCK_TIMEOUT_S: Final = 2.0
@@ -73,9 +73,7 @@ class CheckpointFolder:
         # Some file systems have no locks, and those of others end at the node: whichever run wrote
         # its name there last has the folder, and `check_held` tells the other.
         try:
-            owner = os.fstat(self._folder).st_uid
-            flags = os.O_RDWR | os.O_CREAT
-            lock = open_file(self._folder, _LOCK, flags, PUBLIC_FILE, owners=(owner,))
+            lock = self._lock_file()
         except OSError as error:
             raise unwritable(f"--checkpoint {self.path}", error) from error
         try:
@@ -90,12 +88,33 @@ class CheckpointFolder:
             raise
         if not free:
             who = printable(os.pread(lock, _MOST_OWNER, 0).strip())
+            for process, user in lock_holders(lock):
+                if f"process {process} " not in who:
+                    who = f"process {process} of user {user} has its lock"
             os.close(lock)
             raise UsageError(
                 f"--checkpoint {self.path}: another run ({who}) writes there; wait for it, or "
                 f"name another folder{self._of_each_task()}"
             )
         self._claim(lock)
+        return lock
+
+    def _lock_file(self) -> int:
+        """Open the file that runs lock, which only those can open who may write to the folder:
+        whoever can read a file can hold its lock. Raises OSError."""
+        here = os.fstat(self._folder)
+        shared = here.st_mode & 0o020
+        owners = {here.st_uid}
+        if shared and not here.st_mode & 0o002:
+            # A colleague's: members of the folder's group go on with each other's runs.
+            with suppress(FileNotFoundError):
+                owners.add(os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False).st_uid)
+        flags = os.O_RDWR | os.O_CREAT
+        lock = open_file(self._folder, _LOCK, flags, 0o600, owners=tuple(owners))
+        status = os.fstat(lock)
+        if status.st_uid == os.geteuid():
+            with_group = shared and status.st_gid == here.st_gid
+            os.fchmod(lock, 0o660 if with_group else 0o600)
         return lock
 
     def _claim(self, lock: int) -> None:
@@ -139,7 +158,7 @@ class CheckpointFolder:
     def _owner(self) -> str:
         """Return the text of the run that has the folder; nothing if it cannot be read."""
         try:
-            owner = os.fstat(self._folder).st_uid
+            owner = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False).st_uid
             text = read_small(self._folder, _LOCK, _MOST_OWNER, owners=(owner,))
         except OSError:
             return ""

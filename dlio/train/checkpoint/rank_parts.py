@@ -9,7 +9,6 @@ rank that is lost would leave the others waiting.
 """
 
 import io
-import json
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from dlio.comm.comm_protocol import Request
 from dlio.comm.deadlines import leave
 from dlio.comm.survival.membership import RankMessages
 from dlio.util.folders import remove_path
+from dlio.util.input_files import read_json
 from dlio.util.whole_files import PUBLIC_FILE, open_own, write_json
 
 # A file of tensors of host memory, in torch.distributed.checkpoint's format
@@ -197,8 +197,7 @@ def _write_contents(folder: str, ranks: int) -> None:
     described: dict[str, TensorStorageMetadata] = {}
     results: list[WriteResult] = []
     for rank in range(ranks):
-        with open(_part(folder, rank), encoding="utf-8") as file:
-            entries: dict[str, Any] = json.load(file)
+        entries = cast(dict[str, Any], read_json(_part(folder, rank)))
         for name, entry in entries.items():
             size = torch.Size(entry["shape"])
             offsets = torch.Size([0] * len(size))

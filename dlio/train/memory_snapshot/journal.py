@@ -15,6 +15,7 @@ from typing import Final
 from dlio.loader.assignment.assigner import BatchAssigner
 from dlio.train.ledger_file import LedgerLine, placed
 from dlio.train.memory_snapshot.snapshot_state import COMMON, turn_of
+from dlio.util.input_files import open_text
 from dlio.util.whole_files import open_own, remove_file, write_whole
 
 _NAME: Final = "journal-"
@@ -93,7 +94,7 @@ def lines_until(
     """
     lines: dict[tuple[int, int], LedgerLine] = {}
     try:
-        with open(_path(folder, writer, epoch), encoding="ascii") as file:
+        with open_text(_path(folder, writer, epoch), encoding="ascii") as file:
             for text in file:
                 if not text.endswith("\n"):
                     break  # The writer was killed.

@@ -62,8 +62,8 @@ def logarithmic(values: Sequence[float], begin: float, end: float, base: int = 1
 
 def format_number(value: float) -> str:
     """Return three digits; thousands separated, and small or huge values with an exponent."""
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     if abs(value) >= 1e7 or abs(value) < 1e-3:
         digits, _, power = f"{value:.2e}".partition("e")
         if "." in digits:
@@ -112,9 +112,9 @@ def plot(curves: Sequence[PlotCurve], numbers: Iterator[int]) -> str:
         x_scale, y_scale = linear(xs, *across), linear(ys, *up)
     parts = [_axes(x_scale, y_scale, curves[0])]
     legend: dict[str, None] = {}
-    families = list(dict.fromkeys(_family(curve) for curve, _ in drawn))
+    families: dict[tuple[tuple[str, str], ...], int] = {}
     for curve, points in drawn:
-        number = families.index(_family(curve))
+        number = families.setdefault(_family(curve), len(families))
         look = f"line c{number % COLORS}"
         if curve.forecast:
             look += " dashed"

@@ -2,11 +2,12 @@
 
 import json
 import os
-from typing import Final
+from typing import Any, Final
 
 import xxhash
 
 from dlio.errors import UsageError
+from dlio.util.input_files import read_json
 from dlio_bench.storage_cases.workload import Workload
 
 STAMP: Final = ".dlio-workload.json"
@@ -49,8 +50,7 @@ def check_folder(folder: str, workload: Workload) -> str | None:
     """
     path = os.path.join(folder, STAMP)
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.loads(file.read(_MOST))
+        values: Any = read_json(path, _MOST)
         digest, sizes_digest = str(values["digest"]), str(values["sizes_digest"])
     except FileNotFoundError:
         strangers = sorted(os.listdir(folder))[:3]
