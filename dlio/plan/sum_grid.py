@@ -9,7 +9,7 @@ same ways back, in the reverse order.
 
 A rank sends as many bytes as in one hop, (p - 1) / p of the region each way, in 2 (r + c - 2)
 messages for r rows and c columns. The number of dimensions grows with log p, so does the number of
-messages: 2 (p - 1) up to 4 ranks, 12 for 16, 20 for 32, 40 for 1,024, 56 for 10,000.
+messages: 2 (p - 1) up to 4 ranks, 12 for 16, 20 for 32, 40 for 1,024, 55 for 10,000.
 
 If a column is too long by a row for the others (p is a prime, for instance), its last rank sends
 to another row, whose rank gets one message more and sends one sum more. Neighbours exchange the
@@ -85,6 +85,11 @@ def hops(ranks: int, rank: int) -> list[SumHop]:
     return found
 
 
+def most_messages(ranks: int) -> int:
+    """Return how many messages a rank sends at most for a sum, shares and sums together."""
+    return _columns(ranks, dimensions(ranks))[0]
+
+
 def owners(ranks: int, entries: int) -> int:
     """Return how many ranks own a part of a region of so many entries."""
     if dimensions(ranks) == 1:
@@ -99,14 +104,14 @@ def _row(row: int, column: int, rows: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _columns(ranks: int, dims: int) -> tuple[int, int]:
-    """Return the fewest messages of a rank each way, and the columns of the grid that has them."""
+    """Return the fewest messages of a rank, and the columns of the grid that has them."""
     if dims == 1 or ranks == 1:
-        return ranks - 1, ranks
+        return 2 * (ranks - 1), ranks
     widest = min(ranks, int(2 * ranks ** (1 / dims)) + 1)
     return min(
         (
-            # Each row that is left over has one rank more than one other column's rank can take.
-            width - 1 - (-(ranks % width) // (ranks // width)) + rest,
+            # The ranks of a last row that is not full are dealt to the rows of shorter columns.
+            2 * (width - 1) - (-(ranks % width) // (ranks // width)) + rest,
             width,
         )
         for width in range(2, widest + 1)
