@@ -77,7 +77,7 @@ class _RegionBlock:
 
 
 class _SentShare:
-    """What one other rank gets of this rank's values, and the sums that it sends back."""
+    """The values that one other rank gets, and the sums that it sends back."""
 
     def __init__(
         self, rank: int, block: _RegionBlock, parts: Sequence[_RegionBlock], incoming: int
@@ -97,7 +97,7 @@ class _HopBuffers:
     ) -> None:
         self.shares = shares
         self.block = block
-        """What this rank adds in this hop."""
+        """The entries that this rank adds in this hop."""
         self.parts: Sequence[_RegionBlock] = [block]
         self.order = sorted([*sources, rank])
         """The ranks whose shares are added, this one included, in the order of additions."""

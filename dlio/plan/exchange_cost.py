@@ -203,7 +203,7 @@ def counts(preset: str, p: int, work: ExchangeLoad) -> MessageCounts:
     size, buckets = work.size, work.buckets
     _, _, compressor = preset.partition("+")
     if compressor:
-        messages = _grid_messages(p) * buckets
+        messages = float(_grid_messages(p) * buckets)
         sent = 2 * (p - 1) / p * size * _BITS[compressor] / 32
         return MessageCounts(messages, sent, sent)
     if preset in ("allreduce", "local-sgd", "diloco"):

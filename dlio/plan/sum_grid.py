@@ -1,4 +1,4 @@
-"""Who sends which part of a sum to whom, for a sum in several hops on any number of ranks.
+"""Hops of a sum on any number of ranks: which rank adds which parts, and sends them on.
 
 A region is cut into as many parts as there are ranks. In one hop every rank sends its share of each
 part to the part's owner: p - 1 messages, and as many for the sums on their way back. In several
@@ -27,13 +27,13 @@ _ONE_HOP: Final = 4
 _SIDE: Final = 8
 """A further dimension is added when a side of the grid would be longer."""
 _LEAST_ENTRIES: Final = 4096
-"""Entries of a part in a grid. Each rank decodes all parts, for some 10 us each beside the work
-per entry: with fewer entries that would be most of its time, so that some ranks own no part."""
+"""Entries of a part in a grid. Each rank decodes all parts, which takes some 10 us besides the
+work per entry: with fewer entries that would be most of its time, so that some ranks own no part."""
 
 
 @dataclass(frozen=True, slots=True)
 class SumHop:
-    """What one rank does in one dimension of the grid."""
+    """One rank's messages in one dimension of the grid."""
 
     shares: Sequence[tuple[int, range]]
     """(rank, parts): who gets this rank's share of these parts, and later sends their sums."""
@@ -59,7 +59,7 @@ def hops(ranks: int, rank: int) -> list[SumHop]:
     Every pair of ranks meets in one hop at most. Cost O(log p * sides of the grid).
     """
     members, parts = range(ranks), range(ranks)
-    found = []
+    plan = []
     for left in range(dimensions(ranks), 0, -1):
         if len(members) == 1:
             break
@@ -81,8 +81,8 @@ def hops(ranks: int, rank: int) -> list[SumHop]:
             if theirs < len(columns[other]) and _row(theirs, other, len(own)) == row
         )
         members, parts = own, blocks[mine]
-        found.append(SumHop(shares, sources, parts))
-    return found
+        plan.append(SumHop(shares, sources, parts))
+    return plan
 
 
 def most_messages(ranks: int) -> int:

@@ -104,7 +104,7 @@ def _check_grid_counts(comm: Communicator) -> None:
 
 
 def check_bounded(comm: Communicator) -> None:
-    """What sums have missed stays below the bound of the module's docstring, however many there
+    """The entries that sums have missed stay below the bound of the module's docstring, however many there
     are, and is not far from what one hop misses."""
     entries = 6 * 4096
     hop_count = len(hops(comm.size, comm.rank))
