@@ -28,7 +28,7 @@ _SIDE: Final = 8
 """A further dimension is added when a side of the grid would be longer."""
 _LEAST_ENTRIES: Final = 4096
 """Entries of a part in a grid. Each rank decodes all parts, which takes some 10 us besides the
-work per entry: with fewer entries that would be most of its time, so that some ranks own no part."""
+work per entry: with fewer entries that would be most of its time. Some ranks then own no part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,8 @@ def _check_grid_counts(comm: Communicator) -> None:
 
 
 def check_bounded(comm: Communicator) -> None:
-    """The entries that sums have missed stay below the bound of the module's docstring, however many there
-    are, and is not far from what one hop misses."""
+    """The values that sums have missed stay below the bound of the module's docstring, after any
+    number of sums, and are not far from those of one hop."""
     entries = 6 * 4096
     hop_count = len(hops(comm.size, comm.rank))
     reduction = QuantisedAllreduce(comm, [("w", (6, 4096))], "int8", _TAG)
