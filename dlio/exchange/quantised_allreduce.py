@@ -17,8 +17,8 @@ sent by two hops of a rank. So at any time
 
     all sums returned so far + residuals of all ranks = all gradients so far,
 
-up to the rounding of float32 additions (and of `onebit`, see `compress`). What all steps together
-leave out is what the residuals hold, and does not grow with the steps. With `int8`, where an entry
+up to the rounding of float32 additions (and of `onebit`, see `compress`). So the values that all steps
+together leave out are the residuals, and do not grow with the steps. With `int8`, where an entry
 of a rank is at most a, its sum over p ranks misses at most (d + 1) p a / 100 for d hops each way:
 hops round fewer, but larger partial sums.
 
@@ -60,7 +60,7 @@ _LENGTH: Final = np.dtype(np.int64)
 class _SumPhase(Enum):
     IDLE = auto()
     SHARES = auto()
-    """Waiting for the next rank's share of what this rank adds."""
+    """Waiting for the next rank's share of the parts that this rank adds."""
     SUMS = auto()
     """Waiting for the sums of the other parts, and for this rank's messages to leave."""
 
@@ -339,7 +339,7 @@ class QuantisedAllreduce(Sum):
         return [share for hop in self._hops for share in hop.pending()]
 
     def _encoders(self) -> Iterator[tuple[str, Compressor]]:
-        """Yield the compressors of what this rank sends, and their names in a checkpoint."""
+        """Yield the compressors of this rank's messages, and their names in a checkpoint."""
         for number, hop in enumerate(self._hops):
             kind = f"hop{number}-" if len(self._hops) > 1 else "part"
             for share in hop.shares:
@@ -359,7 +359,7 @@ class QuantisedAllreduce(Sum):
         self.traffic.sent(len(ranks), len(ranks) * len(message))
 
     def _values(self, span: slice) -> npt.NDArray[np.float32]:
-        """Return what the hop under way has to add: the region, or the last hop's sum of it."""
+        """Return values to add in the hop under way: the region's, or the last hop's sum."""
         if not self._at:
             return self._region[span]
         last = self._hops[self._at - 1]
@@ -409,7 +409,7 @@ class QuantisedAllreduce(Sum):
             self._take(hop.block)
 
     def _tell_sums(self, hop: _HopBuffers) -> None:
-        """Send what the owners of a hop's parts have compressed, unchanged, to its sources."""
+        """Send the sums of a hop's parts, as their owners have compressed them, to its sources."""
         if not hop.parts:
             return
         messages = [part.message for part in hop.parts]

@@ -72,7 +72,7 @@ def _held() -> tuple[int, set[str], set[str]]:
     once = ("dlio-live", "dlio-reaper-start")
     threads = {each.name for each in threading.enumerate() if each.name.startswith("dlio")}
     folders = os.path.join(SHARED_MEMORY, user_folder())
-    with_tiers = {name for name in os.listdir(folders)} if os.path.isdir(folders) else set()
+    with_tiers = set(os.listdir(folders)) if os.path.isdir(folders) else set()
     return len(os.listdir("/proc/self/fd")), threads - set(once), with_tiers - {"sweep"}
 
 
@@ -104,7 +104,5 @@ def test_a_dropped_data_set_holds_nothing(use: Use, source: Path, tmp_path: Path
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("use", _USES)
-def test_two_hundred_dropped_data_sets_hold_nothing(
-    use: Use, source: Path, tmp_path: Path
-) -> None:
+def test_two_hundred_dropped_data_sets_hold_nothing(use: Use, source: Path, tmp_path: Path) -> None:
     _drop(use, 200, source, tmp_path / "tiers")
