@@ -12,14 +12,14 @@ partial sum on, compressed once more. Compressed sums go back the same ways and 
 they are.
 
 Every hop has error feedback, in one residual as long as the region: in the parts that a hop sends
-away it holds the unsent part of what that hop sent, in the own part that of the sum. No entry is
+away it holds the unsent part of its messages, in the own part that of the sum. No entry is
 sent by two hops of a rank. So at any time
 
     all sums returned so far + residuals of all ranks = all gradients so far,
 
-up to the rounding of float32 additions (and of `onebit`, see `compress`). So the values that all steps
-together leave out are the residuals, and do not grow with the steps. With `int8`, where an entry
-of a rank is at most a, its sum over p ranks misses at most (d + 1) p a / 100 for d hops each way:
+up to the rounding of float32 additions (and of `onebit`, see `compress`). The values that all
+steps together leave out are the residuals, and do not grow with the steps. With `int8`, where an
+entry of a rank is at most a, its sum over p ranks misses at most (d + 1) p a / 100 for d hops each way:
 hops round fewer, but larger partial sums.
 
 Two ranks need only one hop: they exchange messages of the whole region, and both add them in the

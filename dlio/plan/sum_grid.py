@@ -3,7 +3,7 @@
 A region is cut into as many parts as there are ranks. In one hop every rank sends its share of each
 part to the part's owner: p - 1 messages, and as many for the sums on their way back. In several
 hops the ranks stand in a grid. A rank sends, to one rank of each other column, its share of all
-parts that this column owns; what it gets for its own column it adds. Then the column does the same
+parts that this column owns; it adds the shares of its own column. Then the column does the same
 among its own ranks, and so on, until each rank has the sum of its own part. The sums travel the
 same ways back, in the reverse order.
 

@@ -86,7 +86,7 @@ def source(tmp_path: Path) -> Path:
 
 def _drop(use: Use, times: int, source: Path, tiers: Path) -> None:
     tiers.mkdir()
-    use(source, tiers)  # The first use starts what lasts as long as the process.
+    use(source, tiers)  # The first use starts threads that last as long as the process.
     assert in_time(lambda: not _held()[1])
     descriptors, _, folders = _held()
     for _ in range(times):
