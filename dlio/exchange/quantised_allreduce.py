@@ -19,8 +19,8 @@ sent by two hops of a rank. So at any time
 
 up to the rounding of float32 additions (and of `onebit`, see `compress`). The values that all
 steps together leave out are the residuals, and do not grow with the steps. With `int8`, where an
-entry of a rank is at most a, its sum over p ranks misses at most (d + 1) p a / 100 for d hops each way:
-hops round fewer, but larger partial sums.
+entry of a rank is at most a, its sum over p ranks misses at most (d + 1) p a / 100 for d hops each
+way: hops round fewer, but larger partial sums.
 
 Two ranks need only one hop: they exchange messages of the whole region, and both add them in the
 order of ranks. This sends as many bytes, and compresses once instead of twice.
