@@ -6,24 +6,35 @@ adds its residual, compresses the total and sends it to all. All ranks, the owne
 decoded message, so that the result is bit-identical everywhere. A rank's own share of its own part
 is added uncompressed.
 
-Both hops have error feedback, in one residual as long as the region: in other ranks' parts it holds
-the unsent part of this rank's shares, in the own part the unsent part of the sum. So at any time
+From 5 ranks on shares go there in several hops, along the dimensions of a grid of the ranks (see
+`dlio.plan.sum_grid`): a rank gets shares of a block of parts, adds them, and sends shares of the
+partial sum on, compressed once more. Compressed sums go back the same ways and are forwarded as
+they are.
+
+Every hop has error feedback, in one residual as long as the region: in the parts that a hop sends
+away it holds the unsent part of its messages, in the own part that of the sum. No entry is
+sent by two hops of a rank. So at any time
 
     all sums returned so far + residuals of all ranks = all gradients so far,
 
-up to the rounding of float32 additions (and of `onebit`, see `compress`).
+up to the rounding of float32 additions (and of `onebit`, see `compress`). The values that all
+steps together leave out are the residuals, and do not grow with the steps. With `int8`, where an
+entry of a rank is at most a, its sum over p ranks misses at most (d + 1) p a / 100 for d hops each
+way: hops round fewer, but larger partial sums.
 
 Two ranks need only one hop: they exchange messages of the whole region, and both add them in the
 order of ranks. This sends as many bytes, and compresses once instead of twice.
 
-With p > 2 ranks and messages of b bytes for the whole region, a rank sends 2 (p - 1) messages and
-about 2 b (p - 1) / p bytes: the number of messages grows with p, their bytes hardly. Shares are
+With p > 2 ranks and messages of b bytes for the whole region, a rank sends about 2 b (p - 1) / p
+bytes, in 2 (p - 1) messages up to 4 ranks, and a number that grows with log p for more. Shares are
 decoded and added as they arrive, in the order of ranks.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,40 +42,74 @@ import torch
 
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
-from dlio.errors import UsageError
-from dlio.exchange.compress import make_compressor
-from dlio.exchange.compress.message_layout import ChunkScratch, Piece, pieces_of, split
+from dlio.errors import CommError, UsageError
+from dlio.exchange.compress import Compressor, make_compressor
+from dlio.exchange.compress.message_layout import ChunkScratch, Pieces, cuts, pieces_of, within
 from dlio.exchange.sums import ErrorFeedback, Sum, Tensors
+from dlio.plan.sum_grid import hops, owners
 
 TAGS = 2
 """Number of tags that a QuantisedAllreduce uses: its first tag and the next one."""
 _ONE_HOP = 2
 """Number of ranks for which one hop is used. It sends (p - 1) b bytes instead of 2 b (p - 1) / p:
 the same for 2 ranks, more for others."""
+_LENGTH: Final = np.dtype(np.int64)
+"""In a grid, messages of sums begin with the lengths of their parts: ranks forward them."""
 
 
 class _SumPhase(Enum):
     IDLE = auto()
     SHARES = auto()
-    """Waiting for the next rank's share of the own part."""
+    """Waiting for the next rank's share of the parts that this rank adds."""
     SUMS = auto()
     """Waiting for the sums of the other parts, and for this rank's messages to leave."""
 
 
-class _OwnedPart:
-    """One rank's part of the region, with this rank's buffers for it."""
+class _RegionBlock:
+    """Consecutive entries of the region that travel in one message."""
+
+    def __init__(self, pieces: Pieces, begin: int, name: str, scratch: ChunkScratch) -> None:
+        self.compressor = make_compressor(name, pieces, scratch)
+        self.entries = self.compressor.entries
+        self.span = slice(begin, begin + self.entries)
+        self.message = np.empty(0, np.uint8)
+        """The sum, if this is one rank's part, as that rank has compressed it."""
+
+
+class _SentShare:
+    """The values that one other rank gets, and the sums that it sends back."""
 
     def __init__(
-        self, pieces: Sequence[Piece], begin: int, name: str, scratch: ChunkScratch
+        self, rank: int, block: _RegionBlock, parts: Sequence[_RegionBlock], incoming: int
     ) -> None:
-        self.compressor = make_compressor(name, pieces, scratch)
-        self.span = slice(begin, begin + self.compressor.entries)
-        self.outgoing = np.empty(self.compressor.max_bytes, np.uint8)
-        """This rank's share, sent to the owner; in its own part, the sum, sent to all."""
-        self.incoming = np.empty(self.compressor.max_bytes, np.uint8)
-        """The owner's sum; unused in the own part."""
+        self.rank, self.block, self.parts = rank, block, parts
+        self.outgoing = np.empty(block.compressor.max_bytes, np.uint8)
+        self.incoming = np.empty(incoming, np.uint8)
         self.request: Request | None = None
-        """Pending receive of the owner's sum."""
+        """Pending receive of the sums."""
+
+
+class _HopBuffers:
+    """This rank's side of a hop: `dlio.plan.sum_grid.SumHop` with buffers."""
+
+    def __init__(
+        self, rank: int, sources: Sequence[int], block: _RegionBlock, shares: Sequence[_SentShare]
+    ) -> None:
+        self.shares = shares
+        self.block = block
+        """The entries that this rank adds in this hop."""
+        self.parts: Sequence[_RegionBlock] = [block]
+        self.order = sorted([*sources, rank])
+        """The ranks whose shares are added, this one included, in the order of additions."""
+        length = block.compressor.max_bytes
+        self.sources = {each: np.empty(length, np.uint8) for each in sources if block.entries}
+        self.total = np.empty(block.entries, np.float32)
+        self.outgoing = np.empty(0, np.uint8)
+        """In a grid, the sums of `parts` in one message, sent to all sources."""
+
+    def pending(self) -> Iterator[_SentShare]:
+        """Yield the shares whose sums have not come back."""
+        return (share for share in self.shares if share.request is not None)
 
 
 class QuantisedAllreduce(Sum):
@@ -112,25 +157,60 @@ class QuantisedAllreduce(Sum):
         return self._residual.owed
 
     def _cut(self) -> None:
-        comm = self._comm
-        alone = comm.size == 1
+        size, rank = self._comm.size, self._comm.rank
         # One hop saves time, not accuracy: `onebit` on two ranks trains no better by it.
-        self._one_hop = comm.size == _ONE_HOP
-        self._parts: list[_OwnedPart] = []
-        begin = 0
-        for part in split(self._pieces, 1 if self._one_hop else comm.size):
-            self._parts.append(_OwnedPart([] if alone else part, begin, self._name, self._scratch))
-            begin = self._parts[-1].span.stop
-        self._own = self._parts[0 if self._one_hop else comm.rank]
-        """The part that this rank sums: other ranks send it their shares."""
-        own = self._own.compressor
-        self._shares = {
-            rank: np.empty(own.max_bytes, np.uint8)
-            for rank in range(comm.size)
-            if rank != comm.rank and own.entries
-        }
-        self._total = np.empty(0 if self._one_hop else own.entries, np.float32)
-        self._next_rank = 0
+        self._one_hop, self._in_grid = size == _ONE_HOP, False
+        self._hops: list[_HopBuffers] = []
+        self._at = self._next_rank = 0
+        """The hop under way, and the next one to add of the ranks in its order."""
+        if size == 1:
+            self._block(0, 0)  # Refuses an unknown compressor.
+        elif self._one_hop:
+            self._hops = [_HopBuffers(rank, [1 - rank], self._block(0, self.entries), [])]
+        else:
+            self._cut_for_grid()
+        last = self._hops[-1].block.compressor.max_bytes if self._hops else 0
+        self._own_message = np.empty(last, np.uint8)
+        """The own part's sum, compressed; in one hop, this rank's values."""
+
+    def _cut_for_grid(self) -> None:
+        size, rank = self._comm.size, self._comm.rank
+        count = owners(size, self.entries)
+        ends = cuts(self._pieces, count)
+        # With fewer owners than ranks, the others have empty parts.
+        ends = [ends[place * count // size] for place in range(size + 1)]
+        spans = enumerate(pairwise(ends))
+        parts = {place: self._block(*span) for place, span in spans if span[0] < span[1]}
+        plan = hops(size, rank)
+        self._in_grid = len(plan) > 1
+
+        def block(places: range) -> tuple[_RegionBlock, list[_RegionBlock]]:
+            """Return the block of some parts, and those of the parts that are not empty."""
+            inside = [parts[place] for place in places if place in parts]
+            if len(inside) == 1:
+                return inside[0], inside
+            return self._block(ends[places.start], ends[places.stop]), inside
+
+        for hop in plan:
+            shares = []
+            for peer, places in hop.shares:
+                share, inside = block(places)
+                if inside:
+                    shares.append(_SentShare(peer, share, inside, self._longest(inside)))
+            added, inside = block(hop.parts)
+            self._hops.append(_HopBuffers(rank, hop.sources, added, shares))
+            self._hops[-1].parts = inside
+            if self._in_grid:
+                self._hops[-1].outgoing = np.empty(self._longest(inside), np.uint8)
+
+    def _block(self, start: int, stop: int) -> _RegionBlock:
+        pieces = within(self._pieces, start, stop)
+        return _RegionBlock(pieces, start, self._name, self._scratch)
+
+    def _longest(self, parts: Sequence[_RegionBlock]) -> int:
+        """Return the largest length of a message with the sums of these parts."""
+        heads = _LENGTH.itemsize * len(parts) if self._in_grid else 0
+        return heads + sum(part.compressor.max_bytes for part in parts)
 
     def start(self, region: torch.Tensor) -> None:
         """Start summing `region`, shape (entries,), in place. Do not touch it meanwhile.
@@ -148,35 +228,41 @@ class QuantisedAllreduce(Sum):
             return
         self._region = region.numpy()
         self._phase = _SumPhase.SHARES
-        self._next_rank = 0
-        for rank, share in self._shares.items():
-            self._share_requests[rank] = self._comm.irecv(share, rank, self._tag)
+        self._at = self._next_rank = 0
+        for hop in self._hops:
+            for rank, share in hop.sources.items():
+                self._share_requests[rank] = self._comm.irecv(share, rank, self._tag)
+            for each in hop.shares:
+                each.request = self._comm.irecv(each.incoming, each.rank, self._tag + 1)
         if self._one_hop:
+            only = self._hops[0]
+            only.total = self._region
             if self.entries:
-                self._send(self._own, self._region, list(self._shares), self._tag)
-                self._total = self._region
-            return
-        # Start with the next rank, so that ranks do not all send to the same one first.
-        for step in range(1, self._comm.size):
-            rank = (self._comm.rank + step) % self._comm.size
-            part = self._parts[rank]
-            if part.compressor.entries:
-                part.request = self._comm.irecv(part.incoming, rank, self._tag + 1)
-                self._send(part, self._region[part.span], [rank], self._tag)
+                self._encode_own(self._region)
+                self._send(only.block.message, list(only.sources), self._tag)
+        else:
+            self._send_shares()
 
     def advance(self) -> bool:
         """Drive the sum forward without waiting; True if it is complete."""
-        if self._phase is _SumPhase.SHARES and self._add_shares():
-            if not self._one_hop:
-                self._tell_sum()
-            self._phase = _SumPhase.SUMS
+        while self._phase is _SumPhase.SHARES and self._add_shares():
+            if self._at + 1 < len(self._hops):
+                self._at, self._next_rank = self._at + 1, 0
+                self._send_shares()
+            else:
+                self._phase = _SumPhase.SUMS
+                if not self._one_hop:
+                    self._tell_sum()
         if self._phase is _SumPhase.SUMS:
-            for part in self._parts:
-                if part.request is not None and part.request.done():
-                    part.request = None
-                    self._take(part, part.incoming)
+            for share in [each for hop in self._hops for each in hop.pending()]:
+                if share.request is not None and share.request.done():
+                    share.request = None
+                    self._take_sums(share)
+            while self._at and not any(self._hops[self._at].pending()):
+                self._at -= 1
+                self._tell_sums(self._hops[self._at])
             self._sends = [request for request in self._sends if not request.done()]
-            if not self._sends and not any(part.request for part in self._parts):
+            if not self._at and not self._sends and not any(self._hops[0].pending()):
                 self._phase = _SumPhase.IDLE
         return self.done()
 
@@ -201,21 +287,16 @@ class QuantisedAllreduce(Sum):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the residual and the compressors' states for a checkpoint, between two sums."""
-        return {
-            "owed": torch.from_numpy(self.residual),
-            **{
-                f"part{number}": torch.from_numpy(part.compressor.state())
-                for number, part in enumerate(self._parts)
-            },
-        }
+        memories = {name: torch.from_numpy(each.state()) for name, each in self._encoders()}
+        return {"owed": torch.from_numpy(self.residual), **memories}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore `state`, or the entries of it that are present."""
         if "owed" in state:
             self.residual[:] = state["owed"].numpy()
-        for number, part in enumerate(self._parts):
-            if f"part{number}" in state:
-                part.compressor.load_state(state[f"part{number}"].numpy())
+        for name, each in self._encoders():
+            if name in state:
+                each.load_state(state[name].numpy())
 
     def reset(self, undo: bool) -> None:
         """Drop a sum that a loss has interrupted, and go on with the ranks that are left.
@@ -223,7 +304,7 @@ class QuantisedAllreduce(Sum):
         The compressors forget their memory, because it refers to parts that no longer exist. With
         `undo` the residual is as before the sum was started.
         """
-        receives = [part.request for part in self._parts if part.request is not None]
+        receives = [each.request for each in self._awaiting() if each.request is not None]
         # Buffers are in use until the requests end: dropping them here would have MPI write into
         # memory that Python has given back.
         await_end([*receives, *self._share_requests.values(), *self._sends])
@@ -234,51 +315,84 @@ class QuantisedAllreduce(Sum):
 
     def close(self) -> None:
         """Cancel a pending sum. No other rank may still be waiting for this one."""
-        receives = [(each, self._shares[rank]) for rank, each in self._share_requests.items()]
-        receives += [(part.request, part.incoming) for part in self._parts if part.request]
+        shares = {rank: each for hop in self._hops for rank, each in hop.sources.items()}
+        receives = [(each, shares[rank]) for rank, each in self._share_requests.items()]
+        receives += [(each.request, each.incoming) for each in self._awaiting() if each.request]
         for request, memory in receives:
             if not request.cancel():
                 leave(request, memory)
+        sent = [share.outgoing for hop in self._hops for share in hop.shares]
+        sent += [self._own_message, *(hop.outgoing for hop in self._hops)]
         for request in self._sends:
             if not request.done():
-                leave(request, *(part.outgoing for part in self._parts))
+                leave(request, *sent)
         self._forget()
 
     def _forget(self) -> None:
         self._share_requests.clear()
         self._sends.clear()
-        for part in self._parts:
-            part.request = None
+        for share in self._awaiting():
+            share.request = None
         self._phase = _SumPhase.IDLE
 
-    def _send(
-        self, part: _OwnedPart, values: npt.NDArray[np.float32], ranks: Sequence[int], tag: int
-    ) -> None:
-        used = part.compressor.encode(values, self.residual[part.span], part.outgoing)
+    def _awaiting(self) -> list[_SentShare]:
+        return [share for hop in self._hops for share in hop.pending()]
+
+    def _encoders(self) -> Iterator[tuple[str, Compressor]]:
+        """Yield the compressors of this rank's messages, and their names in a checkpoint."""
+        for number, hop in enumerate(self._hops):
+            kind = f"hop{number}-" if len(self._hops) > 1 else "part"
+            for share in hop.shares:
+                yield f"{kind}{share.rank}", share.block.compressor
+            if hop is self._hops[-1]:
+                own = 0 if self._one_hop else self._comm.rank
+                yield f"{kind}{own}", hop.block.compressor
+
+    def _encode_own(self, values: npt.NDArray[np.float32]) -> None:
+        own = self._hops[-1].block
+        used = own.compressor.encode(values, self.residual[own.span], self._own_message)
+        own.message = self._own_message[:used]
+
+    def _send(self, message: npt.NDArray[np.uint8], ranks: Sequence[int], tag: int) -> None:
         for rank in ranks:
-            self._sends.append(self._comm.isend(part.outgoing[:used], rank, tag))
-        self.traffic.sent(len(ranks), len(ranks) * used)
+            self._sends.append(self._comm.isend(message, rank, tag))
+        self.traffic.sent(len(ranks), len(ranks) * len(message))
+
+    def _values(self, span: slice) -> npt.NDArray[np.float32]:
+        """Return values to add in the hop under way: the region's, or the last hop's sum."""
+        if not self._at:
+            return self._region[span]
+        last = self._hops[self._at - 1]
+        begin = last.block.span.start
+        return last.total[span.start - begin : span.stop - begin]
+
+    def _send_shares(self) -> None:
+        for share in self._hops[self._at].shares:
+            block = share.block
+            values, residual = self._values(block.span), self.residual[block.span]
+            used = block.compressor.encode(values, residual, share.outgoing)
+            self._send(share.outgoing[:used], [share.rank], self._tag)
 
     def _add_shares(self) -> bool:
-        """Add arrived shares to this rank's part, in rank order; return True once all are added."""
-        own = self._own
-        if not own.compressor.entries:
+        """Add the shares of a hop that have arrived; return True once all are added."""
+        hop = self._hops[self._at]
+        if not hop.block.entries:
             return True
         # In the order of ranks, not of arrival: float addition is not associative, and a run would
         # not give the same weights twice.
-        while self._next_rank < self._comm.size:
-            rank = self._next_rank
-            if rank == 0:
-                self._total[:] = 0
+        while self._next_rank < len(hop.order):
+            rank = hop.order[self._next_rank]
+            if self._next_rank == 0:
+                hop.total[:] = 0
             if rank == self._comm.rank and self._one_hop:
                 with np.errstate(over="ignore"):
-                    own.compressor.add(own.outgoing, self._total)
+                    hop.block.compressor.add(hop.block.message, hop.total)
             elif rank == self._comm.rank:
                 # Compressing the own share would add an error, and save no byte.
-                self._total += self._region[own.span]
+                hop.total += self._values(hop.block.span)
             elif self._share_requests[rank].done():
                 with np.errstate(over="ignore"):  # Compressing the sum reports it, with its tensor.
-                    own.compressor.add(self._shares[rank], self._total)
+                    hop.block.compressor.add(hop.sources[rank], hop.total)
                 del self._share_requests[rank]
             else:
                 return False
@@ -286,26 +400,55 @@ class QuantisedAllreduce(Sum):
         return True
 
     def _tell_sum(self) -> None:
-        own = self._own
-        if own.compressor.entries:
-            self._send(own, self._total, list(self._shares), self._tag + 1)
+        hop = self._hops[-1]
+        if hop.block.entries:
+            self._encode_own(hop.total)
+            self._tell_sums(hop)
             # The owner has the exact total, but takes the message: weights would differ between
             # ranks.
-            self._take(own, own.outgoing)
+            self._take(hop.block)
 
-    def _take(self, part: _OwnedPart, message: npt.NDArray[np.uint8]) -> None:
+    def _tell_sums(self, hop: _HopBuffers) -> None:
+        """Send the sums of a hop's parts, as their owners have compressed them, to its sources."""
+        if not hop.parts:
+            return
+        messages = [part.message for part in hop.parts]
+        if not self._in_grid:
+            self._send(messages[0], list(hop.sources), self._tag + 1)
+            return
+        lengths = np.array([len(each) for each in messages], _LENGTH).view(np.uint8)
+        size = len(lengths) + sum(map(len, messages))
+        np.concatenate([lengths, *messages], out=hop.outgoing[:size])
+        self._send(hop.outgoing[:size], list(hop.sources), self._tag + 1)
+
+    def _take_sums(self, share: _SentShare) -> None:
+        if not self._in_grid:
+            share.parts[0].message = share.incoming
+        else:
+            at = _LENGTH.itemsize * len(share.parts)
+            lengths = share.incoming[:at].view(_LENGTH).tolist()
+            if min(lengths) < 0 or at + sum(lengths) > len(share.incoming):
+                raise CommError(f"the sums of rank {share.rank} are damaged: invalid lengths")
+            for part, length in zip(share.parts, lengths, strict=True):
+                part.message = share.incoming[at : at + length]
+                at += length
+        for part in share.parts:
+            self._take(part)
+
+    def _take(self, part: _RegionBlock) -> None:
         here = self._region[part.span]
         here[:] = 0
-        part.compressor.add(message, here)
+        part.compressor.add(part.message, here)
 
     def _awaited(self) -> tuple[Request, str]:
         """Return one of the requests that the sum still waits for, and its name in errors."""
         if self._phase is _SumPhase.SHARES:
-            rank = self._next_rank
+            rank = self._hops[self._at].order[self._next_rank]
             return self._share_requests[rank], f"compressed gradients of rank {rank}"
-        for rank, part in enumerate(self._parts):
-            if part.request is not None:
-                return part.request, f"the sum of compressed gradients that rank {rank} owns"
+        for hop in reversed(self._hops):
+            for share in hop.pending():
+                if share.request is not None:
+                    return share.request, f"the sums of compressed gradients from rank {share.rank}"
         return self._sends[0], "compressed gradients to leave"
 
 

@@ -13,5 +13,6 @@
 | `rank_shares` | the samples of each rank in a step, also of ranks that differ in speed |
 | `epoch` | an epoch's plan as one rank computes it: all of the above, by mode |
 | `home_plan`, `survivor_plan` | the inexact modes, and the rest of their epochs after a loss |
+| `sum_grid` | the hops of a sum: which rank adds which parts |
 | `exchange_cost` | messages, bytes and seconds of an exchange of gradients |
 """

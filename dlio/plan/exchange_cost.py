@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from dlio.plan.sum_grid import most_messages
+
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
@@ -124,12 +126,40 @@ def asgd(p: int, work: ExchangeLoad, link: LinkCost) -> float:
     return 0.0 if p == 1 else link.alpha_s + link.added(work.size)
 
 
+def compressed(bits: float) -> "Formula":
+    """Return the formula for an allreduce of compressed float32, of `bits` an entry, along a grid
+    of the ranks: O(log p) messages (`sum_grid`), bytes as in a ring. Without compressing.
+    """
+
+    def formula(p: int, work: ExchangeLoad, link: LinkCost) -> float:
+        share = (p - 1) / p * work.size * bits / 32
+        sent = _grid_messages(p) * work.buckets * link.alpha_s
+        return sent + share * (2 * link.beta_s + link.gamma_s)
+
+    return formula
+
+
+def _grid_messages(p: int) -> int:
+    # Two ranks exchange one message; all others send shares, and sums on the same ways.
+    return 1 if p == 2 else most_messages(p)
+
+
 def every(steps: int, exchange: "Formula") -> "Formula":
     """Return the formula for an exchange that runs once in `steps` steps, in seconds per step."""
     return lambda p, work, link: exchange(p, work, link) / steps
 
 
 Formula = Callable[[int, ExchangeLoad, LinkCost], float]
+_BITS: Final = {
+    "bf16": 16.0,
+    "fp16": 16.0,
+    "int8": 8.03,
+    "ternary": 1.6,
+    "onebit": 1.02,
+    "threshold": 0.27,
+    "adaptive": 0.27,
+}
+"""Bits that compressors send for an entry; see `dlio.exchange.compress`."""
 FORMULAE: Final[dict[str, Formula]] = {
     "allreduce": allreduce,
     "hierarchical": hierarchical,
@@ -140,8 +170,9 @@ FORMULAE: Final[dict[str, Formula]] = {
     "local-sgd": every(8, allreduce),
     "diloco": every(32, allreduce),
     "noloco": every(32, gossip),
+    **{f"allreduce+{name}": compressed(bits) for name, bits in _BITS.items()},
 }
-"""Seconds of a step's exchange by preset, with the presets' default periods."""
+"""Seconds of a step's exchange by name, with the presets' default periods."""
 
 
 def seconds(
@@ -165,11 +196,16 @@ def counts(preset: str, p: int, work: ExchangeLoad) -> MessageCounts:
     """Messages and bytes of a step's exchange.
 
     Bytes of an allreduce are those of a ring, which is the minimum (Patarasuk and Yuan, 2009); its
-    messages are those of `halving`, 2 log2 p per bucket.
+    messages are those of `halving`, 2 log2 p per bucket, or if compressed those of `sum_grid`.
     """
     if p == 1:
         return MessageCounts(0.0, 0.0, 0.0)
     size, buckets = work.size, work.buckets
+    _, _, compressor = preset.partition("+")
+    if compressor:
+        messages = float(_grid_messages(p) * buckets)
+        sent = 2 * (p - 1) / p * size * _BITS[compressor] / 32
+        return MessageCounts(messages, sent, sent)
     if preset in ("allreduce", "local-sgd", "diloco"):
         steps = {"allreduce": 1, "local-sgd": 8, "diloco": 32}[preset]
         messages = 2 * math.log2(p) * buckets / steps

@@ -12,9 +12,10 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, TypeVar, cast
 
 import numpy as np
@@ -88,14 +89,20 @@ class SourceRequests(Closable):
         self._timeout_s = timeout_s
         # The first touch of new pages costs as much as reading into them.
         self._pool = BufferPool(_SPARE_BLOCKS, waste=_PIECE_BYTES)
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: _Tasks = queue.SimpleQueue()
+        # The threads refer to the queue only: they would keep a data set that is dropped alive, and
+        # with it its files and tiers.
+        count = requests if requests > 1 else 0
+        tasks = self._tasks
         self._workers = Workers(
             "dlio-intake",
-            self._run,
-            requests if requests > 1 else 0,
-            wake=self._wake,
+            lambda _: _work(tasks),
+            count,
+            wake=lambda: _end(tasks, count),
             stop_timeout_s=_REQUESTS_TIMEOUT_S,
         )
+        # Takes no lock: a garbage collector runs anywhere.
+        weakref.finalize(self, _end, tasks, count).atexit = False
         self.stopping = self._workers.stopping
         """Set when the requests are being closed: nobody should wait for blocks any more."""
         self._rate = rate
@@ -264,13 +271,23 @@ class SourceRequests(Closable):
         # The lock is free meanwhile: others reserve their bytes behind these.
         self.stopping.wait(max(0.0, begins - time.monotonic()))
 
-    def _wake(self) -> None:
-        for _ in range(len(self._workers)):
-            self._tasks.put(None)
 
-    def _run(self, _: int) -> None:
-        while (task := self._tasks.get()) is not None and not self.stopping.is_set():
-            task()
+_Tasks = queue.SimpleQueue[Callable[[], None] | None]
+
+
+def _work(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # It refers to the data set.
+
+
+def _end(tasks: _Tasks, threads: int) -> None:
+    """End the threads after the requests under way, and none of those that wait."""
+    with suppress(queue.Empty):
+        while True:
+            tasks.get_nowait()
+    for _ in range(threads):
+        tasks.put(None)
 
 
 # Blocks on their way into tiers

@@ -31,6 +31,7 @@ from dlio.storage.block import NO_ROOM, decompress_exactly
 from dlio.storage.sample_locations import IN_MEMORY, SampleLocations
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
+from dlio.util.owned_descriptors import OwnedDescriptors
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.trusted_files import closing_descriptor, open_file
 
@@ -76,7 +77,8 @@ class DecodedTier:
         self._samples = samples
         self._form = "raw"
         self._decode_s = self._back_s = 0.0
-        self._room = self._open("room", 8)
+        self._owned = OwnedDescriptors(self)
+        self._room = self._owned.take(self._open("room", 8))
         with closing_descriptor(self._open("index", 8 * _FIELDS * samples)) as descriptor:
             table = mmap.mmap(descriptor, 8 * _FIELDS * samples)
         # Mapped, unlike blocks: the folder is this user's alone, nobody cuts its files off, and an
@@ -189,7 +191,7 @@ class DecodedTier:
         with self._lock:
             self._form = "none"
             self._slabs.clear()
-        os.close(self._room)
+        self._owned.close(self._room)
         self._folder.close()
 
     def _try(self, raw: _Pixels, decode_s: float) -> None:

@@ -40,6 +40,7 @@ from dlio.util.folders import (
     remove_marked,
     rename,
 )
+from dlio.util.owned_descriptors import OwnedDescriptors
 from dlio.util.shared_folders import user_folder
 from dlio.util.trusted_files import UntrustedFile, closing_descriptor, open_file, read_small
 from dlio.util.user_folders import open_folder
@@ -127,13 +128,16 @@ class DatasetUse:
 
     def __init__(self, root: str, fingerprint: str, about: Mapping[str, object]) -> None:
         """Raises TierError if the tier's folder cannot be used."""
+        self._owned = OwnedDescriptors(self)
         self._name = f"{_LEASE}{job_id()}.{os.getpid()}.{secrets.token_hex(4)}"
         with _locked(root, fcntl.LOCK_SH):
-            self._folder = open_private(root, user_folder(), fingerprint, marked=2)
+            folder = open_private(root, user_folder(), fingerprint, marked=2)
+            self._folder = self._owned.take(folder)
             try:
-                self._lock = open_file(self._folder, self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                lock = open_file(self._folder, self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                self._lock = self._owned.take(lock)
             except OSError as error:
-                os.close(self._folder)
+                self._owned.close()
                 raise TierError(f"{root} cannot be written: {error.strerror}") from error
             # A lock, not a process id: it ends with its process, however that ends, and ids are
             # used again.
@@ -170,8 +174,7 @@ class DatasetUse:
         with contextlib.suppress(OSError):
             # The time of the last use decides which data set is evicted first.
             os.utime(self._lock)
-        os.close(self._lock)
-        os.close(self._folder)
+        self._owned.close()
         self._folder = -1
 
     def _forget_the_dead(self) -> None:

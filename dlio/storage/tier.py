@@ -48,6 +48,7 @@ from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
 from dlio.util.limits import open_regular
 from dlio.util.memory import new_memory
+from dlio.util.owned_descriptors import OwnedDescriptors
 from dlio.util.settings import settings
 from dlio.util.shared_folders import SharedFolder, user_folder
 from dlio.util.trusted_files import closing_descriptor, open_file, publish_file
@@ -101,6 +102,7 @@ class Tier(Closable):
         """Samples that this process has read from here."""
         self._share = settings().checked_share
         self._claimed: set[int] = set()
+        self._owned = OwnedDescriptors(self)
         self._claims_of = os.getpid()
         """The process whose claims the open file holds."""
         self._shared: SharedFolder | None = None
@@ -117,7 +119,8 @@ class Tier(Closable):
         """False for a tier on a read-only file system, whose blocks can be read."""
         self._claims = -1
         try:
-            self._claims = open_file(self.folder, "claims", os.O_RDWR | os.O_CREAT)
+            claims = open_file(self.folder, "claims", os.O_RDWR | os.O_CREAT)
+            self._claims = self._owned.take(claims)
             self._remove_leftovers()
         except OSError as error:
             if error.errno == errno.EROFS:
@@ -342,8 +345,9 @@ class Tier(Closable):
         # its own.
         if self._claims_of == os.getpid() or self._claims < 0:
             return
-        inherited, self._claims = self._claims, open_file(self.folder, "claims", os.O_RDWR)
-        os.close(inherited)
+        inherited = self._claims
+        self._claims = self._owned.take(open_file(self.folder, "claims", os.O_RDWR))
+        self._owned.close(inherited)
         self._claims_of = os.getpid()
         self._claimed.clear()
 
@@ -361,7 +365,7 @@ class Tier(Closable):
                 return
             if self._claims >= 0:
                 with suppress(OSError):
-                    os.close(self._claims)
+                    self._owned.close(self._claims)
             # A thread that was held up by a hung source must not use another file's descriptor.
             self._claims = self.folder = -1
             self.holder = None

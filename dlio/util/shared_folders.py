@@ -26,6 +26,7 @@ from typing import Final
 from dlio.errors import TierError
 from dlio.util.closable import Closable
 from dlio.util.folders import lock_file, open_private, remove_if_unheld
+from dlio.util.owned_descriptors import OwnedDescriptors
 from dlio.util.threads import Workers
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
@@ -46,6 +47,7 @@ class SharedFolder(Closable):
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._owned = OwnedDescriptors(self)
         # The lock prevents a sweep from removing the folder before this process has locked it.
         with _users_folder() as (user, root):
             self.path = os.path.join(SHARED_MEMORY, root, name)
@@ -53,8 +55,9 @@ class SharedFolder(Closable):
             first = name not in os.listdir(user) or bool(_sweep(user, name))
             if first:
                 _sweep(user)
-            self.descriptor = open_private(SHARED_MEMORY, root, name)
-            self.alive = lock_file(self.descriptor, _ALIVE, shared=True)
+            folder = open_private(SHARED_MEMORY, root, name)
+            self.descriptor = self._owned.take(folder)
+            self.alive = self._owned.take(lock_file(self.descriptor, _ALIVE, shared=True))
             """The lock: whoever holds a copy of this descriptor keeps the folder, too."""
         self._starting = _start_reaper(os.path.join(self.path, _ALIVE)) if first else None
 
@@ -64,8 +67,7 @@ class SharedFolder(Closable):
             return
         if self._starting is not None:
             self._starting.close()
-        os.close(self.descriptor)
-        os.close(self.alive)
+        self._owned.close()
         self.descriptor = -1
         with _users_folder() as (user, _):
             remove_if_unheld(user, self._name, _ALIVE)

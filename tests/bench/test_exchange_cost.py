@@ -74,6 +74,18 @@ def test_some_presets_cost_the_same_on_any_number_of_ranks() -> None:
     assert exchange_cost.seconds("local-sgd", 64, work, LINK) == pytest.approx(eighth)
 
 
+def test_compressed_sums_send_few_messages_and_few_bytes() -> None:
+    work = ExchangeLoad(8e6, buckets=8)
+    for p, messages in ((2, 1), (4, 6), (16, 12), (1024, 40), (10_000, 55)):
+        counted = exchange_cost.counts("allreduce+int8", p, work)
+        assert counted.messages / 8 == messages
+        assert counted.size == pytest.approx(2 * (p - 1) / p * 8e6 * 8.03 / 32)
+        forecast = exchange_cost.seconds("allreduce+int8", p, work, LINK)
+        alphas, share = counted.messages * 1e-5, counted.size / 2
+        assert forecast == pytest.approx(alphas + share * 2.1e-9)
+    assert set(NAMES) < set(exchange_cost.FORMULAE)
+
+
 def test_shared_cores_slow_bytes_and_not_messages() -> None:
     slow = exchange_cost.shared(LINK, 8, 2)
     assert slow.alpha_s == 1e-5

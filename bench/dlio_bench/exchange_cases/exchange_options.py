@@ -81,7 +81,7 @@ class ExchangeBenchOptions:
     plot: Annotated[
         str | None,
         Option(
-            "Draw the model of messages for up to 4,096 ranks into this PNG or SVG file.",
+            "Draw the model of messages for up to 10,000 ranks into this PNG or SVG file.",
             metavar="FILE",
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""`--case messages`: messages of each exchange on 2 to 16 ranks, and its time on up to 4,096."""
+"""`--case messages`: messages of each exchange on 2 to 16 ranks, and its time on up to 10,000."""
 
 import math
 import statistics
@@ -29,7 +29,9 @@ from dlio_bench.results.terminal import steps
 _SIZES: Final = tuple(1 << power for power in range(10, 26))
 """1 KiB to 32 MiB."""
 _STEPS: Final = 8
-_CARRIED: Final = tuple(1 << power for power in range(1, 13))
+_CARRIED: Final = (*(1 << power for power in range(1, 13)), 10_000)
+_SHOWN: Final = (2, 16, 64, 256, 1024, 4096, 10_000)
+"""The columns of the table."""
 _PARAMETERS: Final = 25_600_000
 _ADDED: Final = 1 << 22
 """Numbers of a timed addition."""
@@ -179,7 +181,7 @@ _EVERY_STEP: Final = {"local-sgd": "local-sgd(1)", "diloco": "diloco(1)", "noloc
 def _carried(
     options: ExchangeBenchOptions, exchanges: tuple[str, ...], links: dict[str, LinkCost]
 ) -> dict[str, Any]:
-    """The model's seconds for each preset on 2 to 4,096 ranks: within a node through memory,
+    """The model's seconds for each preset on 2 to 10,000 ranks: within a node through memory,
     between nodes through TCP, or the substitute that was measured."""
     fitted = list(links.values())
     inside, link = links.get("memory", fitted[0]), links.get("tcp", fitted[-1])
@@ -190,7 +192,7 @@ def _carried(
         name: [model.seconds(name, p, work, link, inside) for p in _CARRIED] for name in names
     }
     rows = [
-        {"exchange": name, **{f"{p:,}": report[_CARRIED.index(p)] for p in (2, 16, 64, 256, 4096)}}
+        {"exchange": name, **{f"{p:,}": report[_CARRIED.index(p)] for p in _SHOWN}}
         for name, report in seconds.items()
     ]
     said = (

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.plan.exchange_cost import ExchangeLoad, LinkCost, counts, seconds
+from dlio.plan.exchange_cost import FORMULAE, ExchangeLoad, LinkCost, counts, seconds
 
 _NEVER_WAITS = frozenset({"asgd"})
 """Presets whose ranks take what has arrived and wait for nobody."""
@@ -136,8 +136,9 @@ def exchange_seconds(
     crowded = steps.crowded.get((exchange, batch_size)) if waits else None
     measured = max(0.0, steps.exchanged[exchange] if crowded is None else crowded)
     two = Cluster(inside, per_node=2, cores=2 if crowded is None else 1)
-    there = message_seconds(spec.preset, spec.period, 2, works[0], two)
-    then = message_seconds(spec.preset, spec.period, ranks, works[1], cluster)
+    name = exchange if exchange in FORMULAE else spec.preset
+    there = message_seconds(name, spec.period, 2, works[0], two)
+    then = message_seconds(name, spec.period, ranks, works[1], cluster)
     own = max(0.0, measured - there)
     visible = min(1.0, measured / there) if there > 0 else 1.0
     return own * sharing / two.sharing(2) + visible * then

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -73,16 +74,23 @@ def split(pieces: Pieces, parts: int) -> list[list[Piece]]:
 
     `start` of the returned pieces counts from the beginning of their part. Parts may be empty.
     """
+    return [within(pieces, start, stop) for start, stop in pairwise(cuts(pieces, parts))]
+
+
+def cuts(pieces: Pieces, parts: int) -> list[int]:
+    """Return where `split` cuts a region: the ends of its parts, from 0 on; parts + 1 of them."""
     total = pieces[-1].stop if pieces else 0
     # At the ends of rows: means and thresholds then belong to whole outputs of a layer.
-    cuts = [0, *(_cut(pieces, total * k // parts, total // parts) for k in range(1, parts)), total]
+    between = (_cut(pieces, total * k // parts, total // parts) for k in range(1, parts))
+    return [0, *between, total]
+
+
+def within(pieces: Pieces, start: int, stop: int) -> list[Piece]:
+    """Return the pieces of start:stop of a region; their `start` counts from there."""
     return [
-        [
-            replace(each, start=each.start - cuts[k])
-            for piece in pieces
-            for each in _between(piece, cuts[k], cuts[k + 1])
-        ]
-        for k in range(parts)
+        replace(each, start=each.start - start)
+        for piece in pieces
+        for each in _between(piece, start, stop)
     ]
 
 

@@ -4,7 +4,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from dlio.errors import CommTimeout, UsageError
 from dlio.exchange.compress import NAMES, make_compressor
 from dlio.exchange.compress.message_layout import ChunkScratch, pieces_of, split
 from dlio.exchange.quantised_allreduce import TAGS, QuantisedAllreduce
+from dlio.plan.sum_grid import hops
 
 LAYOUT: Final[Sequence[tuple[str, Sequence[int]]]] = (
     ("conv.weight", (40, 30, 3, 3)),
@@ -47,24 +48,34 @@ def check_sums(comm: Communicator) -> None:
         reduction.close()
 
 
+_MESSAGES: Final = {5: 6, 6: 6, 7: 8, 8: 8, 16: 12, 32: 20}
+"""Messages a sum of the rank that sends most, where ranks are a grid."""
+
+
 def check_counts(comm: Communicator) -> None:
-    """The counts of messages and bytes follow from the parts of a region."""
+    """The counts of messages and bytes follow from the parts of a region.
+
+    In a grid messages are fewer, and no rank sends half as many bytes again as in one hop.
+    """
+    if comm.size in _MESSAGES:
+        _check_grid_counts(comm)
+        return
     for name in NAMES:
         reduction = QuantisedAllreduce(comm, LAYOUT, name, _TAG)
         for step in range(3):
             reduction.start(torch.from_numpy(_gradient(step, comm.rank)))
             reduction.wait()
-        hops = 1 if comm.size == 2 else 2
+        ways = 1 if comm.size == 2 else 2
         parts = [
             make_compressor(name, part, ChunkScratch()).max_bytes
-            for part in split(pieces_of(LAYOUT), 1 if hops == 1 else comm.size)
+            for part in split(pieces_of(LAYOUT), 1 if ways == 1 else comm.size)
         ]
         others = comm.size - 1
         most = 3 * parts[0]
-        if hops == 2:
+        if ways == 2:
             most = 3 * (sum(parts) + (others - 1) * parts[comm.rank])
         counted = reduction.statistics()
-        assert counted["messages"] == 3 * hops * others
+        assert counted["messages"] == 3 * ways * others
         assert counted["wait_s"] >= 0
         if name in ("threshold", "adaptive"):
             assert 0 < counted["bytes"] <= most
@@ -73,6 +84,100 @@ def check_counts(comm: Communicator) -> None:
         # The bytes of a ring allreduce of float32.
         assert most <= 3 * (2 * others / comm.size) * 4 * ENTRIES / _ratio(name) * 1.1
         reduction.close()
+
+
+def _check_grid_counts(comm: Communicator) -> None:
+    layout = [("w", (32, 4100))]
+    entries = 32 * 4100
+    for name in ("int8", "bf16", "onebit"):
+        reduction = QuantisedAllreduce(comm, layout, name, _TAG)
+        for step in range(2):
+            reduction.start(torch.from_numpy(np.resize(_gradient(step, comm.rank), entries)))
+            reduction.wait()
+        counted = comm.allgather({**reduction.statistics()})
+        assert max(each["messages"] for each in counted) == 2 * _MESSAGES[comm.size]
+        whole = make_compressor(name, pieces_of(layout), ChunkScratch()).max_bytes
+        one_hop = 2 * 2 * (comm.size - 1) / comm.size * whole
+        assert max(each["bytes"] for each in counted) <= 1.25 * one_hop
+        assert sum(each["bytes"] for each in counted) <= 1.02 * comm.size * one_hop
+        reduction.close()
+
+
+def check_bounded(comm: Communicator) -> None:
+    """The values that sums have missed stay below the bound of the module's docstring, after any
+    number of sums, and are not far from those of one hop."""
+    entries = 6 * 4096
+    hop_count = len(hops(comm.size, comm.rank))
+    reduction = QuantisedAllreduce(comm, [("w", (6, 4096))], "int8", _TAG)
+    each = [_gradient(0, rank)[:entries] for rank in range(comm.size)]
+    exact = np.sum(each, axis=0, dtype=np.float64)
+    largest = float(np.abs(each).max())
+    missed = np.zeros(entries)
+    for _ in range(100):
+        region = each[comm.rank].copy()
+        reduction.start(torch.from_numpy(region))
+        reduction.wait()
+        missed += exact - region
+        assert np.abs(missed).max() <= (hop_count + 1) * comm.size * largest / 100
+    # Residuals of a hop are of as many roundings as there are ranks, each of a partial sum.
+    assert np.sqrt(np.mean(missed**2)) <= 1.5 * np.sqrt(comm.size) * largest / 128
+    reduction.close()
+
+
+def check_restored(comm: Communicator) -> None:
+    """A sum that goes on from a saved state gives the same bytes as the one that was saved."""
+    for name in NAMES:
+        reduction = QuantisedAllreduce(comm, LAYOUT, name, _TAG)
+        for step in range(6):
+            saved = {key: value.clone() for key, value in reduction.state().items()}
+            anew = QuantisedAllreduce(comm, LAYOUT, name, _TAG + TAGS)
+            anew.load_state(saved)
+            expected, region = _gradient(step, comm.rank), _gradient(step, comm.rank)
+            reduction.start(torch.from_numpy(expected))
+            anew.start(torch.from_numpy(region))
+            reduction.wait()
+            anew.wait()
+            assert np.array_equal(region, expected), f"{name} differs at step {step}"
+            anew.close()
+        reduction.close()
+
+
+class _ShrinkingComm:
+    """A communicator that can be exchanged for one of fewer ranks, as after a loss."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.now = comm
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.now, name)
+
+
+def check_shrunk(comm: Communicator) -> None:
+    """After a loss a sum can be undone; the ranks that are left sum in a grid of their own."""
+    shrinking: Any = _ShrinkingComm(comm)
+    reduction = QuantisedAllreduce(shrinking, LAYOUT, "int8", _TAG, keeps=True)
+    for step in range(3):
+        before = reduction.residual.copy()
+        reduction.start(torch.from_numpy(_gradient(step, comm.rank)))
+        reduction.wait()
+    assert not np.array_equal(reduction.residual, before)
+    for left in range(comm.size - 1, 0, -1):
+        lost = comm.rank >= left
+        shrinking.now = comm.split(int(lost))
+        if lost:
+            # Ranks that are gone: only the calls that all ranks make together are made here.
+            continue
+        reduction.reset(undo=True)
+        assert np.array_equal(reduction.residual, before)
+        region = _gradient(9, comm.rank)
+        owed = _sum(shrinking, before) if left > 1 else before.astype(np.float64)
+        exact = sum(_gradient(9, rank).astype(np.float64) for rank in range(left)) + owed
+        reduction.start(torch.from_numpy(region))
+        reduction.wait()
+        rest = _sum(shrinking, reduction.residual) if left > 1 else 0.0
+        assert np.abs(region + rest - exact).max() < 1e-5
+        assert _same_everywhere(shrinking, region)
+    reduction.close()
 
 
 def check_feedback(comm: Communicator) -> None:
@@ -202,6 +307,9 @@ def check_training(comm: Communicator) -> None:
 CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "sums": check_sums,
     "counts": check_counts,
+    "bounded": check_bounded,
+    "restored": check_restored,
+    "shrunk": check_shrunk,
     "feedback": check_feedback,
     "interleaved": check_interleaved,
     "deadline": check_deadline,

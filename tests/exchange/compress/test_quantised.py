@@ -13,6 +13,8 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.exchange.compress import NAMES
 from dlio.exchange.quantised_allreduce import QuantisedAllreduce
+from dlio.testing import run_ranks
+from tests.exchange.compress import quantised_checks
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 TorchRun = Callable[..., list[str]]
@@ -36,6 +38,40 @@ def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, 
     assert done.returncode == 0, done.stderr
     for check in checks:
         assert done.stdout.splitlines().count(f"kept {check}") == ranks
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [6, 8, 16])
+def test_many_ranks_keep_the_promises(mpirun: MpiRun, ranks: int) -> None:
+    checks = ("sums", "counts", "interleaved", "deadline", "training")
+    done = mpirun(ranks, "-W", "error", str(BODY), *checks[: 5 if ranks == 6 else 3])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "checks"),
+    [
+        (4, ("bounded",)),
+        (5, ("shrunk",)),
+        (6, ("bounded",)),
+        (8, ("counts",)),
+        pytest.param(2, ("bounded", "restored", "shrunk"), marks=pytest.mark.nightly),
+        pytest.param(6, ("sums", "counts", "restored"), marks=pytest.mark.nightly),
+        pytest.param(16, ("sums", "counts", "bounded", "shrunk"), marks=pytest.mark.nightly),
+        pytest.param(32, ("sums", "counts"), marks=pytest.mark.nightly),
+        pytest.param(6, ("training", "feedback"), marks=pytest.mark.nightly),
+    ],
+)
+def test_threads_keep_the_promises(ranks: int, checks: tuple[str, ...]) -> None:
+    for check in checks:
+        run_ranks(ranks, quantised_checks.CHECKS[check])
+
+
+@pytest.mark.nightly
+def test_six_ranks_of_torchrun_keep_the_promises(torchrun: TorchRun) -> None:
+    for said in torchrun(6, str(BODY), "sums", "counts"):
+        assert said.split("\n")[:2] == ["kept sums", "kept counts"]
 
 
 @pytest.mark.nightly  # By day, ranks of MPI do.
