@@ -36,6 +36,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from dlio.data.index import Arrays, cached_index
+from dlio.data.links import following_links, links_followed, opened_by_user, path_of_user
 from dlio.data.source import File
 from dlio.errors import DlioError, SourceError
 from dlio.util.child_processes import end_with_parent, module_command
@@ -124,7 +125,8 @@ def _run(
     options: Mapping[str, object],
 ) -> None:
     """Have a new process read the files."""
-    given = [[path] if isinstance(path, str) else list(path), options]
+    guards = links_followed(), path_of_user()
+    given = [[path] if isinstance(path, str) else list(path), options, guards]
     command = module_command("dlio_readers.rehearsal", kind, str(os.getpid()))
     with (
         subprocess.Popen(
@@ -310,11 +312,12 @@ def _read_in_child(
 
 def main() -> None:
     """Open and read the files that standard input names, as the child of `rehearse`."""
-    path, options = json.load(sys.stdin, object_hook=_part_of)
+    path, options, (follow, named) = json.load(sys.stdin, object_hook=_part_of)
     _told[:] = [sys.stdout.fileno()]
-    code = _read_in_child(
-        sys.argv[1], int(sys.argv[2]), path if len(path) > 1 else path[0], options
-    )
+    with following_links(follow), opened_by_user(named):
+        code = _read_in_child(
+            sys.argv[1], int(sys.argv[2]), path if len(path) > 1 else path[0], options
+        )
     os._exit(code)  # What a library does at its end does not matter.
 
 

@@ -53,7 +53,8 @@ class ShardReader(PathReader):
 
     def __init__(self, path: str | Sequence[str]) -> None:
         with ThreadPoolExecutor(_OPENED_AT_A_TIME) as pool:
-            self._files = list(pool.map(PersistentFile, files_below(path, SUFFIX)))
+            files = files_below(path, SUFFIX)
+            self._files = list(pool.map(lambda each: each.opened_as(PersistentFile), files))
             footers = list(pool.map(_footer, self._files))
         footers = _in_order(self.path, self._files, footers)
         self._footers = footers

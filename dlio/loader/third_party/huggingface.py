@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import label_name
+from dlio.data.links import DataRoot, is_below, links_followed
 from dlio.data.schema import Buffer, Schema
+from dlio.data.source import File
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.plan.layout import shuffled_layout
@@ -61,6 +63,7 @@ class ImageSet:
             raw = raw.cast_column(name, datasets.Image(decode=False))
         self._raw = raw
         self.schema = Schema(tuple(kinds.items()))
+        self._files = _NamedFiles(data)
         self.labels: npt.NDArray[np.int64] = np.zeros(len(data), np.int64)
         self.sizes = self._measure(kinds)
         label = label_name(kinds)
@@ -147,7 +150,7 @@ class ImageSet:
         for k in np.flatnonzero(sizes < 0).tolist():
             path = column[k]["path"].as_py()
             try:
-                sizes[k] = os.path.getsize(path)
+                sizes[k] = self._files.file(path).size
             except (OSError, TypeError) as error:
                 raise SourceError(f"{self.name(first + k)} has no image: {error}") from error
         return sizes
@@ -156,10 +159,42 @@ class ImageSet:
         if picture["bytes"] is not None:
             return bytes(picture["bytes"])
         try:
-            with open(picture["path"], "rb") as file:
-                return file.read()
-        except OSError as error:
-            raise SourceError(f"{self.name(sample)} cannot be read: {error}") from error
+            return self._files.file(picture["path"]).read()
+        except SourceError as error:
+            raise SourceError(f"{self.name(sample)}: {error}") from error
+
+
+class _NamedFiles:
+    """The files that a data set names by their paths, which whoever made it has chosen.
+
+    They lie where the data set does, or where `datasets` keeps what it has downloaded. Others are
+    read if links out of data sets are followed, if the program has made the data set out of paths
+    of its own, in memory, or if `datasets` has listed a folder of pictures for it.
+    """
+
+    def __init__(self, data: UserDataset) -> None:
+        from datasets import config
+
+        kept = [os.path.dirname(os.path.abspath(each["filename"])) for each in data.cache_files]
+        lists = os.path.realpath(os.path.join(str(config.HF_DATASETS_CACHE), "imagefolder"))
+        listed = bool(kept) and all(is_below(os.path.realpath(each), lists) for each in kept)
+        made_here = not kept and data.info.builder_name is None
+        self._free = links_followed() or listed or made_here
+        places = [*kept, str(config.DOWNLOADED_DATASETS_PATH)]
+        self._roots = [DataRoot(os.path.abspath(each), follows=False) for each in places]
+
+    def file(self, path: str) -> File:
+        """Return a file that the data set names. Raises SourceError, TypeError without a path."""
+        where = os.path.abspath(path)
+        if self._free:
+            return File(where)
+        for root in self._roots:
+            if is_below(where, root.path):
+                return File(where, root)
+        raise SourceError(
+            f"the data set names {where}, which does not lie in its folder: make it again with the "
+            "pictures in it, or allow such files with follow_links=True (DLIO_FOLLOW_LINKS=1)"
+        )
 
 
 def _kinds(data: Any) -> dict[str, str] | None:
