@@ -4,9 +4,10 @@ A data set may come from someone else, and a link in it can name any file of the
 are followed if they stay within the data set's own folder, and otherwise only if the user wants it:
 `--follow-links`, `follow_links=True` or DLIO_FOLLOW_LINKS.
 
-What the user names himself may be a link, or lie below links: that is the `DataRoot`. Each name
-below it, whether listed or read out of an index, is opened by `DataRoot.open`, which judges all of
-its components, and opens what it has judged: a component that is exchanged meanwhile is refused.
+A path that the user names himself may be a link, or lie below links: that is the `DataRoot`. Each
+name below it, whether listed or read out of an index, is opened by `DataRoot.open`, which judges
+all of its components, and opens the place that it has judged: a component that is exchanged
+meanwhile is refused.
 """
 
 import errno
@@ -90,8 +91,8 @@ class DataRoot:
 
     @staticmethod
     def of(path: str) -> "DataRoot":
-        """Return the root by which an absolute path is judged: what the user has named, or else the
-        path itself."""
+        """Return the root by which an absolute path is judged: a path that the user has named, or
+        else itself."""
         named, follows = _named.get(), links_followed()
         if named is None or named.follows != follows:
             return DataRoot(path, follows)
@@ -127,7 +128,7 @@ class DataRoot:
         return descriptor
 
     def status(self, path: str) -> os.stat_result:
-        """Return the status of what a path leads to; whoever opens it has it judged again.
+        """Return the status of the place that a path leads to; to open it judges it again.
 
         Raises OSError; SourceError for a link out of the root.
         """
@@ -184,7 +185,7 @@ class DataRoot:
                 raise
             raise SourceError(
                 f"{path} is, or lies below, a link that leads in a circle, or that was exchanged "
-                "just now: remove the link, or copy what it names"
+                "just now: remove the link, or copy its target"
             ) from error
         if not os.path.islink(path):
             self._keep(path, real)
@@ -260,6 +261,13 @@ _open_folders: Final[weakref.WeakSet[_OpenFolder]] = weakref.WeakSet()
 def is_below(path: str, root: str) -> bool:
     """True if a path is another one, or lies below it, by their texts."""
     return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def check_descent(path: str) -> None:
+    """Raise SourceError if a local folder is a link to one that it lies in."""
+    real = os.path.realpath(path)
+    if is_below(os.path.realpath(os.path.dirname(path)), real):
+        raise SourceError(f"{path} is a link to {real}, which it lies in: remove the link")
 
 
 class FolderLinks:

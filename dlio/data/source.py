@@ -23,7 +23,7 @@ import xxhash
 
 from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, stamp_of
-from dlio.data.links import DataRoot
+from dlio.data.links import DataRoot, check_descent
 from dlio.data.requests import pread, pread_into, request
 from dlio.errors import DlioError, SourceError, UsageError, printable
 from dlio.util.limits import check_regular
@@ -146,14 +146,23 @@ class Source(FsspecHandle):
         """Return the full path of a file below the root."""
         return f"{self.root}/{name}" if name else self.root
 
-    def found(self, name: str) -> "FoundFile":
+    def file_at(self, name: str) -> "FilePlace":
         """Return a file below the root, to be opened."""
         root = self._place if self._files is None else None
-        return FoundFile(inside(self.url, name) if name else self.url, root)
+        return FilePlace(inside(self.url, name) if name else self.url, root)
+
+    def inner(self, name: str) -> str:
+        """Return the path or URL of a folder below the root, to be read as a data set of its own.
+
+        Raises SourceError if it is a link to one that it lies in.
+        """
+        if self._files is None:
+            check_descent(self.path(name))
+        return inside(self.url, name)
 
     def file(self, name: str) -> "File":
         """Return a file below the root. Raises SourceError when there is none."""
-        return self.found(name).opened()
+        return self.file_at(name).opened()
 
     def open(self, name: str) -> int:
         """Open a local file for reading and return its descriptor; see `DataRoot.open`."""
@@ -306,7 +315,7 @@ class Source(FsspecHandle):
 class File(FsspecHandle):
     """One file, local or behind fsspec. Thread-safe; stays closed between calls.
 
-    `root` is what a local file is judged by, None for what the user has named.
+    `root` is the folder by which a local file is judged, None for files that the user has named.
 
     Raises SourceError when there is not a file at `url`, or if it is a link out of the root.
     """
@@ -404,7 +413,7 @@ class File(FsspecHandle):
 
     @contextmanager
     def for_library(self) -> "Iterator[str | BinaryIO]":
-        """Yield what a library opens in the block: a path to the descriptor of a local file, or a
+        """Yield for a library to open in the block: a path to the descriptor of a local file, or a
         stream that the library closes. Raises SourceError."""
         if self.local_path is None:
             yield self.open()
@@ -430,12 +439,12 @@ FileKind = TypeVar("FileKind", bound=File)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundFile:
+class FilePlace:
     """A file that the user has named, or that lies in a folder of his; not looked at yet."""
 
     url: str
     root: DataRoot | None
-    """What a local file is judged by."""
+    """The folder by which a local file is judged."""
 
     @property
     def name(self) -> str:
@@ -451,11 +460,11 @@ class FoundFile:
         return kind(self.url, self.root)
 
 
-def found(url: str) -> FoundFile:
+def file_at(url: str) -> FilePlace:
     """Return the file at a path or URL, to be opened."""
     if is_remote(url):
-        return FoundFile(url, None)
-    return FoundFile(url, DataRoot.of(os.path.abspath(os.path.expanduser(url))))
+        return FilePlace(url, None)
+    return FilePlace(url, DataRoot.of(os.path.abspath(os.path.expanduser(url))))
 
 
 def fsspec() -> ModuleType:
@@ -511,7 +520,7 @@ def expand(path: str | Sequence[str]) -> list[str]:
     return files
 
 
-def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> list[FoundFile]:
+def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> list[FilePlace]:
     """Expand one or several paths; a folder becomes its files with one of `suffixes`, sorted.
 
     Raises SourceError when a pattern matches nothing or a folder cannot be listed.
@@ -519,11 +528,11 @@ def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> l
     files = []
     for each in expand(path):
         if own_name(each).endswith(suffixes) or not Source(each).is_folder():
-            files.append(found(each))
+            files.append(file_at(each))
             continue
         source = Source(each)
         names = [name for name, _ in source.names() if name.lower().endswith(suffixes)]
-        files += [source.found(name) for name in names]
+        files += [source.file_at(name) for name in names]
     return files
 
 

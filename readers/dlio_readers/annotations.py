@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, Names
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import Schema
-from dlio.data.source import File, Source, found
+from dlio.data.source import File, Source, file_at
 from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
 from dlio.image.file_headers import stored_places
@@ -169,7 +169,7 @@ class AnnotatedReader(ListedReader, PathReader):
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
         return len(index["box_ends"]) == len(index["name_ends"]) and all(
-            found(url).opened().state == state for url, state in head["states"].items()
+            file_at(url).opened().state == state for url, state in head["states"].items()
         )
 
     def _list(self) -> tuple[Arrays, bool]:

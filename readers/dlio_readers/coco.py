@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import File, Source, found, own_name
+from dlio.data.source import File, Source, file_at, own_name
 from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.image.segmentation_masks import has_area
@@ -373,7 +373,7 @@ class CocoReader(AnnotatedReader):
     @staticmethod
     def recognises(path: str) -> str | None:
         if own_name(path).endswith(".json"):
-            head = found(path).opened().read(0, _HEAD)
+            head = file_at(path).opened().read(0, _HEAD)
             named = os.path.basename(own_name(path)).startswith(_PREFIXES)
             has = head.lstrip().startswith(b"{") and (
                 named or b'"annotations"' in head or b'"images"' in head

@@ -26,7 +26,7 @@ from dlio.data.interpretation import counted, counted_below
 from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
-from dlio.data.source import File, FoundFile, Source, expand, found, last_name, own_name
+from dlio.data.source import File, FilePlace, Source, expand, file_at, last_name, own_name
 from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import shuffled_layout
@@ -159,7 +159,7 @@ _log = logging.getLogger("dlio")
 @dataclass(frozen=True, slots=True)
 class _SampleFiles:
     name: str
-    files: tuple[FoundFile, ...]
+    files: tuple[FilePlace, ...]
     """The input, and the target if there are targets."""
     label: int = 0
 
@@ -199,7 +199,7 @@ class FilesReader(PathReader):
         self._found = [file for row in self._rows for file in row.files]
         self._urls = [file.url for file in self._found]
         self._sides = len(self._rows[0].files)
-        self._files = files = concurrently(FoundFile.opened, self._found, self._urls[0])
+        self._files = files = concurrently(FilePlace.opened, self._found, self._urls[0])
         concurrently(lambda file: file.stamp, files, self._urls[0])  # Kept by the files.
         hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
         if hdf5:
@@ -525,7 +525,7 @@ def _find(
             raise SourceError(f"{url}/{_TESTS} holds no arrays or scans: check the path")
         return [_SampleFiles(f"{_TESTS}/{each.name}", (each,)) for each in own], [], False
     if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS) or not Source(urls[0]).is_folder():
-        return [_SampleFiles(last_name(url), (found(url),)) for url in urls], [], False
+        return [_SampleFiles(last_name(url), (file_at(url),)) for url in urls], [], False
     source, url = Source(urls[0]), urls[0]
     folders = [name for name, folder in source.names() if folder and not name.startswith(".")]
     inputs = [name for name in _INPUTS if name in folders]
@@ -549,13 +549,13 @@ def _find(
     return rows, classes, False
 
 
-def _files(source: Source, folder: str) -> list[FoundFile]:
+def _files(source: Source, folder: str) -> list[FilePlace]:
     """Return the arrays and scans of a folder, sorted."""
     names = [name for name, inner in source.names(folder) if not inner]
     names = [name for name in names if name.lower().endswith(_SUFFIXES) and name[0] != "."]
     names = names or _unnamed(source, folder)
     prefix = f"{folder}/" if folder else ""
-    return [source.found(prefix + name) for name in names]
+    return [source.file_at(prefix + name) for name in names]
 
 
 def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:

@@ -33,7 +33,7 @@ from dlio.data.labels import (
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
-from dlio.data.source import Entry, Source, found
+from dlio.data.source import Entry, Source, file_at
 from dlio.data.splits import splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
@@ -127,7 +127,7 @@ class FolderReader(ListedReader):
         kind = "-".join(["folder", *["links"] * links_followed(), *([layout] if layout else [])])
         if split or table or label:
             is_elsewhere = table and (os.path.isabs(table) or "://" in table)
-            stamp = found(table).opened().state if table and is_elsewhere else ""
+            stamp = file_at(table).opened().state if table and is_elsewhere else ""
             kind = index_kind(kind, split, table, label, stamp)
         index, head = self._open(Source(path), kind)
         self.schema = IMAGE_LABEL if head["labelled"] else _IMAGE

@@ -105,7 +105,7 @@ class MdsReader(PathReader):
             if _fields(shard, self._source) != self._fields:
                 raise SourceError(f"{self._source.path(_INDEX)}: its shards differ in columns")
             name, opener = _file_of(shard, self._source)
-            file = self._source.found(name).opened_as(PersistentFile)
+            file = self._source.file_at(name).opened_as(PersistentFile)
             raw_bytes = _whole(shard["raw_data"]["bytes"], _MAX_SHARD, self._source)
             self._shards.append(_Shard(file, raw_bytes, opener))
         counts = [_whole(shard["samples"], 1 << 32, self._source) for shard in shards]

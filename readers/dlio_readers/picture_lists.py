@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Final
 
 from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
-from dlio.data.source import Source, found
+from dlio.data.source import Source, file_at
 from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, split_word
 from dlio.errors import SourceError, UsageError
 from dlio_readers.fileset import PICTURES, files_in
@@ -242,7 +242,7 @@ def _may_be_list(name: str, folder: str = "") -> bool:
 def _read(source: Source, file: str, label: str | None, is_named: bool = False) -> _List:
     """Return a list. Raises SourceError if it is not text, UsageError for an unknown column."""
     if os.path.isabs(file) or "://" in file:
-        data = found(file).opened().read(0, MAX_TABLE + 1)
+        data = file_at(file).opened().read(0, MAX_TABLE + 1)
     else:
         data = source.read(file, 0, MAX_TABLE + 1)
     where = source.path(file) if not os.path.isabs(file) else file

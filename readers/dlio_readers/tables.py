@@ -8,11 +8,11 @@ from dlio.data.chunked_array import ChunkedArray
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import (
     File,
-    FoundFile,
+    FilePlace,
     Source,
     expand,
+    file_at,
     files_below,
-    found,
     own_name,
     split_fields,
 )
@@ -89,9 +89,9 @@ class TablesReader(ColumnReader):
         self._arrays: dict[str, list[ChunkedArray]] = {}
         paths, names = split_paths(path)
         is_folder = any(Source(each).is_folder() for each in paths)
-        places = files_below(paths, _ARRAYS) if is_folder else list(map(found, expand(paths)))
+        places = files_below(paths, _ARRAYS) if is_folder else list(map(file_at, expand(paths)))
         urls = [each.url for each in places]
-        files = concurrently(FoundFile.opened, places, urls[0])
+        files = concurrently(FilePlace.opened, places, urls[0])
         concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
         stamps = [f"{file.url} {file.stamp}" for file in files]
         stamps += [repr(select), repr(columns), repr(separator)]

@@ -23,10 +23,10 @@ from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import (
     File,
-    FoundFile,
+    FilePlace,
     Source,
     expand,
-    found,
+    file_at,
     inside,
     own_name,
     split_fields,
@@ -676,7 +676,7 @@ class TfRecordReader(PathReader):
         url = split_fields(expand(path)[0])[0]
         if _named(own_name(url)):
             return None
-        source, file = Source(url), found(url)
+        source, file = Source(url), file_at(url)
         if source.is_folder():
             names = [name for name, folder in source.names() if not folder]
             if any(_named(name.lower()) for name in names):
@@ -684,7 +684,7 @@ class TfRecordReader(PathReader):
             shard = next((name for name in names if _SHARD.fullmatch(name)), None)
             if shard is None:
                 return "holds no .tfrecord file"
-            file = source.found(shard)
+            file = source.file_at(shard)
         elif not _SHARD.fullmatch(url.rsplit("/", 1)[-1]):
             return "is neither a .tfrecord nor a folder of them"
         try:
@@ -766,16 +766,16 @@ def _named(name: str) -> bool:
     return (shard[1] if shard else name).endswith((*_SUFFIXES, *_PACKED))
 
 
-def _files_of(urls: Sequence[str]) -> list[FoundFile]:
+def _files_of(urls: Sequence[str]) -> list[FilePlace]:
     """Expand patterns; a folder becomes its TFRecord files.
 
     Raises UsageError if these are of several data sets.
     """
-    files: list[FoundFile] = []
+    files: list[FilePlace] = []
     for url in expand(list(urls)):
         source = Source(url)
         if not source.is_folder():
-            files.append(found(url))
+            files.append(file_at(url))
             continue
         names = [name for name, folder in source.names() if not folder]
         named = [name for name in names if _named(name.lower())]
@@ -786,12 +786,12 @@ def _files_of(urls: Sequence[str]) -> list[FoundFile]:
                 f"{url} holds the files of {len(sets)} data sets, {', '.join(sets[:8])}: name one, "
                 f"as in {inside(url, sets[0])}-*"
             )
-        files += [source.found(name) for name in named]
+        files += [source.file_at(name) for name in named]
     _warn_of_missing(files)
     return files
 
 
-def _warn_of_missing(files: Sequence[FoundFile]) -> None:
+def _warn_of_missing(files: Sequence[FilePlace]) -> None:
     """Warn if the names of shards say that there are more of them."""
     matches = [match for each in files if (match := _SHARD.fullmatch(each.name))]
     totals = {int(match[3]) for match in matches}

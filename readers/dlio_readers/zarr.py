@@ -13,7 +13,7 @@ from dlio.data.reader_contract import PathRules
 from dlio.data.source import (
     ReadErrors,
     Source,
-    found,
+    file_at,
     is_remote,
     own_name,
     redact,
@@ -274,7 +274,7 @@ def _in_archive(url: str) -> tuple[str, str]:
     """
     if not own_name(url).endswith(_ARCHIVE):
         return url, ""
-    stamp = found(url).opened().stamp
+    stamp = file_at(url).opened().stamp
     archive = url if is_remote(url) else os.path.abspath(os.path.expanduser(url))
     with ReadErrors(url, "is not a zip archive, or is damaged"):
         whole = Source(f"zip://::{archive}")

@@ -151,7 +151,7 @@ class ImageSet:
             path = column[k]["path"].as_py()
             try:
                 sizes[k] = self._files.file(path).size
-            except (OSError, TypeError) as error:
+            except TypeError as error:
                 raise SourceError(f"{self.name(first + k)} has no image: {error}") from error
         return sizes
 
@@ -162,6 +162,10 @@ class ImageSet:
             return self._files.file(picture["path"]).read()
         except SourceError as error:
             raise SourceError(f"{self.name(sample)}: {error}") from error
+
+
+class ForeignFile(SourceError):
+    """A data set names a file that it may not: to leave it to `datasets` would read it."""
 
 
 class _NamedFiles:
@@ -184,14 +188,23 @@ class _NamedFiles:
         self._roots = [DataRoot(os.path.abspath(each), follows=False) for each in places]
 
     def file(self, path: str) -> File:
-        """Return a file that the data set names. Raises SourceError, TypeError without a path."""
+        """Return a file that the data set names.
+
+        Raises SourceError if it is missing, ForeignFile if it may not be read, TypeError without a
+        path.
+        """
         where = os.path.abspath(path)
-        if self._free:
-            return File(where)
-        for root in self._roots:
-            if is_below(where, root.path):
-                return File(where, root)
-        raise SourceError(
+        if not os.path.lexists(where):
+            raise SourceError(f"{where} is missing: restore it")
+        own = next((root for root in self._roots if is_below(where, root.path)), None)
+        try:
+            if self._free:
+                return File(where)
+            if own is not None:
+                return File(where, own)
+        except SourceError as error:
+            raise ForeignFile(f"the data set names a file: {error}") from error
+        raise ForeignFile(
             f"the data set names {where}, which does not lie in its folder: make it again with the "
             "pictures in it, or allow such files with follow_links=True (DLIO_FOLLOW_LINKS=1)"
         )
