@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from dlio.errors import SourceError
 from dlio.util.limits import check_regular, open_unchecked
+from dlio.util.link_free import FOLDER, READING, open_unlinked
 from dlio.util.settings import settings
-from dlio.util.unlinked import FOLDER, READING, open_unlinked
 
 _MAX_VISITS: Final = 16
 _MOST_FOLDERS: Final = 1024

@@ -5,6 +5,7 @@
 | `options`, `settings` | options of commands; `DLIO_*` |
 | `arguments`, `units` | checks of values; sizes and times such as `20GiB` |
 | `folders`, `trusted_files`, `user_folders` | files that no other user may plant |
+| `link_free` | files that are opened by paths without links |
 | `whole_files` | files that appear complete or not at all |
 | `limits`, `decompression_limits`, `printable` | data and names that are not trusted |
 | `shared_folders`, `reaper` | folders in shared memory that end with their job |

@@ -12,14 +12,14 @@ from dlio.data import links
 from dlio.data.links import DataRoot, following_links, opened_by_user
 from dlio.data.source import Source, file_at
 from dlio.errors import SourceError
-from dlio.util import unlinked
+from dlio.util import link_free
 
 
 @pytest.fixture(params=["openat2", "by components"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data set `data` with `a/x`, next to `secret`; with and without the kernel's call."""
     if request.param == "by components":
-        monkeypatch.setattr(unlinked, "_kernel_calls", lambda: None)
+        monkeypatch.setattr(link_free, "_kernel_calls", lambda: None)
     (tmp_path / "data/a").mkdir(parents=True)
     (tmp_path / "data/a/x").write_bytes(b"own")
     (tmp_path / "secret").mkdir()
@@ -159,12 +159,12 @@ def test_folders_that_stay_open_are_few_and_closed(
 
 
 def test_a_kernel_without_the_call_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unlinked, "_OPENAT2", 100_000)
-    assert unlinked._kernel_calls.__wrapped__() is None
+    monkeypatch.setattr(link_free, "_OPENAT2", 100_000)
+    assert link_free._kernel_calls.__wrapped__() is None
 
 
 def test_errors_are_those_of_the_system(folder: Path) -> None:
     (folder / "to").symlink_to("a")
     for path, number in ((f"{folder}/to/x", errno.ELOOP), (f"{folder}/none", errno.ENOENT)):
         with pytest.raises(OSError, match=os.strerror(number)):
-            unlinked.open_unlinked(path)
+            link_free.open_unlinked(path)

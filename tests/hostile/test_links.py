@@ -12,7 +12,7 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.errors import DlioError
-from dlio.util import unlinked
+from dlio.util import link_free
 from tests.hostile.linked_sets import (
     FORMATS,
     REPLACEMENTS,
@@ -100,7 +100,7 @@ def test_every_part_and_every_kind_of_link(
     name: str, has_call: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_call:
-        monkeypatch.setattr(unlinked, "_kernel_calls", lambda: None)
+        monkeypatch.setattr(link_free, "_kernel_calls", lambda: None)
     check(name, tmp_path, np.random.default_rng(7), list(REPLACEMENTS), 6)
 
 

@@ -206,7 +206,7 @@ class _NamedFiles:
             raise ForeignFile(f"the data set names a file: {error}") from error
         raise ForeignFile(
             f"the data set names {where}, which does not lie in its folder: make it again with the "
-            "pictures in it, or allow such files with follow_links=True (DLIO_FOLLOW_LINKS=1)"
+            "pictures in it, or allow such files with DLIO_FOLLOW_LINKS=1"
         )
 
 
