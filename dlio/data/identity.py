@@ -7,7 +7,7 @@ again.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import xxhash
@@ -57,12 +57,15 @@ def sampled_of(count: int) -> list[int]:
     return spread(count, max(least, min(count // share, most)))
 
 
-def content_sample(path: str, blocks: int = _BLOCKS) -> str:
-    """Return a hash of parts of a local file; of all of a file of up to `blocks` x 4 KiB.
+def content_sample(
+    path: str, blocks: int = _BLOCKS, opened: Callable[[str], int] = open_regular
+) -> str:
+    """Return a hash of parts of a local file; of all of a file of up to `blocks` x 4 KiB. `opened`
+    opens a regular file.
 
     Raises OSError.
     """
-    with closing_descriptor(open_regular(path)) as descriptor:
+    with closing_descriptor(opened(path)) as descriptor:
         size = os.fstat(descriptor).st_size
         digest = xxhash.xxh3_64()
         if size <= blocks * _BLOCK:
@@ -73,7 +76,7 @@ def content_sample(path: str, blocks: int = _BLOCKS) -> str:
         return digest.hexdigest()
 
 
-def store_sample(root: str) -> str:
+def store_sample(root: str, opened: Callable[[str], int] = open_regular) -> str:
     """Return a hash of sizes, times and parts of the files in a local folder, of the first 4,096.
 
     Raises OSError.
@@ -90,7 +93,7 @@ def store_sample(root: str) -> str:
     for number, path in enumerate(files):
         status = os.stat(path)
         name = os.path.relpath(path, root)
-        content = content_sample(path, 3) if number in sampled else ""
+        content = content_sample(path, 3, opened) if number in sampled else ""
         row = f"{name} {status.st_size} {status.st_mtime_ns} {content}\n"
         digest.update(row.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()

@@ -159,7 +159,6 @@ def count_below(source: Source, folder: str, suffixes: tuple[str, ...], most: in
     while stack and count < most:
         here, depth = stack.pop()
         try:
-            source.check_link(source.path(here))
             rows = source.names(here)
         except SourceError:
             return max(count, 1)  # Its reader gives the reason.
@@ -256,14 +255,14 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     if split is not None:
         chosen = chosen_split(split, splits, redact(path))
         _check_alike(source, chosen, splits)
-        return inside(path, chosen), chosen
+        return source.inner(chosen), chosen
     suffix = _first_suffix(source, splits)
     if any(count_below(source, n, (suffix,), 1) for n in folders if n not in splits):
         return None
     full = [name for name in splits if source.names(name)]
     if len(full) == 1:
         tell_once(f"{redact(path)} holds one split alone: open {inside(redact(path), full[0])}")
-        return inside(path, full[0]), full[0]
+        return source.inner(full[0]), full[0]
     first = next((name for name in splits if split_of(name, folder=True) == "train"), splits[0])
     raise UsageError(
         f"{redact(path)} holds the splits {', '.join(splits)}: {_choose(first)}, or open "
@@ -320,7 +319,7 @@ def folder_of_all(path: str, suffixes: tuple[str, ...]) -> str | None:
         is_class = full[0].lower() not in _CONTAINERS or len(folders) > 1
         if is_class and not any(name.startswith(_TABLES) for name in here):
             return None
-    return inside(path, full[0])
+    return source.inner(full[0])
 
 
 def lone_folder(path: str, *, has_data: bool) -> str | None:
@@ -333,4 +332,4 @@ def lone_folder(path: str, *, has_data: bool) -> str | None:
     if len(folders) != 1:
         return None
     names = [name for name, folder in source.names(folders[0]) if not folder]
-    return None if has_data and len(splits_among(names)) < 2 else inside(path, folders[0])
+    return None if has_data and len(splits_among(names)) < 2 else source.inner(folders[0])

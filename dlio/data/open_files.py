@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Final
 
+from dlio.data.links import DataRoot
 from dlio.data.requests import fill, request
 from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError
-from dlio.util.limits import open_regular, open_unchecked
 
 _MOST: Final = 256
 """Files that a process keeps open, at most."""
@@ -32,18 +32,9 @@ class Descriptor:
 
     __slots__ = ("__weakref__", "number")
 
-    def __init__(self, path: str) -> None:
-        """Raises OSError, also for anything but a regular file."""
-        self.number = -1
-        self.number = open_regular(path)
-        _alive.add(self)
-
-    @classmethod
-    def of(cls, number: int) -> "Descriptor":
+    def __init__(self, number: int) -> None:
         """Take over a descriptor that is open."""
-        made = cls.__new__(cls)
-        made.number = number
-        return made
+        self.number = number
 
     def __del__(self, close: Any = os.close) -> None:
         if self.number >= 0:
@@ -111,8 +102,8 @@ class PersistentFile(File):
     it; a reader that is garbage-collected closes it, too.
     """
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, root: DataRoot | None = None) -> None:
+        super().__init__(url, root)
         self.opened: Descriptor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,18 +118,24 @@ class PersistentFile(File):
         if opened is None:
             assert self.local_path is not None
             try:
-                opened = Descriptor(self.local_path)
+                opened = self._descriptor(self.local_path)
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
                 _opened.close_all()
-                opened = Descriptor(self.local_path)
+                opened = self._descriptor(self.local_path)
             self.opened = opened
             _opened.add(self)
         return opened
 
+    def _descriptor(self, path: str) -> Descriptor:
+        opened = Descriptor(self.root.open_regular(path))
+        _alive.add(opened)
+        return opened
+
     def close(self) -> None:
         """Close the file until it is read again."""
+        super().close()
         self.opened = None
         _opened.remove(self)
 
@@ -175,7 +172,7 @@ def open_ranges(file: File) -> Iterator[ReadRange]:
         yield file.read_into
         return
     with ReadErrors(file.url):
-        descriptor = open_unchecked(file.local_path)
+        descriptor = file.root.open(file.local_path)
 
     def read(offset: int, into: memoryview) -> None:
         with ReadErrors(file.url), request():
@@ -193,6 +190,8 @@ class InMemoryFile(File):
 
     def __init__(self, file: File, data: memoryview) -> None:
         self.url, self.name, self.local_path = file.url, file.name, file.local_path
+        if file.local_path is not None:
+            self.root = file.root
         self.size, self.times = len(data), file.times
         self._changed = file._changed
         self._data = data

@@ -21,10 +21,19 @@ from dlio.data.interpretation import (
     tell_once,
 )
 from dlio.data.labels import is_number, label_names, likely_label
-from dlio.data.links import following_links
+from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
-from dlio.data.source import Source, expand, inside, last_name, listed_once, redact, split_fields
+from dlio.data.source import (
+    Source,
+    expand,
+    inside,
+    is_remote,
+    last_name,
+    listed_once,
+    redact,
+    split_fields,
+)
 from dlio.data.splits import WHOLE, chosen_split, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
@@ -89,10 +98,12 @@ def open_reading(
         return path, Interpretation(path.format, type(path), path)
     form, split = (_text_of(options, name) for name in ("format", "split"))
     options = {each: value for each, value in options.items() if each not in ("format", "split")}
-    named = False
+    named, lone = False, None
     if _are_names(path):
         named = True
-        for each in expand(path):
+        every = expand(path)
+        lone = _local_path(split_fields(every[0])[0]) if len(every) == 1 else None
+        for each in every:
             if not Source(split_fields(each)[0]).exists():
                 raise SourceError(f"{redact(each)}: no such file or folder: check the path")
     kinds = [(entry.name, entry.load()) for entry in plugins("dlio.readers")]
@@ -101,7 +112,12 @@ def open_reading(
     if form is not None:
         one_of("format", form, [name for name, _ in kinds])
         kinds = [each for each in kinds if each[0] == form]
-    with listed_once(), following_links(follow_links), trusting(trust):
+    with (
+        listed_once(),
+        following_links(follow_links),
+        opened_by_user(lone),
+        trusting(trust),
+    ):
         if named:
             reading = _understood(cast("str | Sequence[str]", path), kinds, split, options)
         else:
@@ -115,6 +131,11 @@ def open_reading(
         reader = _opened(reading, named)
     _tell_of_labels(reader)
     return reader, reading
+
+
+def _local_path(url: str) -> str | None:
+    """Return the full path that a name stands for; None if it is a URL."""
+    return None if is_remote(url) else os.path.abspath(os.path.expanduser(url))
 
 
 def _tell_of_labels(reader: Reader) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
+from dlio.data.links import DataRoot
 from dlio.util.forks import new_lock
-from dlio.util.limits import check_regular, open_unchecked
+from dlio.util.limits import check_regular
 
 _UNCHECKED_BYTES: Final = 16 << 20
 """Bytes that are read without asking first whether the file has them."""
@@ -58,13 +59,13 @@ def request() -> AbstractContextManager[None]:
     return _RequestTimer() if _observers else _UNTIMED
 
 
-def pread(path: str, offset: int, count: int | None) -> bytes:
+def pread(root: DataRoot, path: str, offset: int, count: int | None) -> bytes:
     """Return `count` bytes of a local file, or all up to its end; fewer when it is shorter.
 
-    Raises OSError; SourceError for what is not a file.
+    Raises OSError, also for what is not a file; SourceError for a link out of the root.
     """
     with request():
-        descriptor = open_unchecked(path)
+        descriptor = root.open(path)
         try:
             if count is None or count > _UNCHECKED_BYTES:
                 status = os.fstat(descriptor)
@@ -82,13 +83,14 @@ def pread(path: str, offset: int, count: int | None) -> bytes:
             os.close(descriptor)
 
 
-def pread_into(path: str, offset: int, into: memoryview) -> int:
+def pread_into(root: DataRoot, path: str, offset: int, into: memoryview) -> int:
     """Fill `into` from a local file; return the bytes that came, fewer when it is too short.
 
-    Bounded: whatever has taken the file's place gives no more than is asked. Raises OSError.
+    Bounded: whatever has taken the file's place gives no more than is asked. Raises OSError, and
+    SourceError as `pread`.
     """
     with request():
-        descriptor = open_unchecked(path)
+        descriptor = root.open(path)
         try:
             return fill(descriptor, offset, into)
         finally:

@@ -10,7 +10,6 @@ import glob
 import io
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -18,16 +17,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType, TracebackType
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TypeVar
 
 import xxhash
 
 from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, stamp_of
-from dlio.data.links import check_link, links_followed
+from dlio.data.links import DataRoot, check_descent
 from dlio.data.requests import pread, pread_into, request
 from dlio.errors import DlioError, SourceError, UsageError, printable
-from dlio.util.limits import check_regular, open_regular
+from dlio.util.limits import check_regular
+from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
 
 _MAX_FILES: Final = 1_000_000
 _CHAINING: Final = re.compile(
@@ -126,7 +126,6 @@ class Source(FsspecHandle):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._follow = links_followed()
         self.root = os.path.abspath(os.path.expanduser(url))
         self.dangling: list[str] = []
         """Paths of links that `entry` was asked for, and that lead to nothing."""
@@ -136,6 +135,7 @@ class Source(FsspecHandle):
             with ReadErrors(url, "cannot be opened"):
                 self._opened, self.root = fsspec().core.url_to_fs(url)
             self.root = self.root.rstrip("/")
+        self._place = DataRoot.of(self.root)
 
     @property
     def local(self) -> bool:
@@ -145,6 +145,36 @@ class Source(FsspecHandle):
     def path(self, name: str = "") -> str:
         """Return the full path of a file below the root."""
         return f"{self.root}/{name}" if name else self.root
+
+    def file_at(self, name: str) -> "FilePlace":
+        """Return a file below the root, to be opened."""
+        root = self._place if self._files is None else None
+        return FilePlace(inside(self.url, name) if name else self.url, root)
+
+    def inner(self, name: str) -> str:
+        """Return the path or URL of a folder below the root, to be read as a data set of its own.
+
+        Raises SourceError if it is a link to one that it lies in.
+        """
+        if self._files is None:
+            check_descent(self.path(name))
+        return inside(self.url, name)
+
+    def file(self, name: str) -> "File":
+        """Return a file below the root. Raises SourceError when there is none."""
+        return self.file_at(name).opened()
+
+    def open(self, name: str) -> int:
+        """Open a local file for reading and return its descriptor; see `DataRoot.open`."""
+        return self._place.open(f"{self.root}/{name}")
+
+    def open_regular(self, path: str) -> int:
+        """Open a regular file by its full path; see `DataRoot.open_regular`."""
+        return self._place.open_regular(path)
+
+    def close(self) -> None:
+        """Close folders that are kept open. Those that are needed again are opened again."""
+        self._place.close()
 
     def is_folder(self, name: str = "") -> bool:
         """True if a path is a folder. Raises SourceError when that cannot be found out."""
@@ -203,7 +233,7 @@ class Source(FsspecHandle):
         if self._files is not None:
             rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
-            with ReadErrors(self.path(name)), os.scandir(self.path(name)) as entries:
+            with ReadErrors(self.path(name)), self._scanned(name) as entries:
                 rows = sorted((e.name, e.is_dir()) for e in entries if not is_hidden(e.name))
         if seen is not None:
             seen[key] = rows
@@ -218,16 +248,11 @@ class Source(FsspecHandle):
         path = f"{self.path(folder)}/{name}"
         with ReadErrors(path):
             try:
-                status = os.lstat(path)
+                status = self._place.status(path)
             except FileNotFoundError:
-                return None
-            if stat.S_ISLNK(status.st_mode):
-                try:
-                    status = os.stat(path)
-                except FileNotFoundError:
+                if os.path.islink(path):
                     self.dangling.append(path)
-                    return None
-                self.check_link(path)
+                return None
             check_regular(status, path)
         return Entry(name, False, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -238,8 +263,7 @@ class Source(FsspecHandle):
         """
         with ReadErrors(self.path(name)):
             if self._files is None:
-                self.check_link(self.path(name))
-                return pread(self.path(name), offset, count)
+                return pread(self._place, self.path(name), offset, count)
             if count == 0:
                 return b""  # Servers take an empty range for the whole file.
             end = None if count is None else offset + count
@@ -247,17 +271,11 @@ class Source(FsspecHandle):
                 data: bytes = self._files.cat_file(self.path(name), start=offset, end=end)
         return data
 
-    def check_link(self, path: str) -> None:
-        """Raise SourceError for a local link out of the root, unless those are followed."""
-        if self.local and not self._follow and path != self.root and os.path.islink(path):
-            check_link(self.root, path)
-
     def check_links(self, name: str) -> None:
-        """Raise SourceError if a file, or a folder that it lies in, is a link out of the root; see
-        `check_link`.
-        """
-        for step in range(1 + name.count("/")):
-            self.check_link(self.path(name.rsplit("/", step)[0]))
+        """Raise SourceError if a file, or a folder that it lies in, is a link out of the root,
+        unless those are followed. To open it judges it, too."""
+        if self.local:
+            self._place.check(self.path(name))
 
     def check_dangling(self, found: int) -> None:
         """Raise SourceError if files of the data set are links to nothing, next to the `found` ones
@@ -275,7 +293,7 @@ class Source(FsspecHandle):
 
     def _scan(self, name: str) -> list[Entry]:
         entries = []
-        with os.scandir(self.path(name)) as rows:
+        with self._scanned(name) as rows:
             for row in rows:
                 if is_hidden(row.name):
                     continue
@@ -287,14 +305,22 @@ class Source(FsspecHandle):
                 entries.append(Entry(row.name, row.is_dir(), status.st_size, *times))
         return entries
 
+    @contextmanager
+    def _scanned(self, name: str) -> "Iterator[Iterator[os.DirEntry[str]]]":
+        folder = self._place.open(self.path(name), os.O_DIRECTORY)
+        with closing_descriptor(folder), os.scandir(folder) as rows:
+            yield rows
+
 
 class File(FsspecHandle):
     """One file, local or behind fsspec. Thread-safe; stays closed between calls.
 
-    Raises SourceError when there is not a file at `url`.
+    `root` is the folder by which a local file is judged, None for files that the user has named.
+
+    Raises SourceError when there is not a file at `url`, or if it is a link out of the root.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, root: DataRoot | None = None) -> None:
         self.url = url
         self.name = redact(url)
         """The URL without secrets, for messages."""
@@ -312,7 +338,8 @@ class File(FsspecHandle):
                 self.times = stamp_of(info)
             else:
                 self._path = self.local_path = os.path.abspath(os.path.expanduser(url))
-                status = os.stat(self._path)
+                self.root = root or DataRoot.of(self._path)
+                status = self.root.status(self._path)
                 check_regular(status, self._path)
                 self.size = status.st_size
                 self.times = f"{status.st_mtime_ns}"
@@ -327,7 +354,7 @@ class File(FsspecHandle):
         content = ""
         if self.local_path is not None:
             with ReadErrors(self.url):
-                content = content_sample(self.local_path)
+                content = content_sample(self.local_path, opened=self.root.open_regular)
         return f"{self.size} {self.times} {content}"
 
     @property
@@ -380,18 +407,64 @@ class File(FsspecHandle):
         """Open a seekable stream of the file, for libraries. The caller closes it."""
         with ReadErrors(self.url):
             if self.local_path is not None:
-                return io.FileIO(open_regular(self.local_path))
+                return io.FileIO(self.root.open_regular(self.local_path))
             stream: BinaryIO = self._files.open(self._path, "rb")
         return stream
 
+    @contextmanager
+    def for_library(self) -> "Iterator[str | BinaryIO]":
+        """Yield for a library to open in the block: a path to the descriptor of a local file, or a
+        stream that the library closes. Raises SourceError."""
+        if self.local_path is None:
+            yield self.open()
+            return
+        with ReadErrors(self.url):
+            descriptor = self.root.open_regular(self.local_path)
+        with closing_descriptor(descriptor), shown_as(path_of(descriptor), self.local_path):
+            yield path_of(descriptor)
+
     def close(self) -> None:
-        """Do nothing: a file is closed between calls. Those that stay open close."""
+        """Close the file's folder, and the file itself if it is one that stays open."""
+        if self.local_path is not None:
+            self.root.close()
 
     def _pread(self, path: str, offset: int, count: int | None) -> bytes:
-        return pread(path, offset, count)
+        return pread(self.root, path, offset, count)
 
     def _pread_into(self, path: str, offset: int, into: memoryview) -> int:
-        return pread_into(path, offset, into)
+        return pread_into(self.root, path, offset, into)
+
+
+FileKind = TypeVar("FileKind", bound=File)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlace:
+    """A file that the user has named, or that lies in a folder of his; not looked at yet."""
+
+    url: str
+    root: DataRoot | None
+    """The folder by which a local file is judged."""
+
+    @property
+    def name(self) -> str:
+        """The name without its folder."""
+        return last_name(self.url)
+
+    def opened(self) -> File:
+        """Return the file. Raises SourceError when there is none."""
+        return File(self.url, self.root)
+
+    def opened_as(self, kind: type[FileKind]) -> FileKind:
+        """Return the file as one of a subclass. Raises SourceError when there is none."""
+        return kind(self.url, self.root)
+
+
+def file_at(url: str) -> FilePlace:
+    """Return the file at a path or URL, to be opened."""
+    if is_remote(url):
+        return FilePlace(url, None)
+    return FilePlace(url, DataRoot.of(os.path.abspath(os.path.expanduser(url))))
 
 
 def fsspec() -> ModuleType:
@@ -447,7 +520,7 @@ def expand(path: str | Sequence[str]) -> list[str]:
     return files
 
 
-def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> list[str]:
+def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> list[FilePlace]:
     """Expand one or several paths; a folder becomes its files with one of `suffixes`, sorted.
 
     Raises SourceError when a pattern matches nothing or a folder cannot be listed.
@@ -455,13 +528,11 @@ def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> l
     files = []
     for each in expand(path):
         if own_name(each).endswith(suffixes) or not Source(each).is_folder():
-            files.append(each)
+            files.append(file_at(each))
             continue
         source = Source(each)
         names = [name for name, _ in source.names() if name.lower().endswith(suffixes)]
-        for name in names:
-            source.check_link(source.path(name))
-        files += [inside(each, name) for name in names]
+        files += [source.file_at(name) for name in names]
     return files
 
 

@@ -113,7 +113,7 @@ class Tier(Closable):
             """Descriptor of the tier's folder; -1 once it is closed."""
         else:
             self.folder = open_private(spec.root, *names, marked=2)
-        self.holder: Descriptor | None = Descriptor.of(self.folder)
+        self.holder: Descriptor | None = Descriptor(self.folder)
         """Keeps the folder's descriptor open; whoever reads there without the tier refers to it."""
         self.writable = True
         """False for a tier on a read-only file system, whose blocks can be read."""

@@ -6,6 +6,7 @@
 | `arguments`, `units` | checks of values; sizes and times such as `20GiB` |
 | `folders`, `trusted_files`, `user_folders` | files that no other user may plant |
 | `owned_descriptors` | descriptors of owners that nobody closes |
+| `link_free` | files that are opened by paths without links |
 | `whole_files` | files that appear complete or not at all |
 | `input_files` | files that users name, and state, read within bounds |
 | `limits`, `decompression_limits`, `printable` | data and names that are not trusted |

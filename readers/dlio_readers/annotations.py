@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, Names
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import Schema
-from dlio.data.source import File, Source
+from dlio.data.source import File, Source, file_at
 from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
 from dlio.image.file_headers import stored_places
@@ -62,8 +62,8 @@ class Annotations:
     """Number of each picture in its file; shape (n,)."""
     declared: npt.NDArray[np.int64] | None = None
     """Height and width of each picture by its file, 0 if unknown; shape (n, 2)."""
-    files: list[str] = field(default_factory=list)
-    """URLs of the files of annotations."""
+    files: list[File] = field(default_factory=list)
+    """The files of annotations."""
     folders: list[str] = field(default_factory=list)
     """Folders whose listings matter, below the source's root."""
     notes: list[str] = field(default_factory=list)
@@ -167,7 +167,7 @@ class AnnotatedReader(ListedReader, PathReader):
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
         return len(index["box_ends"]) == len(index["name_ends"]) and all(
-            File(url).state == state for url, state in head["states"].items()
+            file_at(url).opened().state == state for url, state in head["states"].items()
         )
 
     def _list(self) -> tuple[Arrays, bool]:
@@ -175,7 +175,6 @@ class AnnotatedReader(ListedReader, PathReader):
         made = self._build()
         if not made.names:
             raise SourceError(f"{self.path} has annotations of no picture")
-        files = [File(url) for url in made.files]
         index: Arrays = {
             **FileSet.listing(source, made.names),
             **FileSet.listing(source, made.notes, "note_"),
@@ -206,13 +205,13 @@ class AnnotatedReader(ListedReader, PathReader):
             "relative": made.relative,
             "folders": {name: source.modified_ns(name) for name in made.folders},
         }
-        head["states"] = {file.url: file.state for file in files}
+        head["states"] = {file.url: file.state for file in made.files}
         return self._listed(
             started,
             index,
             head,
             json.dumps([fields, made.classes, made.pairs, STORAGE_SEED]),
-            *[file.stamp for file in files],
+            *[file.stamp for file in made.files],
             *[array for name, array in sorted(index.items()) if not name.endswith("changed")],
             *FileSet(source, index).content_samples(),
         )

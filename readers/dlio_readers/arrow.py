@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import File, Source, expand, files_below, inside, own_name
+from dlio.data.source import File, FilePlace, Source, expand, files_below, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.path_reader import lie_at, split_paths
@@ -293,7 +293,7 @@ class ArrowReader(RowGroupReader):
     path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        files: list[str] = []
+        files: list[FilePlace] = []
         for url in expand(split_paths(path)[0]):
             files += _saved(url) or _listed(url)
         if not files:
@@ -307,7 +307,7 @@ class ArrowReader(RowGroupReader):
         return "is neither a .arrow or .feather nor a folder of them"
 
 
-def _saved(url: str) -> list[str]:
+def _saved(url: str) -> list[FilePlace]:
     """Return the files of a folder that `save_to_disk` wrote, in their order; none for others.
 
     Raises UsageError for a folder of several parts.
@@ -332,12 +332,11 @@ def _saved(url: str) -> list[str]:
     for name in files:
         if name not in names:
             raise SourceError(f"{url} lacks {name}, which its {_STATE} names: restore it")
-        source.check_link(source.path(name))
-    return [inside(url, name) for name in files]
+    return [source.file_at(name) for name in files]
 
 
-def _listed(url: str) -> list[str]:
+def _listed(url: str) -> list[FilePlace]:
     files = files_below(url, _SUFFIXES)
-    if len(files) == 1 and files[0] == url:
+    if len(files) == 1 and files[0].url == url:
         return files
-    return [each for each in files if not each.rsplit("/", 1)[-1].startswith(_CACHES)]
+    return [each for each in files if not each.name.startswith(_CACHES)]

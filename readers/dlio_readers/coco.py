@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import File, Source, inside, own_name
+from dlio.data.source import File, Source, file_at, own_name
 from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.image.segmentation_masks import has_area
@@ -49,7 +49,7 @@ class CocoFile:
     """
 
     def __init__(self, file: File) -> None:
-        self.name, self.url = file.name, file.url
+        self.file, self.name = file, file.name
         if file.size > _MOST_BYTES:
             raise SourceError(f"{self.name} has over {_MOST_BYTES} bytes: split it")
         try:
@@ -345,24 +345,25 @@ class CocoReader(AnnotatedReader):
         outside: Literal["error", "clip"] = "error",
     ) -> None:
         root, file = _annotation_file(path, split)
-        source, wanted = Source(root), pictures
+        origin = Source(root)
+        source, wanted = origin, pictures
         options = (masks, keypoints, crowds, labels, outside, pictures, root)
         leads_out = pictures is not None and os.path.normpath(pictures).startswith(("/", ".."))
         if pictures is not None and source.local and leads_out:
             source, wanted = Source(os.path.join(source.root, pictures)), ""
 
         def build() -> Annotations:
-            main = CocoFile(File(inside(root, file)))
+            main = CocoFile(origin.file(file))
             others = []
             name = os.path.basename(file)
             if keypoints is not False and name.startswith(_MAIN):
                 other = f"{os.path.dirname(file)}/{name.replace(_MAIN, _KEYPOINTS, 1)}".lstrip("/")
-                if source.exists(other):
-                    others.append(CocoFile(File(inside(root, other))))
+                if origin.exists(other):
+                    others.append(CocoFile(origin.file(other)))
             made = joined(main, others, masks, keypoints, crowds, labels, outside)
             folder = _pictures_folder(source, file, wanted, made.names[0], main.name)
             made.names = [f"{folder}/{each}" if folder else each for each in made.names]
-            made.files = [each.url for each in (main, *others)]
+            made.files = [each.file for each in (main, *others)]
             made.folders = [] if wanted == "" else [os.path.dirname(file)]
             return made
 
@@ -371,7 +372,7 @@ class CocoReader(AnnotatedReader):
     @staticmethod
     def recognises(path: str) -> str | None:
         if own_name(path).endswith(".json"):
-            head = File(path).read(0, _HEAD)
+            head = file_at(path).opened().read(0, _HEAD)
             named = os.path.basename(own_name(path)).startswith(_PREFIXES)
             has = head.lstrip().startswith(b"{") and (
                 named or b'"annotations"' in head or b'"images"' in head

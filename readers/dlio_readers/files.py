@@ -25,7 +25,7 @@ from dlio.data.interpretation import counted, counted_below
 from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
-from dlio.data.source import File, Source, expand, inside, own_name
+from dlio.data.source import File, FilePlace, Source, expand, file_at, last_name, own_name
 from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import shuffled_layout
@@ -158,7 +158,7 @@ _LOOKED_AT: Final = 2
 @dataclass(frozen=True, slots=True)
 class _SampleFiles:
     name: str
-    urls: tuple[str, ...]
+    files: tuple[FilePlace, ...]
     """The input, and the target if there are targets."""
     label: int = 0
 
@@ -195,9 +195,10 @@ class FilesReader(PathReader):
     def __init__(self, path: str | Sequence[str], split: str | None = None) -> None:
         self._rows, self.classes, self._paired = _find(path, split)
         self.abilities = Abilities(chunked=self._chunked, files_are_samples=True)
-        self._urls = [url for row in self._rows for url in row.urls]
-        self._sides = len(self._rows[0].urls)
-        self._files = files = concurrently(File, self._urls, self._urls[0])
+        self._found = [file for row in self._rows for file in row.files]
+        self._urls = [file.url for file in self._found]
+        self._sides = len(self._rows[0].files)
+        self._files = files = concurrently(FilePlace.opened, self._found, self._urls[0])
         concurrently(lambda file: file.stamp, files, self._urls[0])  # Kept by the files.
         hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
         if hdf5:
@@ -325,7 +326,7 @@ class FilesReader(PathReader):
             file.read_into(offset, parts[-1])
         if parts:
             return self.payload_of(sample, parts)
-        return self._joined(sample, lambda number: File(self._urls[number]))
+        return self._joined(sample, lambda number: self._found[number].opened())
 
     def ranges_of(self, sample: int) -> list[tuple[File, int, int]]:
         """Return the whole NumPy files of a sample; none for other formats."""
@@ -406,7 +407,7 @@ class FilesReader(PathReader):
             if kept is not None:
                 self._opened.move_to_end(number)
                 return kept[0]
-        opened = _opened(File(self._urls[number]))
+        opened = _opened(self._found[number].opened())
         gone: list[Hdf5File | None] = []
         with self._lock:
             self._opened[number] = opened
@@ -518,12 +519,12 @@ def _find(
         source, url = Source(urls[0]), urls[0]
         if source.is_folder(_TEST_TARGETS):
             return _pairs(source, url, _TESTS, _TEST_TARGETS), [], True
-        own = _files(source, url, _TESTS)
+        own = _files(source, _TESTS)
         if not own:
             raise SourceError(f"{url}/{_TESTS} holds no arrays or scans: check the path")
-        return [_SampleFiles(f"{_TESTS}/{_last(each)}", (each,)) for each in own], [], False
+        return [_SampleFiles(f"{_TESTS}/{each.name}", (each,)) for each in own], [], False
     if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS) or not Source(urls[0]).is_folder():
-        return [_SampleFiles(_last(url), (url,)) for url in urls], [], False
+        return [_SampleFiles(last_name(url), (file_at(url),)) for url in urls], [], False
     source, url = Source(urls[0]), urls[0]
     folders = [name for name, folder in source.names() if folder and not name.startswith(".")]
     inputs = [name for name in _INPUTS if name in folders]
@@ -532,32 +533,28 @@ def _find(
         if not targets:
             raise SourceError(f"{url} has {inputs[0]}/ and no labels/: add it, or open {inputs[0]}")
         return _pairs(source, url, inputs[0], targets[0]), [], True
-    own = _files(source, url, "")
+    own = _files(source, "")
     if own:
-        return [_SampleFiles(_last(each), (each,)) for each in own], [], False
+        return [_SampleFiles(each.name, (each,)) for each in own], [], False
     rows: list[_SampleFiles] = []
     classes: list[str] = []
     for folder in folders:
-        files = _files(source, url, folder)
+        files = _files(source, folder)
         if files:
-            rows += [
-                _SampleFiles(f"{folder}/{_last(each)}", (each,), len(classes)) for each in files
-            ]
+            rows += [_SampleFiles(f"{folder}/{each.name}", (each,), len(classes)) for each in files]
             classes.append(folder)
     if not rows:
         raise SourceError(f"{url} holds no arrays or scans: check the path")
     return rows, classes, False
 
 
-def _files(source: Source, url: str, folder: str) -> list[str]:
+def _files(source: Source, folder: str) -> list[FilePlace]:
     """Return the arrays and scans of a folder, sorted."""
     names = [name for name, inner in source.names(folder) if not inner]
     names = [name for name in names if name.lower().endswith(_SUFFIXES) and name[0] != "."]
     names = names or _unnamed(source, folder)
     prefix = f"{folder}/" if folder else ""
-    for name in names:
-        source.check_link(source.path(prefix + name))
-    return [inside(url, prefix + name) for name in names]
+    return [source.file_at(prefix + name) for name in names]
 
 
 def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:
@@ -579,25 +576,21 @@ def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:
 
 def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleFiles]:
     """Return inputs with the targets of the same name. Raises SourceError for one without."""
-    by_stem = {_stem(each): each for each in _files(source, url, targets)}
+    by_stem = {_stem(each.name): each for each in _files(source, targets)}
     rows = []
-    for each in _files(source, url, inputs):
-        target = by_stem.get(_stem(each)) or by_stem.get(_stem(each).removesuffix(_CHANNEL))
+    for each in _files(source, inputs):
+        stem = _stem(each.name)
+        target = by_stem.get(stem) or by_stem.get(stem.removesuffix(_CHANNEL))
         if target is None:
-            raise SourceError(f"{each} has no file of its name in {targets}/: add it, or remove it")
-        rows.append(_SampleFiles(f"{inputs}/{_last(each)}", (each, target)))
+            text = f"has no file of its name in {targets}/: add it, or remove it"
+            raise SourceError(f"{each.url} {text}")
+        rows.append(_SampleFiles(f"{inputs}/{each.name}", (each, target)))
     if not rows:
         raise SourceError(f"{url}/{inputs} holds no arrays or scans: check the path")
     return rows
 
 
-def _stem(url: str) -> str:
+def _stem(name: str) -> str:
     """Return a file's name without the suffix of its format."""
-    name = _last(url)
     suffix = max((s for s in _SUFFIXES if name.lower().endswith(s)), key=len, default="")
     return name.removesuffix(name[len(name) - len(suffix) :])
-
-
-def _last(url: str) -> str:
-    """Return a file's name without its folder."""
-    return url.partition("::")[0].rsplit("/", 1)[-1]

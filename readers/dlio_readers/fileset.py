@@ -22,7 +22,7 @@ from dlio.data.splits import chosen_split, split_of
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
-from dlio.util.limits import check_regular, open_unchecked
+from dlio.util.limits import check_regular
 from dlio.util.parallel import each_of
 from dlio.util.printable import log_warning
 
@@ -228,7 +228,7 @@ class FileSet:
         if self._source.local:
             with request():
                 changed_ns = int(self._changed[number])
-                return self._read_local(self.path(number), size, head, changed_ns)
+                return self._read_local(self.names[number], size, head, changed_ns)
         data = self._source.read(self.names[number])
         return head + data if len(data) == size else None
 
@@ -258,17 +258,17 @@ class FileSet:
         def sample(number: int) -> str:
             path = self.path(number)
             with ReadErrors(path):
-                return content_sample(path, 3)
+                return content_sample(path, 3, self._source.open_regular)
 
         return each_of(sample, sampled_of(len(self)), _THREADS, self._source.path(""))
 
-    def _read_local(self, path: str, size: int, head: bytes, changed_ns: int) -> memoryview | None:
+    def _read_local(self, name: str, size: int, head: bytes, changed_ns: int) -> memoryview | None:
         """Read a local file without extra copies; None if it has been replaced."""
         memory = bytearray(len(head) + size)
         memory[: len(head)] = head
         left, beyond = memoryview(memory)[len(head) :], bytearray(1)
-        with ReadErrors(path):
-            descriptor = open_unchecked(path)
+        with ReadErrors(self._source.path(name)):
+            descriptor = self._source.open(name)
             try:
                 done = os.preadv(descriptor, [left, beyond], 0)
                 while 0 < done < size:
@@ -277,7 +277,7 @@ class FileSet:
                         break
                     done += more
                 status = os.fstat(descriptor)
-                check_regular(status, path)
+                check_regular(status, name)
             finally:
                 os.close(descriptor)
         unchanged = done == size and status.st_ctime_ns == changed_ns
@@ -334,7 +334,7 @@ class ListedReader:
         return [self._read(int(sample)) for sample in samples]
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        self._source.close()
 
     def _content(self, files: FileSet, number: int, head: bytes = b"") -> bytes | memoryview:
         """Return `head` and the bytes of a file. Raises SourceError, and forgets the cached index,
@@ -422,8 +422,6 @@ def files_in(source: Source, folder: str, extensions: tuple[str, ...]) -> Iterat
         here, depth = stack.pop()
         if depth > _DEEPEST:
             raise SourceError(f"{source.path(here)} lies too deep: move its files further up")
-        if source.local and here and os.path.islink(source.path(here)):
-            source.check_link(source.path(here))
         below = []
         for name, is_folder in source.names(here):
             inside = f"{here}/{name}" if here else name

@@ -32,7 +32,7 @@ from dlio.data.labels import (
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
-from dlio.data.source import Entry, File, Source
+from dlio.data.source import Entry, Source, file_at
 from dlio.data.splits import splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
@@ -126,7 +126,8 @@ class FolderReader(ListedReader):
         # A listing that followed links elsewhere is not used by those who do not.
         kind = "-".join(["folder", *["links"] * links_followed(), *([layout] if layout else [])])
         if split or table or label:
-            stamp = File(table).state if table and (os.path.isabs(table) or "://" in table) else ""
+            is_elsewhere = table and (os.path.isabs(table) or "://" in table)
+            stamp = file_at(table).opened().state if table and is_elsewhere else ""
             kind = index_kind(kind, split, table, label, stamp)
         index, head = self._open(Source(path), kind)
         self.schema = IMAGE_LABEL if head["labelled"] else _IMAGE
@@ -627,7 +628,7 @@ class _Walk:
         """List one folder; links to it were followed from the folders `came_by`."""
         source = self._source
         if source.local and os.path.islink(source.path(folder)):
-            source.check_link(source.path(folder))
+            source.check_links(folder)
             came_by = self._links.enter(source.path(folder), came_by)
         modified_ns = source.modified_ns(folder)
         if not source.local:

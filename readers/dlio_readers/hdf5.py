@@ -10,7 +10,7 @@ from dlio.data.chunked_array import ChunkedArray
 from dlio.data.interpretation import counted
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Fit, PathRules
-from dlio.data.source import File, Source, expand, files_below, split_fields
+from dlio.data.source import Source, expand, file_at, files_below, split_fields
 from dlio.errors import SourceError
 from dlio_readers.array_names import joined_parts, side_by_side
 from dlio_readers.columns import (
@@ -59,7 +59,7 @@ class Hdf5Reader(ColumnReader):
         split: str | None = None,
     ) -> None:
         urls, names = split_paths(path)
-        files = [PersistentFile(url) for url in files_below(urls, HDF5_SUFFIXES)]
+        files = [each.opened_as(PersistentFile) for each in files_below(urls, HDF5_SUFFIXES)]
         options = {"select": select, "samples": samples, "split": split}
         rehearse("hdf5", "h5py", path, files, options)
         runs = [] if split or names else side_by_side([file.name for file in files])
@@ -122,7 +122,7 @@ class Hdf5Reader(ColumnReader):
         if Source(url).is_folder():
             return "holds no .h5 file"
         try:
-            file = File(url)
+            file = file_at(url).opened()
             begins = any(file.read(at, 8) == _MAGIC for at in _STARTS)
             return None if begins else "does not begin like an HDF5 file"
         except SourceError:

@@ -171,11 +171,11 @@ class Hdf5File:
         if self._opened is None:
             import h5py
 
-            local = self.file.local_path
             note_opening(self.file.name)
             with ReadErrors(self.file.name, "cannot be opened as an HDF5 file"):
                 try:
-                    self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
+                    with self.file.for_library() as opened:
+                        self._opened = h5py.File(opened, "r", rdcc_nbytes=8 << 20)
                 except OSError as error:
                     raise self._refusal(str(error)) from error
         return self._opened

@@ -100,15 +100,12 @@ class MdsReader(PathReader):
         self._source = Source(path)
         shards = _shards(self._source)
         self._fields = _fields(shards[0], self._source)
-        own, _, chain = path.partition("::")
-        tail = f"::{chain}" if chain else ""
         self._shards = []
         for shard in shards:
             if _fields(shard, self._source) != self._fields:
                 raise SourceError(f"{self._source.path(_INDEX)}: its shards differ in columns")
             name, opener = _file_of(shard, self._source)
-            self._source.check_links(name)
-            file = PersistentFile(f"{own.rstrip('/')}/{name}{tail}")
+            file = self._source.file_at(name).opened_as(PersistentFile)
             raw_bytes = _whole(shard["raw_data"]["bytes"], _MAX_SHARD, self._source)
             self._shards.append(_Shard(file, raw_bytes, opener))
         counts = [_whole(shard["samples"], 1 << 32, self._source) for shard in shards]

@@ -24,8 +24,9 @@ class ParquetGroups:
         import pyarrow.parquet as pq
 
         self._file = file
-        with ReadErrors(file.name, "is not a Parquet file, or is damaged"):
-            self._opened = pq.ParquetFile(file.local_path or file.open())
+        damaged = ReadErrors(file.name, "is not a Parquet file, or is damaged")
+        with damaged, file.for_library() as opened:
+            self._opened = pq.ParquetFile(opened)
         self.schema: Any = self._opened.schema_arrow
         self.count = int(self._opened.metadata.num_row_groups)
 
@@ -103,9 +104,8 @@ class ParquetGroups:
 
         with (
             parsing(where),
-            pq.ParquetFile(
-                self._file.local_path or self._file.open(), read_dictionary=paths
-            ) as opened,
+            self._file.for_library() as file,
+            pq.ParquetFile(file, read_dictionary=paths) as opened,
         ):
             for path in paths:
                 column = opened.read_row_group(group, columns=[path], use_threads=False).column(0)

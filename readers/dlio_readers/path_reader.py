@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
-from dlio.data.links import following_links, links_followed
+from dlio.data.links import following_links, links_followed, opened_by_user, path_of_user
 from dlio.data.schema import Schema, Value
 from dlio.data.source import File, Source, expand, own_name, split_fields
 from dlio.errors import UsageError
@@ -39,7 +39,9 @@ def concurrently(function: Callable[[T], R], items: Sequence[T], path: str) -> l
 
 # Readers
 
-_Again = tuple[type["PathReader"], tuple[bool, bool], tuple[object, ...], dict[str, object]]
+_Guards = tuple[bool, bool, str | None]
+"""Links are followed; the data set is trusted; the path that the user has named."""
+_Again = tuple[type["PathReader"], _Guards, tuple[object, ...], dict[str, object]]
 
 
 class PathReader:
@@ -61,7 +63,8 @@ class PathReader:
         # as they are followed while the reader is opened.
         made = super().__new__(cls)
         made.path = path if isinstance(path, str) else " ".join(path)
-        made._again = cls, (links_followed(), is_trusted()), (path, *given), options
+        guards = links_followed(), is_trusted(), path_of_user()
+        made._again = cls, guards, (path, *given), options
         return made
 
     def __reduce__(self) -> tuple[Any, _Again]:
@@ -101,11 +104,11 @@ class PathReader:
 
 def _opened(
     kind: type[PathReader],
-    guards: tuple[bool, bool],
+    guards: _Guards,
     given: tuple[Any, ...],
     options: dict[str, Any],
 ) -> PathReader:
-    with following_links(guards[0]), trusting(guards[1]):
+    with following_links(guards[0]), trusting(guards[1]), opened_by_user(guards[2]):
         return kind(*given, **options)
 
 

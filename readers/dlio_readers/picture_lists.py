@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Final
 
 from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
-from dlio.data.source import File, Source
+from dlio.data.source import Source, file_at
 from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, split_word
 from dlio.errors import SourceError, UsageError
 from dlio_readers.fileset import PICTURES, files_in
@@ -219,7 +219,6 @@ def _candidates(
         return numbered
     made = []
     for file in _files_of(source, rows):
-        source.check_links(file)
         head = source.read(file, 0, _HEAD)
         whole, mark, _ = head.rpartition(b"\n")
         try:
@@ -243,9 +242,8 @@ def _may_be_list(name: str, folder: str = "") -> bool:
 def _read(source: Source, file: str, label: str | None, is_named: bool = False) -> _List:
     """Return a list. Raises SourceError if it is not text, UsageError for an unknown column."""
     if os.path.isabs(file) or "://" in file:
-        data = File(file).read(0, MAX_TABLE + 1)
+        data = file_at(file).opened().read(0, MAX_TABLE + 1)
     else:
-        source.check_links(file)
         data = source.read(file, 0, MAX_TABLE + 1)
     where = source.path(file) if not os.path.isabs(file) else file
     if is_named and label is not None and b"," not in data[:_HEAD] and not file.endswith(".tsv"):

@@ -44,7 +44,7 @@ import numpy as np
 
 import dlio
 from dlio.data.index import Arrays, cached_index, fingerprint_of
-from dlio.data.links import links_followed
+from dlio.data.links import links_followed, opened_by_user, path_of_user
 from dlio.data.source import File
 from dlio.errors import CorruptBlock, DecodeError, DlioError, SourceError, UsageError
 from dlio.util.child_processes import end_with_parent, module_command
@@ -200,7 +200,7 @@ def _run(kind: str, library: str, given: str, files: Sequence[File]) -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         with contextlib.suppress(BrokenPipeError), child.stdin as into:
-            into.write(json.dumps([token, given]).encode())
+            into.write(json.dumps([token, given, path_of_user()]).encode())
         os.set_blocking(child.stdout.fileno(), False)
         heard = ChildWords(files[0].name, token)
         stuck = _watched(child, heard, _SILENT_S)
@@ -395,13 +395,14 @@ def _read_in_child(
 
 def main() -> None:
     """Open and read the files that standard input names, as the child of `rehearse`."""
-    token, given = json.loads(sys.stdin.read())
+    token, given, named = json.loads(sys.stdin.read())
     paths, options = json.loads(given, object_hook=_part_of)
     # Libraries print to standard output, which is the parent's ear.
     _told[:] = [os.dup(sys.stdout.fileno())]
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     path = paths if len(paths) > 1 else paths[0]
-    _read_in_child(sys.argv[1], int(sys.argv[2]), path, options, token)
+    with opened_by_user(named):
+        _read_in_child(sys.argv[1], int(sys.argv[2]), path, options, token)
     os._exit(0)  # The end of a library does not matter.
 
 

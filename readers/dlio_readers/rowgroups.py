@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LabelColumn, first_labels, label_names, not_scalar
 from dlio.data.schema import DTYPES, Schema, array_kind, parse_kind
-from dlio.data.source import File, ReadErrors
+from dlio.data.source import File, FilePlace, ReadErrors
 from dlio.errors import SourceError
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing, trusting
@@ -387,7 +387,7 @@ class RowGroupReader(PathReader):
     def _setup(
         self,
         path: str | Sequence[str],
-        files: Sequence[str],
+        files: Sequence[FilePlace],
         open_file: Callable[[File], GroupedFile],
     ) -> None:
         """Index the files that a path stands for, or take their index from the cache; `open_file`
@@ -395,7 +395,7 @@ class RowGroupReader(PathReader):
         """
         self._open_file = open_file
         names = split_paths(path)[1]
-        self._files = [File(url) for url in files]
+        self._files = [each.opened() for each in files]
         rehearse(self.format, "pyarrow", path, self._files)
         self._opened: dict[int, GroupedFile] = {}
         self._lock = new_rlock()

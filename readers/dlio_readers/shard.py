@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dlio.data.open_files import Descriptor, PersistentFile, may_hold_more
 from dlio.data.reader_contract import Abilities, FileLocations
-from dlio.data.source import File, Source, expand, failed, files_below, own_name
+from dlio.data.source import File, FilePlace, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
@@ -52,8 +52,9 @@ class ShardReader(PathReader):
     format = "shard"
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        urls, threads = files_below(path, SUFFIX), _OPENED_AT_A_TIME
-        self._files = each_of(PersistentFile, urls, threads, self.path)
+        files, threads = files_below(path, SUFFIX), _OPENED_AT_A_TIME
+        opened = partial(FilePlace.opened_as, kind=PersistentFile)
+        self._files = each_of(opened, files, threads, self.path)
         footers = each_of(_footer, self._files, threads, self.path)
         footers = _in_order(self.path, self._files, footers)
         self._footers = footers

@@ -6,7 +6,16 @@ from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
+from dlio.data.source import (
+    File,
+    FilePlace,
+    Source,
+    expand,
+    file_at,
+    files_below,
+    own_name,
+    split_fields,
+)
 from dlio.data.splits import WHOLE
 from dlio.errors import UsageError
 from dlio_readers.array_names import chosen_arrays, joined_parts, side_by_side
@@ -80,8 +89,9 @@ class TablesReader(ColumnReader):
         self._arrays: dict[str, list[ChunkedArray]] = {}
         paths, names = split_paths(path)
         is_folder = any(Source(each).is_folder() for each in paths)
-        urls = files_below(paths, _ARRAYS) if is_folder else expand(paths)
-        files = concurrently(File, urls, urls[0])
+        places = files_below(paths, _ARRAYS) if is_folder else list(map(file_at, expand(paths)))
+        urls = [each.url for each in places]
+        files = concurrently(FilePlace.opened, places, urls[0])
         concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
         stamps = [f"{file.url} {file.stamp}" for file in files]
         stamps += [repr(select), repr(columns), repr(separator)]

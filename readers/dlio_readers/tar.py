@@ -227,7 +227,7 @@ class TarReader(PathReader):
     abilities = Abilities(random_access=True)
 
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
-        opened = [PersistentFile(url) for url in files_below(path, SUFFIXES)]
+        opened = [each.opened_as(PersistentFile) for each in files_below(path, SUFFIXES)]
         if not opened:
             raise SourceError(f"{self.path} holds no tar")
         self._opened, self._files = opened, _decompressed(opened)

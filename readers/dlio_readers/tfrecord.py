@@ -20,7 +20,16 @@ from dlio.data.labels import LabelColumn, SampleLabels, first_labels, label_name
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
-from dlio.data.source import File, Source, expand, inside, own_name, split_fields
+from dlio.data.source import (
+    File,
+    FilePlace,
+    Source,
+    expand,
+    file_at,
+    inside,
+    own_name,
+    split_fields,
+)
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.memory import new_memory
 from dlio.util.printable import log_warning
@@ -633,9 +642,9 @@ class TfRecordReader(PathReader):
 
     def __init__(self, path: str | Sequence[str]) -> None:
         paths, names = split_paths(path)
-        urls = _files_of(paths)
-        self._files = concurrently(PersistentFile, urls, urls[0])
-        concurrently(lambda file: file.stamp, self._files, urls[0])  # Kept by the files.
+        files = _files_of(paths)
+        self._files = concurrently(lambda each: each.opened_as(PersistentFile), files, files[0].url)
+        concurrently(lambda file: file.stamp, self._files, files[0].url)  # Kept by the files.
         kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")
         index = cached_index(
             kind, _VERSION, self._files, lambda: scan(self.path, names, self._files)
@@ -665,7 +674,7 @@ class TfRecordReader(PathReader):
         url = split_fields(expand(path)[0])[0]
         if _named(own_name(url)):
             return None
-        source = Source(url)
+        source, file = Source(url), file_at(url)
         if source.is_folder():
             names = [name for name, folder in source.names() if not folder]
             if any(_named(name.lower()) for name in names):
@@ -673,11 +682,11 @@ class TfRecordReader(PathReader):
             shard = next((name for name in names if _SHARD.fullmatch(name)), None)
             if shard is None:
                 return "holds no .tfrecord file"
-            url = inside(url, shard)
+            file = source.file_at(shard)
         elif not _SHARD.fullmatch(url.rsplit("/", 1)[-1]):
             return "is neither a .tfrecord nor a folder of them"
         try:
-            return None if is_framed(File(url)) else "does not begin like a TFRecord file"
+            return None if is_framed(file.opened()) else "does not begin like a TFRecord file"
         except SourceError:
             return "is not a file"
 
@@ -755,16 +764,16 @@ def _named(name: str) -> bool:
     return (shard[1] if shard else name).endswith((*_SUFFIXES, *_PACKED))
 
 
-def _files_of(urls: Sequence[str]) -> list[str]:
+def _files_of(urls: Sequence[str]) -> list[FilePlace]:
     """Expand patterns; a folder becomes its TFRecord files.
 
     Raises UsageError if these are of several data sets.
     """
-    files = []
+    files: list[FilePlace] = []
     for url in expand(list(urls)):
         source = Source(url)
         if not source.is_folder():
-            files.append(url)
+            files.append(file_at(url))
             continue
         names = [name for name, folder in source.names() if not folder]
         named = [name for name in names if _named(name.lower())]
@@ -775,16 +784,14 @@ def _files_of(urls: Sequence[str]) -> list[str]:
                 f"{url} holds the files of {len(sets)} data sets, {', '.join(sets[:8])}: name one, "
                 f"as in {inside(url, sets[0])}-*"
             )
-        for name in named:
-            source.check_link(source.path(name))
-        files += [inside(url, name) for name in named]
+        files += [source.file_at(name) for name in named]
     _warn_of_missing(files)
     return files
 
 
-def _warn_of_missing(files: Sequence[str]) -> None:
+def _warn_of_missing(files: Sequence[FilePlace]) -> None:
     """Warn if the names of shards say that there are more of them."""
-    matches = [match for url in files if (match := _SHARD.fullmatch(os.path.basename(url)))]
+    matches = [match for each in files if (match := _SHARD.fullmatch(each.name))]
     totals = {int(match[3]) for match in matches}
     if len(totals) == 1 and len(matches) == len(files) < max(totals):
         log_warning("%d of %d files are read, by their names", len(files), max(totals))

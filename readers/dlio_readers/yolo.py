@@ -16,7 +16,7 @@ import numpy.typing as npt
 import yaml
 
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import Source, inside, own_name
+from dlio.data.source import File, Source, own_name
 from dlio.errors import SourceError
 from dlio.util.parallel import each_of
 from dlio_readers.annotations import (
@@ -101,7 +101,7 @@ class _DataDescription:
     points: tuple[int, int] | None = None
     """Keypoints of a box, and numbers of each: 2 or 3."""
     pairs: list[int] | None = None
-    files: list[str] = field(default_factory=list)
+    files: list[File] = field(default_factory=list)
 
 
 def _listed_split(path: str, split: str | None) -> YoloSplit | None:
@@ -161,7 +161,7 @@ def _annotations(
             )
             raise SourceError(
                 f"{source.path(notes[k])}: class {int(parts[k].labels.max())}, and "
-                f"{described.files[0]} names only {len(classes)}: correct either"
+                f"{described.files[0].name} names only {len(classes)}: correct either"
             )
         classes = [str(number) for number in range(int(numbers.max()) + 1)]
     folders = {os.path.dirname(name) for name in (*pictures, *filter(None, own))}
@@ -278,18 +278,18 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
         names = [name for name, is_folder in source.names(folder) if not is_folder]
         for name in _yamls(names):
             path = f"{folder}/{name}" if folder else name
-            made = _read_yaml(source, path, inside(sides.root, path))
+            made = _read_yaml(source, path)
             if made is not None:
                 return made
         if "classes.txt" in names:
             path = f"{folder}/classes.txt" if folder else "classes.txt"
             lines = source.read(path, 0, _MOST_YAML).decode("utf-8", "replace").splitlines()
             named = [line.strip() for line in lines if line.strip()]
-            return _DataDescription(named, files=[inside(sides.root, path)])
+            return _DataDescription(named, files=[source.file(path)])
     return _DataDescription()
 
 
-def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
+def _read_yaml(source: Source, name: str) -> _DataDescription | None:
     """Read names and keypoints; None if the file has no names. Raises SourceError."""
     shown = source.path(name)
     # As texts: YAML reads no and yes as truth values, 1.0 as a number.
@@ -318,7 +318,7 @@ def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
         pairs = whole.get("flip_idx")
         if pairs is not None and sorted(map(str, pairs)) != sorted(map(str, range(shape[0]))):
             raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
-    return _DataDescription(names, points, pairs, [url])
+    return _DataDescription(names, points, pairs, [source.file(name)])
 
 
 def _parsed_yaml(source: Source, name: str) -> tuple[Any, Any]:

@@ -10,7 +10,15 @@ import numpy as np
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.identity import store_sample
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import File, ReadErrors, Source, is_remote, own_name, redact, split_fields
+from dlio.data.source import (
+    ReadErrors,
+    Source,
+    file_at,
+    is_remote,
+    own_name,
+    redact,
+    split_fields,
+)
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
@@ -256,7 +264,7 @@ class ZarrReader(ColumnReader):
         names: Sequence[str] = ["", *[e.name for e in source.listing() if e.folder]]
         times = [f"{name} {source.modified_ns(name)}" for name in names]
         with ReadErrors(url):
-            content = store_sample(source.root) if source.local else ""
+            content = store_sample(source.root, source.open_regular) if source.local else ""
         return " ".join([*metadata, *times, content])
 
 
@@ -266,7 +274,7 @@ def _in_archive(url: str) -> tuple[str, str]:
     """
     if not own_name(url).endswith(_ARCHIVE):
         return url, ""
-    stamp = File(url).stamp
+    stamp = file_at(url).opened().stamp
     archive = url if is_remote(url) else os.path.abspath(os.path.expanduser(url))
     with ReadErrors(url, "is not a zip archive, or is damaged"):
         whole = Source(f"zip://::{archive}")

@@ -22,7 +22,6 @@ from dlio.data.requests import request
 from dlio.data.source import ReadErrors, Source
 from dlio.errors import SourceError
 from dlio.util.decompression_limits import exceeds, is_cut_off
-from dlio.util.limits import open_regular
 
 _MAX_METADATA: Final = 64 << 20
 _SLACK: Final = 1 << 16
@@ -112,11 +111,10 @@ class LocalFiles(LocalStore):
         path = self.source.path(key)
         with ReadErrors(path):
             try:
-                descriptor = open_regular(path)
+                descriptor = self.source.open_regular(path)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
                 return None
         try:
-            self._check_place(path)
             size = os.fstat(descriptor).st_size
             begin, end = _span(part, size)
             if end - begin > self.limits.most(key):
@@ -126,12 +124,6 @@ class LocalFiles(LocalStore):
             os.close(descriptor)
         self.limits.check(key, data)
         return data
-
-    def _check_place(self, path: str) -> None:
-        """Raise SourceError if a file, or a folder above it, is a link out of the store."""
-        while len(path) > len(self.source.root):
-            self.source.check_link(path)
-            path = os.path.dirname(path)
 
 
 class RemoteFiles(FsspecStore):

@@ -30,12 +30,12 @@ def _file(folder: Path, name: str = "a", data: bytes = b"0123456789") -> Persist
 
 
 def test_is_opened_once_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
+    opened: list[int] = []
 
     class Counted(open_files.Descriptor):
-        def __init__(self, path: str) -> None:
-            opened.append(path)
-            super().__init__(path)
+        def __init__(self, number: int) -> None:
+            opened.append(number)
+            super().__init__(number)
 
     monkeypatch.setattr(open_files, "Descriptor", Counted)
     file = _file(tmp_path)

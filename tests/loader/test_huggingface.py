@@ -1,5 +1,6 @@
 """Hugging Face data sets of images are read through tiers, and their samples stay the same."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 import dlio
+from dlio.data.links import following_links
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,39 @@ def images(pictures: Path, datasets: Any) -> Any:
         "weight": [k / 8 for k in range(len(files))],
     }
     return datasets.Dataset.from_dict(columns, features=features)
+
+
+@pytest.fixture
+def secret(tmp_path: Path, pictures: Path) -> Path:
+    """A picture of the user's that no data set holds."""
+    path = tmp_path / "secret.jpg"
+    path.write_bytes(next(pictures.glob("*/*")).read_bytes())
+    return path
+
+
+def _naming(datasets: Any, path: Path) -> Any:
+    features = datasets.Features({"image": datasets.Image()})
+    rows = [{"bytes": None, "path": str(path)}]
+    return datasets.Dataset.from_dict({"image": rows}, features=features)
+
+
+def test_a_pipe_that_a_data_set_names_is_refused(datasets: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(dlio.SourceError, match="not a regular file"):
+        list(dlio.DataLoader(_naming(datasets, tmp_path / "fifo"), 1, collate_fn=list))
+
+
+def test_parquet_does_not_read_the_files_that_its_paths_name(
+    datasets: Any, tmp_path: Path, secret: Path
+) -> None:
+    _naming(datasets, secret).to_parquet(str(tmp_path / "a.parquet"))
+    data = datasets.Dataset.from_parquet(
+        str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache")
+    )
+    with pytest.raises(dlio.SourceError, match=r"does not lie .*DLIO_FOLLOW_LINKS"):
+        list(dlio.DataLoader(data, 1, collate_fn=list))
+    with following_links(True):
+        assert len(list(dlio.DataLoader(data, 1, collate_fn=list))) == 1
 
 
 def _transform(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -20,7 +20,7 @@ from dlio.data.selection import SelectionReader
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.dataset import Dataset, open_dataset
-from dlio.loader.third_party.huggingface import ImageSet, is_image_set
+from dlio.loader.third_party.huggingface import ForeignFile, ImageSet, is_image_set
 from dlio.storage.tier_spec import Tiers
 
 _Part = tuple[UserDataset, npt.NDArray[np.int64]]
@@ -163,6 +163,8 @@ def _understood(data: UserDataset) -> _AdaptedDataset | None:
         if is_image_set(data):
             return ImageSet(data)
         reader = _reader_of(data)
+    except ForeignFile:
+        raise
     except SourceError:
         return None
     return None if reader is None else _TorchvisionFolder(data, reader)

@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import label_name
+from dlio.data.links import DataRoot, is_below, links_followed
 from dlio.data.schema import Buffer, Schema
+from dlio.data.source import File
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.plan.layout import shuffled_layout
-from dlio.util.input_files import open_input
 
 _ROWS: Final = 4096
 """Rows per step when a data set is opened."""
@@ -62,6 +63,7 @@ class ImageSet:
             raw = raw.cast_column(name, datasets.Image(decode=False))
         self._raw = raw
         self.schema = Schema(tuple(kinds.items()))
+        self._files = _NamedFiles(data)
         self.labels: npt.NDArray[np.int64] = np.zeros(len(data), np.int64)
         self.sizes = self._measure(kinds)
         label = label_name(kinds)
@@ -148,8 +150,8 @@ class ImageSet:
         for k in np.flatnonzero(sizes < 0).tolist():
             path = column[k]["path"].as_py()
             try:
-                sizes[k] = os.path.getsize(path)
-            except (OSError, TypeError) as error:
+                sizes[k] = self._files.file(path).size
+            except TypeError as error:
                 raise SourceError(f"{self.name(first + k)} has no image: {error}") from error
         return sizes
 
@@ -157,10 +159,55 @@ class ImageSet:
         if picture["bytes"] is not None:
             return bytes(picture["bytes"])
         try:
-            with open_input(picture["path"]) as file:
-                return file.read()
-        except OSError as error:
-            raise SourceError(f"{self.name(sample)} cannot be read: {error}") from error
+            return self._files.file(picture["path"]).read()
+        except SourceError as error:
+            raise SourceError(f"{self.name(sample)}: {error}") from error
+
+
+class ForeignFile(SourceError):
+    """A data set names a file that it may not: to leave it to `datasets` would read it."""
+
+
+class _NamedFiles:
+    """The files that a data set names by their paths, which whoever made it has chosen.
+
+    They lie where the data set does, or where `datasets` keeps what it has downloaded. Others are
+    read if links out of data sets are followed, if the program has made the data set out of paths
+    of its own, in memory, or if `datasets` has listed a folder of pictures for it.
+    """
+
+    def __init__(self, data: UserDataset) -> None:
+        from datasets import config
+
+        kept = [os.path.dirname(os.path.abspath(each["filename"])) for each in data.cache_files]
+        lists = os.path.realpath(os.path.join(str(config.HF_DATASETS_CACHE), "imagefolder"))
+        listed = bool(kept) and all(is_below(os.path.realpath(each), lists) for each in kept)
+        made_here = not kept and data.info.builder_name is None
+        self._free = links_followed() or listed or made_here
+        places = [*kept, str(config.DOWNLOADED_DATASETS_PATH)]
+        self._roots = [DataRoot(os.path.abspath(each), follows=False) for each in places]
+
+    def file(self, path: str) -> File:
+        """Return a file that the data set names.
+
+        Raises SourceError if it is missing, ForeignFile if it may not be read, TypeError without a
+        path.
+        """
+        where = os.path.abspath(path)
+        if not os.path.lexists(where):
+            raise SourceError(f"{where} is missing: restore it")
+        own = next((root for root in self._roots if is_below(where, root.path)), None)
+        try:
+            if self._free:
+                return File(where)
+            if own is not None:
+                return File(where, own)
+        except SourceError as error:
+            raise ForeignFile(f"the data set names a file: {error}") from error
+        raise ForeignFile(
+            f"the data set names {where}, which does not lie in its folder: make it again with the "
+            "pictures in it, or allow such files with DLIO_FOLLOW_LINKS=1"
+        )
 
 
 def _kinds(data: Any) -> dict[str, str] | None:
