@@ -65,6 +65,19 @@ def reading(data: bytes) -> Callable[[int, int], memoryview]:
     return lambda at, count: view[at : at + count]
 
 
+def windowed(read: Callable[[int, int], bytes]) -> Callable[[int, int], memoryview]:
+    """Return a function for `streamed` that reads large pieces, of which it returns small parts."""
+    start, window = 0, memoryview(b"")
+
+    def part(at: int, count: int) -> memoryview:
+        nonlocal start, window
+        if not start <= at or at + count > start + len(window):
+            start, window = at, memoryview(read(at, max(count, _STEP)))
+        return window[at - start : at - start + count]
+
+    return part
+
+
 _STREAMS: Final[dict[str, tuple[bytes, Callable[[], Any]]]] = {
     "gzip": (b"\x1f\x8b", lambda: zlib.decompressobj(31)),
     "zlib": (b"", lambda: zlib.decompressobj(47)),

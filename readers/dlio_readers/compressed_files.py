@@ -7,13 +7,13 @@ another, as the codecs' own tools read them.
 import logging
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from dlio.data.open_files import InMemoryFile
 from dlio.data.source import File
 from dlio.errors import SourceError
-from dlio.util.decompression_limits import streamed
+from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.limits import check_claim
 
 SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
@@ -63,7 +63,7 @@ def _parts(file: File, codec: str) -> Iterator[bytes | memoryview]:
         yield from _zstd_parts(file)
         return
     try:
-        end = yield from streamed(_CODECS[codec], _windows(file))
+        end = yield from streamed(_CODECS[codec], windowed(file.read))
     except EOFError as error:
         raise SourceError(f"{file.name} is cut off: restore it") from error
     if end < file.size:
@@ -71,19 +71,6 @@ def _parts(file: File, codec: str) -> Iterator[bytes | memoryview]:
             "%s: its last %d bytes are not of %s, and are left out",
             *(file.name, file.size - end, codec),
         )
-
-
-def _windows(file: File) -> Callable[[int, int], memoryview]:
-    """Return a function that reads a file in large pieces, and returns small parts of them."""
-    start, window = 0, memoryview(b"")
-
-    def read(at: int, count: int) -> memoryview:
-        nonlocal start, window
-        if not start <= at or at + count > start + len(window):
-            start, window = at, memoryview(file.read(at, max(count, _STEP)))
-        return window[at - start : at - start + count]
-
-    return read
 
 
 def _zstd_parts(file: File) -> Iterator[memoryview]:

@@ -30,7 +30,7 @@ from dlio.data.source import File, Source, expand, inside, own_name
 from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import shuffled_layout
-from dlio.util.decompression_limits import streamed
+from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.extras import how_to_install
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
@@ -124,7 +124,7 @@ def _inflated(file: File, most: int) -> memoryview:
     """Return up to `most` bytes of a gzipped file, of one member or several. Raises SourceError."""
     out = bytearray()
     try:
-        for part in streamed("gzip", file.read):
+        for part in streamed("gzip", windowed(file.read)):
             out += part
             if len(out) >= most:
                 break

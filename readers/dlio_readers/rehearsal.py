@@ -45,6 +45,10 @@ from dlio.util.settings import REHEARSAL, settings
 _VERSION: Final = 2
 _STUCK_CPU_S: Final = 8.0
 """Processor time without a byte read or written after which a library counts as stuck."""
+_CPU_S: Final = 20.0
+_CPU_S_A_BYTE: Final = 4e-6
+"""Processor time in all, and for each byte of the files, after which a library counts as stuck
+although it reads: sound files take a hundredth of it."""
 _SILENT_S: Final = 600.0
 """Time without a byte or any work after which a file counts as unreadable."""
 _COPY_SILENT_S: Final = 5.0
@@ -142,7 +146,7 @@ def _run(
         with contextlib.suppress(BrokenPipeError), child.stdin as into:
             into.write(json.dumps(given, default=_plain_part).encode())
         os.set_blocking(child.stdout.fileno(), False)
-        name, stuck = _watched(child, files[0].name, _SILENT_S)
+        name, stuck = _watched(child, files, _SILENT_S)
     if stuck:
         raise SourceError(f"{name}: {library} does not come to an end with it: {_REMEDY}")
     if child.returncode < 0:
@@ -234,7 +238,7 @@ def _copy_passes(
 ) -> bool:
     """Have a copy of this process read the files; True if it has."""
     with contextlib.closing(ProcessCopy(kind, path, options)) as child:
-        _, stuck = _watched(child, files[0].name, _COPY_SILENT_S)
+        _, stuck = _watched(child, files, _COPY_SILENT_S)
         if child.returncode == _REFUSED:
             raise OrdinaryRefusal
         return not stuck and child.returncode == _PASSED
@@ -254,10 +258,12 @@ def _let_go_of_shared_memory() -> None:
 # Children
 
 
-def _watched(child: WatchedProcess, name: str, silent_s: float) -> tuple[str, bool]:
+def _watched(child: WatchedProcess, files: Sequence[File], silent_s: float) -> tuple[str, bool]:
     """Wait for a child's end; return the file that it opened last, and True if it got stuck."""
-    text = b""
+    text, name = b"", files[0].name
+    most = _CPU_S + _CPU_S_A_BYTE * sum(file.size for file in files)
     done, began, since = _progress(child.pid), 0.0, time.monotonic()
+    first = done[1] if done is not None else 0.0
     pause = 0.002
     while True:
         ended = child.poll() is not None
@@ -272,7 +278,8 @@ def _watched(child: WatchedProcess, name: str, silent_s: float) -> tuple[str, bo
         if now is not None and (done is None or now[0] != done[0]):
             done, began, since = now, now[1], time.monotonic()
         used = now[1] - began if now is not None else 0.0
-        if used > _STUCK_CPU_S or time.monotonic() - since > silent_s:
+        whole = now[1] - first if now is not None else 0.0
+        if used > _STUCK_CPU_S or whole > most or time.monotonic() - since > silent_s:
             return name, True
         time.sleep(pause)
         pause = min(2 * pause, _POLL_S)
