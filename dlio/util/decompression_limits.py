@@ -4,7 +4,7 @@ import bz2
 import lzma
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 _STEP: Final = 1 << 20
@@ -24,7 +24,9 @@ def exceeds(codec: str, data: bytes, limit: int) -> bool:
     return check is not None and check(data, limit)
 
 
-def streamed(codec: str, read: Callable[[int, int], bytes | memoryview]) -> Iterator[bytes]:
+def streamed(
+    codec: str, read: Callable[[int, int], bytes | memoryview]
+) -> Generator[bytes, None, int]:
     """Yield what gzip, zlib, bz2 or lzma data become, at most a mebibyte at a time; of several
     streams after one another, too. Zeros between and after them are skipped.
 

@@ -2,7 +2,7 @@
 
 Parsed into objects of Python, text takes up to 60 times its bytes: `[[],[],` is a list of 72 bytes
 and a place of 8 for every three. So JSON is counted first, and YAML is read event by event, without
-what lets a few bytes stand for many (aliases, merge keys). Readers parse text here alone.
+aliases and merge keys, by which a few bytes stand for many. Readers parse text here alone.
 """
 
 import json
@@ -24,11 +24,11 @@ _WIDE: Final = ((0xF0, 4), (0xC4, 2), (0, 1))
 _MOST_VALUES: Final = 1 << 18
 _MOST_DEPTH: Final = 32
 YamlValue = str | list["YamlValue"] | dict[str, "YamlValue"]
-"""What YAML holds, with all scalars as they are written."""
+"""A value of YAML, with all scalars as they are written."""
 
 
 def parse_json(data: str | bytes | bytearray | memoryview, where: str) -> Any:
-    """Return what a text of JSON holds, in UTF-8, -16 or -32.
+    """Return the value of a text of JSON, in UTF-8, -16 or -32.
 
     Raises SourceError if it would take far more memory than its bytes, see `check_objects`;
     ValueError if it is not JSON, or is nested too deeply.
@@ -80,7 +80,7 @@ class _Refused(ValueError):
 
 
 def parse_yaml(data: bytes, where: str, most: int) -> YamlValue | None:
-    """Return what a file of YAML holds, with all scalars as texts: YAML would read `no` as a truth
+    """Return the value of a file of YAML, with all scalars as texts: YAML would read `no` as a truth
     value, and 1.0 as a number. None for an empty file.
 
     Raises SourceError if it is not YAML, is over `most` bytes, or has aliases, anchors, merge keys

@@ -105,7 +105,7 @@ def dicom_array(file: File) -> ChunkedArray:
 
 
 class _ShortReads:
-    """A stream that takes memory for the bytes that are there, not for those that are asked for."""
+    """A stream that takes no memory for bytes that are asked for and are not there."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self._stream, self._size = stream, size

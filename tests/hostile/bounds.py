@@ -1,4 +1,4 @@
-"""What reading a data set may take, by the bytes that are there."""
+"""The most that reading a data set may take, by the bytes that are there."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What data take in memory and time follows from the bytes that are there."""
+"""Memory and time that data take follow from the bytes that are there."""
 
 import io
 import json
@@ -62,7 +62,7 @@ def test_masks_that_do_not_fit_into_memory_are_refused(
     made = annotated.annotations()
     made["annotations"] = [made["annotations"][0] | {"id": k} for k in range(60)]
     (tmp_path / annotated.COCO_FILE).write_text(json.dumps(made))
-    with dlio.open(str(ask.path), tiers="none", **dict(ask.options)) as data:
+    with dlio.open(str(ask.path), tiers="none", format="coco", masks=True) as data:
         assert len(data[0][1]["masks"]) == 60
         monkeypatch.setattr(limits, "usable_memory", lambda: 1000)
         monkeypatch.setattr(limits, "_FREE_BYTES", 0)
@@ -148,7 +148,7 @@ def test_a_library_that_reads_for_ever_is_stopped_by_its_processor_time(
 def test_members_of_an_npz_are_bounded_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrays = {f"x{k}": np.zeros(1000, np.uint8) for k in range(20)}
+    arrays: dict[str, Any] = {f"x{k}": np.zeros(1000, np.uint8) for k in range(20)}
     np.savez_compressed(tmp_path / "a.npz", **arrays)
     monkeypatch.setattr(limits, "usable_memory", lambda: 8000)
     monkeypatch.setattr(limits, "_FREE_BYTES", 1500)

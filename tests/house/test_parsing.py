@@ -36,13 +36,13 @@ def complaints(text: str, path: str) -> list[str]:
 
 
 def test_readers_parse_by_the_rooms_that_bound_what_is_made() -> None:
-    found = [
+    complaining = [
         line
         for place in _PLACES
         for path in sorted((ROOT / place).rglob("*.py"))
         for line in complaints(path.read_text("utf-8"), str(path.relative_to(ROOT)))
     ]
-    assert not found, found
+    assert not complaining, complaining
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def _dicom_cases() -> Cases:
         "sign": {"sign": 7},
         "samples": {"samples": 9},
     }.items():
-        yield Case(f"dicom/{name}", _written(_meta(_PLAIN) + _body(_pixels(), **changes)))
+        yield Case(f"dicom/{name}", _written(_meta(_PLAIN) + _body(_pixels(), b"", **changes)))
     for name, more in {
         "deep": _sequence(5000),
         "long": _element(8, 0x16, b"UT", b"", 2**31),
@@ -204,7 +204,9 @@ def _image(folder: Path) -> Path:
     level[:] = np.arange(192, dtype=np.uint8).reshape(3, 8, 8)
     mask = root.create_group("labels").create_group("cells")
     mask.create_array("0", shape=(3, 8, 8), chunks=(1, 8, 8), dtype="uint8")[:] = 1
-    scales = [{"version": "0.4", "datasets": [{"path": "0"}], "axes": [{"name": n} for n in "zyx"]}]
+    scales: Any = [
+        {"version": "0.4", "datasets": [{"path": "0"}], "axes": [{"name": n} for n in "zyx"]}
+    ]
     root.attrs["multiscales"] = scales
     mask.attrs["multiscales"] = scales
     root["labels"].attrs["labels"] = ["cells"]
