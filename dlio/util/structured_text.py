@@ -80,7 +80,7 @@ class _Refused(ValueError):
 
 
 def parse_yaml(data: bytes, where: str, most: int) -> YamlValue | None:
-    """Return the value of a file of YAML, with all scalars as texts: YAML would read `no` as a truth
+    """Return the value of a YAML file, with all scalars as texts: YAML would read `no` as a truth
     value, and 1.0 as a number. None for an empty file.
 
     Raises SourceError if it is not YAML, is over `most` bytes, or has aliases, anchors, merge keys
