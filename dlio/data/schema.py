@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from dlio.errors import CorruptBlock
 from dlio.util.memory import joined
+from dlio.util.structured_text import parse_json
 
 ENCODED: Final = ("jpeg", "png", "webp", "image", "bytes", "text", "json")
 """Kinds of any length that are stored unchanged; `image` is any image file."""
@@ -227,7 +228,7 @@ class Schema:
     def from_json(cls, text: str | bytes) -> "Schema":
         """Parse `to_json`'s text. Raises CorruptBlock for anything else."""
         try:
-            return cls.from_rows(json.loads(text))
+            return cls.from_rows(parse_json(text, "schema"))
         except (ValueError, RecursionError) as error:
             raise CorruptBlock(f"schema is not JSON: {error}") from error
 

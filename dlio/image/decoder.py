@@ -413,8 +413,11 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
         except ValueError as error:
             raise damaged(name, f"its JPEG header cannot be read: {error}") from error
         except KeyError:
+            _check_scans(image, (1, MAX_PIXELS), name)
             return None  # Subsampling that simplejpeg has no name for, such as 4:4:1.
         check_size(height, width, name)
+        if colours in ("CMYK", "YCCK"):
+            _check_scans(image, (height, width), name)
         return None if colours in ("CMYK", "YCCK") else (height, width)
     size = _declared_size(image, name)
     if size is not None:
@@ -476,6 +479,19 @@ def check_size(height: int, width: int, name: object) -> None:
         raise damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
 
 
+_MOST_SCANS: Final = 64
+_SCANNED: Final = 1 << 28
+"""Pixels of all scans of a JPEG that may have more of them. A progressive one has about ten."""
+
+
+def _check_scans(image: Buffer, size: tuple[int, int], name: object) -> None:
+    """Raise DecodeError for a JPEG of very many scans: each of a few bytes takes as long to decode
+    as all of its pixels."""
+    scans = (image if isinstance(image, bytes) else bytes(image)).count(b"\xff\xda")
+    if scans > _MOST_SCANS and scans * size[0] * size[1] > _SCANNED:
+        raise damaged(name, f"it has {scans} scans of {size[1]} x {size[0]} pixels")
+
+
 _threads = threading.local()
 
 
@@ -491,6 +507,7 @@ def _decode_jpeg(
         made = library.crop(image, box.top, box.left, box.height, box.width)
         if made is not None:
             return made[0], box.top, made[1]
+    _check_scans(image, size, name)
     small = _smaller(image, size, box)
     height, width = small.height, small.width
     if factor > 1 and (small.top % factor or small.left % factor):

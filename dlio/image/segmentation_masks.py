@@ -45,7 +45,12 @@ _UPSAMPLED: Final = 5
 _LEAST_POINTS: Final = 3
 _FURTHEST: Final = 1 << 20
 _MOST_POINTS: Final = 1 << 24
-"""Points on a polygon's outline, at most; the outline of a picture of 8,192 pixels has 2**18."""
+"""Points on an instance's outlines, at most; the outline of a picture of 8,192 pixels has 2**18."""
+_POINTS_A_PIXEL: Final = 16
+_FEW_POINTS: Final = 1 << 18
+"""The same of an instance of a small picture: these, and some for each pixel."""
+_AT_ONCE: Final = 1 << 18
+"""Points of which outlines are made at a time."""
 Mask = npt.NDArray[np.uint8]
 
 
@@ -117,8 +122,9 @@ def draw_instance(shape: object, height: int, width: int, name: object) -> Mask:
         else:
             polygons = _polygons(shape)
         mask = np.zeros((height, width), np.uint8)
+        left = min(_MOST_POINTS, _FEW_POINTS + _POINTS_A_PIXEL * height * width)
         for polygon in polygons:
-            _fill(mask, polygon)
+            left -= _fill(mask, polygon, left)
         return mask
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise _invalid(name, f"segmentation: {error}") from error
@@ -168,8 +174,9 @@ def has_area(polygon: Sequence[float] | npt.NDArray[np.float64]) -> bool:
     return len(polygon) // 2 >= _LEAST_POINTS
 
 
-def _fill(mask: Mask, points: npt.NDArray[np.float64]) -> None:
-    """Fill a polygon with ones, by the rules of COCO's `rleFrPoly`."""
+def _fill(mask: Mask, points: npt.NDArray[np.float64], most: int) -> int:
+    """Fill a polygon with ones, by the rules of COCO's `rleFrPoly`; return the points on its
+    outline. Raises ValueError for more than `most`."""
     height, width = mask.shape
     corners = (points * _UPSAMPLED + 0.5).astype(np.int64)
     begins, ends = corners, np.roll(corners, -1, axis=0)
@@ -179,28 +186,40 @@ def _fill(mask: Mask, points: npt.NDArray[np.float64]) -> None:
     low = np.where(turned[:, None], ends, begins)
     high = np.where(turned[:, None], begins, ends)
     lengths = spans.max(axis=1)
-    total = int((lengths + 1).sum())
-    if total > _MOST_POINTS:
-        raise ValueError("a polygon reaches far beyond the picture")
-    # Every point of the outline, edge by edge, each in its own direction.
-    edge = np.repeat(np.arange(len(points)), lengths + 1)
-    step = np.arange(total) - np.repeat(np.cumsum(lengths + 1) - (lengths + 1), lengths + 1)
-    step = np.where(turned[edge], lengths[edge] - step, step)
+    counts = lengths + 1
+    total = int(counts.sum())
+    if total > most:
+        raise ValueError("a polygon reaches far beyond the picture, or passes it too often")
     across = np.where(wide, high[:, 1] - low[:, 1], high[:, 0] - low[:, 0])
     slope = across / np.maximum(lengths, 1)
-    other = (np.where(wide, low[:, 1], low[:, 0])[edge] + slope[edge] * step + 0.5).astype(np.int64)
-    along = np.where(wide, low[:, 0], low[:, 1])[edge] + step
-    x, y = np.where(wide[edge], along, other), np.where(wide[edge], other, along)
-    # Where the outline passes the middle of a column of pixels, inside and outside change.
-    passes = np.flatnonzero(np.diff(x))
-    before, after = x[passes], x[passes + 1]
-    column = (np.where(after < before, after, after - 1) + 0.5) / _UPSAMPLED - 0.5
-    row = (np.minimum(y[passes], y[passes + 1]) + 0.5) / _UPSAMPLED - 0.5
-    right = (np.floor(column) == column) & (column >= 0) & (column <= width - 1)
-    if not right.any():
-        return
-    rows = np.ceil(np.clip(row[right], 0, height)).astype(np.int64)
-    columns = column[right].astype(np.int64)
+    ends = np.cumsum(counts)
+    parts = []
+    first = 0
+    while first < len(points):
+        # Whole edges, of which the next one begins where the last one ends.
+        stop = int(np.searchsorted(ends, int(ends[first] - counts[first]) + _AT_ONCE, "right"))
+        stop = max(stop, first + 1)
+        own = counts[first:stop]
+        # Every point of the outline, edge by edge, each in its own direction.
+        edge = np.repeat(np.arange(first, stop), own)
+        step = np.arange(len(edge)) - np.repeat(np.cumsum(own) - own, own)
+        step = np.where(turned[edge], lengths[edge] - step, step)
+        base = np.where(wide, low[:, 1], low[:, 0])[edge]
+        other = (base + slope[edge] * step + 0.5).astype(np.int64)
+        along = np.where(wide, low[:, 0], low[:, 1])[edge] + step
+        x, y = np.where(wide[edge], along, other), np.where(wide[edge], other, along)
+        # Where the outline passes the middle of a column of pixels, inside and outside change.
+        passes = np.flatnonzero(np.diff(x))
+        before, after = x[passes], x[passes + 1]
+        column = (np.where(after < before, after, after - 1) + 0.5) / _UPSAMPLED - 0.5
+        row = (np.minimum(y[passes], y[passes + 1]) + 0.5) / _UPSAMPLED - 0.5
+        right = (np.floor(column) == column) & (column >= 0) & (column <= width - 1)
+        rows = np.ceil(np.clip(row[right], 0, height)).astype(np.int64)
+        parts.append((rows, column[right].astype(np.int64)))
+        first = stop
+    rows, columns = (np.concatenate(each) for each in zip(*parts, strict=True))
+    if not len(rows):
+        return total
     # A column is passed an even number of times, so that only the polygon's own part is drawn.
     top, left = int(rows.min()), int(columns.min())
     shape = int(columns.max()) - left + 1, int(rows.max()) - top + 1
@@ -208,6 +227,7 @@ def _fill(mask: Mask, points: npt.NDArray[np.float64]) -> None:
     changes = np.bincount(at, minlength=shape[0] * shape[1]).astype(np.uint8).reshape(shape)
     inside = np.cumsum(changes, axis=1, dtype=np.uint8) & 1
     mask[top : top + shape[1] - 1, left : left + shape[0]] |= inside[:, :-1].T
+    return total
 
 
 def _unrolled(shape: Mapping[str, Any], height: int, width: int) -> Mask:

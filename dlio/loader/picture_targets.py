@@ -27,6 +27,7 @@ from dlio.image.segmentation_masks import decode_mask, draw_instance
 from dlio.loader.contract import BatchData, Sample
 from dlio.loader.sample import decoded_field, image_and_label
 from dlio.loader.torch_private import collate_fn_map
+from dlio.util.limits import is_plausible
 
 _BOXES, _LABELS, _KEYPOINTS, _PAIRS = "boxes", "box_labels", "keypoints", "keypoint_pairs"
 _SEGMENTS, _MASK = "segments", "mask"
@@ -216,10 +217,18 @@ class _BoxTargets(Companion):
         if not isinstance(shapes, list) or len(shapes) != len(values[_BOXES]):
             raise CorruptBlock(f"{_SEGMENTS} are not one for each of {len(values[_BOXES])} boxes")
         height, width = _size(values[self.image], move, name)
-        whole = (draw_instance(shapes[k], height, width, name) for k in stay.tolist())
-        masks = [mask if move is None else move.mask(mask) for mask in whole]
         sides = (height, width) if move is None else (move.height, move.width)
-        return np.stack(masks) if masks else np.empty((0, *sides), np.uint8)
+        needed, stored = len(stay) * sides[0] * sides[1], memoryview(values[self.image]).nbytes
+        if not is_plausible(needed, stored + memoryview(values[_SEGMENTS]).nbytes):
+            raise DecodeError(
+                f"{name} has masks of {needed} bytes in {len(stay)} boxes, which are more than a "
+                "quarter of this process's memory: crop it, or give --trust if you trust its maker"
+            )
+        masks = np.empty((len(stay), *sides), np.uint8)
+        for place, k in enumerate(stay.tolist()):
+            whole = draw_instance(shapes[k], height, width, name)
+            masks[place] = whole if move is None else move.mask(whole)
+        return masks
 
 
 def _size(image: Any, move: CropGeometry | None, name: object) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from dlio.data.schema import IMAGES, Buffer, Schema
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decoder import decode_whole
 from dlio.loader.contract import Sample
+from dlio.util.structured_text import parse_json
 
 _INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
@@ -74,7 +75,7 @@ def decoded_field(kind: str, value: Any, name: object) -> Any:
     if kind == "text":
         return str(value, "utf-8")
     if kind == "json":
-        return json.loads(bytes(value))
+        return parse_json(value, f"{kind} of {name}")
     return bytes(value) if kind == "bytes" else value
 
 

@@ -4,10 +4,12 @@ import bz2
 import lzma
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 _STEP: Final = 1 << 20
+_FIRST: Final = 1 << 9
+"""Bytes that a decompressor gets at first."""
 _LZMA_BYTES: Final = 256 << 20
 """Memory that a stream may ask for: that of the highest preset is 65 MiB."""
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
@@ -22,34 +24,86 @@ def exceeds(codec: str, data: bytes, limit: int) -> bool:
     return check is not None and check(data, limit)
 
 
-def _streamed(make: Callable[[], Any]) -> Callable[[bytes, int], bool]:
-    """Return a check that decompresses in small steps; `make` makes the decompressor."""
+def streamed(
+    codec: str, read: Callable[[int, int], bytes | memoryview]
+) -> Generator[bytes, None, int]:
+    """Yield what gzip, zlib, bz2 or lzma data become, at most a mebibyte at a time; of several
+    streams after one another, too. Zeros between and after them are skipped.
 
-    def check(data: bytes, limit: int) -> bool:
+    `read` returns a number of bytes from an offset, fewer at the end. What follows the last stream
+    is not read; the generator returns its offset.
+
+    Time grows with the bytes read and made, however small the streams are: a decompressor gets few
+    bytes at first, as it copies those behind its own.
+
+    Raises EOFError for data that are cut off, and what the codec raises for damaged ones.
+    """
+    magic, make = _STREAMS[codec]
+    at = 0
+    while True:
+        stream, size = make(), _FIRST
+        while not stream.eof:
+            given: bytes | memoryview = b""
+            if is_hungry := getattr(stream, "needs_input", True):
+                given = read(at, size)
+                at, size = at + len(given), min(2 * size, _STEP)
+            part = stream.decompress(given, _STEP)
+            if is_hungry and not given and not part and not stream.eof:
+                raise EOFError("it is cut off")
+            at -= len(getattr(stream, "unconsumed_tail", b""))
+            if part:
+                yield part
+        at -= len(stream.unused_data)
+        while (head := bytes(read(at, _FIRST))) and not head.strip(b"\0"):
+            at += len(head)
+        at += len(head) - len(head.lstrip(b"\0"))
+        if not head or not bytes(read(at, len(magic) or 1)).startswith(magic):
+            return at
+
+
+def reading(data: bytes) -> Callable[[int, int], memoryview]:
+    """Return a function for `streamed` that reads from memory."""
+    view = memoryview(data)
+    return lambda at, count: view[at : at + count]
+
+
+def windowed(read: Callable[[int, int], bytes]) -> Callable[[int, int], memoryview]:
+    """Return a function for `streamed` that reads large pieces, of which it returns small parts."""
+    start, window = 0, memoryview(b"")
+
+    def part(at: int, count: int) -> memoryview:
+        nonlocal start, window
+        if not start <= at or at + count > start + len(window):
+            start, window = at, memoryview(read(at, max(count, _STEP)))
+        return window[at - start : at - start + count]
+
+    return part
+
+
+_STREAMS: Final[dict[str, tuple[bytes, Callable[[], Any]]]] = {
+    "gzip": (b"\x1f\x8b", lambda: zlib.decompressobj(31)),
+    "zlib": (b"", lambda: zlib.decompressobj(47)),
+    "deflate": (b"", lambda: zlib.decompressobj(-15)),
+    "bz2": (b"BZh", bz2.BZ2Decompressor),
+    "lzma": (b"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(memlimit=_LZMA_BYTES)),
+}
+
+
+def _streamed(codec: str) -> Callable[[bytes, int], bool]:
+    """Return a check that decompresses in small steps."""
+
+    def sound(data: bytes, limit: int) -> bool:
         done = 0
-        while data:
-            decompressor = make()
-            rest = data
-            while not decompressor.eof:
-                part = decompressor.decompress(rest, _STEP)
-                rest = getattr(decompressor, "unconsumed_tail", b"")
+        try:
+            for part in streamed(codec, reading(data)):
                 done += len(part)
                 if done > limit:
                     return True
-                if not part and not rest:
-                    return False  # Cut off, which the codec itself reports.
-            if decompressor.unused_data == data:
-                return False
-            data = decompressor.unused_data
-        return False
-
-    def sound(data: bytes, limit: int) -> bool:
-        try:
-            return check(data, limit)
         except lzma.LZMAError as error:
             return "emory" in str(error)
         except (zlib.error, OSError, EOFError, ValueError):
-            return False
+            pass  # The codec itself reports it.
+        return False
 
     return sound
 
@@ -109,12 +163,13 @@ def is_cut_off(codec: str, data: bytes) -> bool:
 
 
 CODECS: Final[dict[str, Callable[[bytes, int], bool]]] = {
-    "gzip": _streamed(lambda: zlib.decompressobj(47)),
-    "zlib": _streamed(lambda: zlib.decompressobj(47)),
-    "bz2": _streamed(bz2.BZ2Decompressor),
-    "lzma": _streamed(lambda: lzma.LZMADecompressor(memlimit=_LZMA_BYTES)),
+    "gzip": _streamed("zlib"),
+    "zlib": _streamed("zlib"),
+    "deflate": _streamed("deflate"),
+    "bz2": _streamed("bz2"),
+    "lzma": _streamed("lzma"),
     "zstd": _zstd,
     "blosc": _word(4),
     "lz4": _word(0),
 }
-"""Checks by codec, named as in Zarr."""
+"""Checks by codec, named as in Zarr; deflate has neither head nor checksum."""

@@ -7,6 +7,8 @@ Files of a data set, a tier or a checkpoint may have been made by anyone. So
 - sizes that a file declares are compared with its stored bytes, and with this process's memory,
   before memory is taken for them (`check_claim`), and nothing is decompressed beyond its declared
   size (`dlio.util.decompression_limits`);
+- text becomes objects only if these are not far larger than it (`check_objects`), by
+  `dlio.util.structured_text`;
 - libraries that raise errors of any kind for malformed metadata are called within `parsing`.
 
 Whoever knows where a data set comes from lifts the guards that are against strangers alone:
@@ -30,6 +32,7 @@ MAX_ABSENT_ROWS: Final = 1 << 20
 """Rows that a data set may declare without storing them."""
 _FREE_BYTES: Final = 128 << 20
 _EXPANSION: Final = 256
+_OBJECTS: Final = 16
 _SHARE: Final = 4
 """A part of this process's memory, one of so many, may be taken for bytes that are not stored."""
 _REASON: Final = "it is not a regular file"
@@ -109,6 +112,22 @@ def check_claim(declared: int, stored: int, where: str) -> None:
             "than a quarter of this process's memory, and a way to take all of it; if you trust "
             "whoever made the file, give --trust (in Python, trust=True), else store it in smaller "
             "parts"
+        )
+
+
+def check_objects(needed: int, stored: int, where: str) -> None:
+    """Check that stored bytes may become objects of Python that need some bytes of memory.
+
+    Raises SourceError for more than 16 times the stored bytes, of which sound data take 4 to 12,
+    and more than a quarter of the memory that this process may use, unless the data set is trusted.
+    """
+    if needed <= _FREE_BYTES + _OBJECTS * stored or is_trusted():
+        return
+    if needed > usable_memory() // _SHARE:
+        raise SourceError(
+            f"{where} would need {needed} bytes of memory for its {stored}: that is more than a "
+            "quarter of this process's memory, and a way to take all of it; if you trust whoever "
+            "made the file, give --trust (in Python, trust=True), else split it"
         )
 
 

@@ -22,6 +22,7 @@ from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
 from dlio.image.file_headers import stored_places
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
+from dlio.util.structured_text import parse_json
 from dlio_readers.fileset import FileSet, ListedReader
 from dlio_readers.path_reader import PathReader
 from dlio_readers.turned_pictures import TurnedPictures
@@ -240,7 +241,7 @@ def _turned_segments(text: str, turn: int) -> str:
                 for each in shape["relative"]
             ]
         }
-        for shape in json.loads(text)
+        for shape in parse_json(text, "segments")
     ]
     return json.dumps(made, separators=(",", ":"))
 

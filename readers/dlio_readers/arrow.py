@@ -1,6 +1,5 @@
 """The reader of Arrow files and streams: Feather, and folders that Hugging Face data sets save."""
 
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, FilePlace, Source, expand, files_below, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_claim, parsing
+from dlio.util.structured_text import parse_json
 from dlio_readers.path_reader import lie_at, split_paths
 from dlio_readers.rowgroups import ArrowTable, RowGroupReader
 
@@ -325,7 +325,7 @@ def _saved(url: str) -> list[FilePlace]:
     if _STATE not in names:
         return []
     try:
-        rows = json.loads(source.read(_STATE, 0, _MOST_STATE))["_data_files"]
+        rows = parse_json(source.read(_STATE, 0, _MOST_STATE), source.path(_STATE))["_data_files"]
         files = [str(row["filename"]) for row in rows]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SourceError(f"{url}/{_STATE} is damaged: {error!r}; restore it") from error

@@ -21,6 +21,7 @@ from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.image.segmentation_masks import has_area
 from dlio.util.printable import log_warning
+from dlio.util.structured_text import parse_json
 from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
@@ -53,8 +54,8 @@ class CocoFile:
         if file.size > _MOST_BYTES:
             raise SourceError(f"{self.name} has over {_MOST_BYTES} bytes: split it")
         try:
-            whole = json.loads(file.read())
-        except (ValueError, RecursionError) as error:
+            whole = parse_json(file.read(), self.name)
+        except ValueError as error:
             raise SourceError(
                 f"{self.name} is not whole JSON: {error}: it was cut off or damaged; copy it again"
             ) from error
@@ -285,10 +286,13 @@ def _segments(file: CocoFile, numbers: list[int], counts: npt.NDArray[np.int64])
             *(file.name, len(poor), len(numbers), file.at("annotations", poor[0])),
         )
     ends = np.cumsum(counts).tolist()
-    return [
-        json.dumps(shapes[end - count : end], separators=(",", ":"))
-        for count, end in zip(counts.tolist(), ends, strict=True)
-    ]
+    try:
+        return [
+            json.dumps(shapes[end - count : end], separators=(",", ":"))
+            for count, end in zip(counts.tolist(), ends, strict=True)
+        ]
+    except RecursionError as error:
+        raise SourceError(f"{file.name}: a segmentation is nested too deeply") from error
 
 
 def _lacks_area(shape: list[Any] | Record) -> bool:

@@ -8,7 +8,6 @@ holds the bytes or elements of all samples concatenated, `<name>__ends` the end 
 it, and `<name>__shape` the shape of each array.
 """
 
-import json
 import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
 from dlio.util.printable import log_warning
+from dlio.util.structured_text import parse_json
 from dlio_readers.array_names import splits_of_arrays
 from dlio_readers.path_reader import PathReader, joined_rows, neighbours
 
@@ -539,7 +539,7 @@ def parse_schema(text: str | bytes | None, path: str) -> tuple[Schema, list[str]
     if text is None:
         return None
     try:
-        packed = json.loads(text)
+        packed = parse_json(text, path)
         return Schema.from_rows(packed["schema"]), [str(name) for name in packed["classes"]]
     except (ValueError, KeyError, TypeError, RecursionError, CorruptBlock) as error:
         raise SourceError(

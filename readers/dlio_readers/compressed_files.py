@@ -4,14 +4,15 @@ By their first bytes they are of gzip, bzip2, xz or Zstandard; several streams m
 another, as the codecs' own tools read them.
 """
 
-import bz2
 import lzma
 import zlib
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 from dlio.data.open_files import InMemoryFile
 from dlio.data.source import File
 from dlio.errors import SourceError
+from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.limits import check_claim
 from dlio.util.printable import log_warning
 
@@ -22,8 +23,9 @@ _MAGIC: Final = {
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "Zstandard",
 }
-_STEP: Final = 1 << 24
-_LZMA_BYTES: Final = 256 << 20
+_CODECS: Final = {"gzip": "gzip", "bzip2": "bz2", "xz": "lzma"}
+"""Names of `streamed`."""
+_STEP: Final = 1 << 20
 
 
 def codec_of(head: bytes) -> str:
@@ -48,43 +50,32 @@ def in_memory(file: File) -> File:
 
 
 def _decompressed(file: File, codec: str) -> bytearray:
-    data, done = file.read(), bytearray()
-    if codec == "Zstandard":
-        _read_zstd(data, done, file)
-        return done
-    while data:
-        if codec_of(data[:6]) != codec:
-            log_warning(
-                "%s: its last %d bytes are not of %s, and are left out",
-                *(file.name, len(data), codec),
-            )
-            return done
-        stream = _stream(codec)
-        while not stream.eof:
-            before = len(done)
-            done += stream.decompress(data, _STEP)
-            check_claim(len(done), file.size, file.name)
-            data = getattr(stream, "unconsumed_tail", b"")
-            if len(done) == before and not data and not stream.eof:
-                raise SourceError(f"{file.name} is cut off: restore it")
-        # Tapes and some servers pad files with zeros, which all tools skip.
-        data = stream.unused_data.lstrip(b"\0")
+    done = bytearray()
+    for part in _parts(file, codec):
+        done += part
+        check_claim(len(done), file.size, file.name)
     return done
 
 
-def _stream(codec: str) -> Any:
-    if codec == "gzip":
-        return zlib.decompressobj(31)
-    return (
-        bz2.BZ2Decompressor() if codec == "bzip2" else lzma.LZMADecompressor(memlimit=_LZMA_BYTES)
-    )
+def _parts(file: File, codec: str) -> Iterator[bytes | memoryview]:
+    if codec == "Zstandard":
+        yield from _zstd_parts(file)
+        return
+    try:
+        end = yield from streamed(_CODECS[codec], windowed(file.read))
+    except EOFError as error:
+        raise SourceError(f"{file.name} is cut off: restore it") from error
+    if end < file.size:
+        log_warning(
+            "%s: its last %d bytes are not of %s, and are left out",
+            *(file.name, file.size - end, codec),
+        )
 
 
-def _read_zstd(data: bytes, done: bytearray, file: File) -> None:
+def _zstd_parts(file: File) -> Iterator[memoryview]:
     import pyarrow
 
     buffer = bytearray(_STEP)  # `read` of pyarrow 26 loses its buffer when it fails.
-    with pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd") as stream:
+    with file.open() as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
         while count := stream.readinto(buffer):
-            done += buffer[:count]
-            check_claim(len(done), file.size, file.name)
+            yield memoryview(buffer)[:count]

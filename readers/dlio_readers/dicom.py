@@ -9,7 +9,9 @@ Source: DICOM PS3.3, C.7.6.16 (functional groups), C.11.1 (modality LUT).
 
 import io
 import math
-from typing import Any, Final
+import struct
+import zlib
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +19,20 @@ import numpy.typing as npt
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.source import File, Source
 from dlio.errors import SourceError, UsageError
+from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.extras import how_to_install
 from dlio.util.limits import check_claim, parsing
 
 DICOM_SUFFIXES: Final = (".dcm", ".dicom")
 _MAGIC: Final = b"DICM"
 _MAGIC_AT: Final = 128
+_HEAD_BYTES: Final = 1 << 16
+_DEFLATED: Final = b"1.2.840.10008.1.2.1.99"
+_LONG_TYPES: Final = (b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"UC", b"UN", b"UR", b"UT")
+"""Types of values whose length has four bytes."""
+_JPEG_2000: Final = b"\xff\x4f\xff\x51"
+_SIZED: Final = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), 0xCD, 0xCE, 0xCF, 0xF7)
+"""Markers of JPEG and JPEG-LS that are followed by the sides."""
 _DIRECTORY: Final = "DICOMDIR"
 """Names a file that lists others, and has no pixels."""
 
@@ -52,8 +62,9 @@ def dicom_array(file: File) -> ChunkedArray:
         ) from error
 
     with parsing(file.name):
+        _check_deflated(file)
         with file.open() as stream:
-            head = pydicom.dcmread(stream, stop_before_pixels=True)
+            head = pydicom.dcmread(_ShortReads(stream, file.size), stop_before_pixels=True)
         if "Rows" not in head or "Columns" not in head:
             raise SourceError(f"{file.name} is a DICOM file without pixels: leave it out")
         shape, dtype, frames = _shape(head)
@@ -71,6 +82,7 @@ def dicom_array(file: File) -> ChunkedArray:
     def read(box: Box) -> npt.NDArray[Any]:
         with parsing(file.name):
             whole = pydicom.dcmread(io.BytesIO(file.read()))
+            _check_frames(whole, frames, file.name)
             pixels = whole.pixel_array
         if pixels.shape != shape or pixels.dtype != dtype:
             raise SourceError(
@@ -90,6 +102,78 @@ def dicom_array(file: File) -> ChunkedArray:
         return scaled
 
     return ChunkedArray(file.name, shape, own, shape, read)
+
+
+class _ShortReads:
+    """A stream that takes no memory for bytes that are asked for and are not there."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream, self._size = stream, size
+        self.seek, self.tell = stream.seek, stream.tell
+
+    def read(self, count: int = -1) -> bytes:
+        """Return a number of bytes, or all up to the end; fewer at the end."""
+        left = max(0, self._size - self.tell())
+        return self._stream.read(left if count is None or count < 0 else min(count, left))
+
+
+def _check_deflated(file: File) -> None:
+    """Check how much a deflated file becomes: pydicom inflates it as a whole.
+
+    Raises SourceError if that is too much, ValueError if its first group is damaged.
+    """
+    head = file.read(0, _HEAD_BYTES)
+    at, syntax = _MAGIC_AT + len(_MAGIC), b""
+    # The elements of group 2 are little-endian, with their types.
+    while head[at : at + 2] == b"\2\0" and at + 12 <= len(head):
+        is_long = head[at + 4 : at + 6] in _LONG_TYPES
+        size = int.from_bytes(
+            head[at + 8 : at + 12] if is_long else head[at + 6 : at + 8], "little"
+        )
+        begin = at + (12 if is_long else 8)
+        if head[at + 2 : at + 4] == b"\x10\0":
+            syntax = head[begin : begin + size].rstrip(b"\0 ")
+        at = begin + size
+    if syntax != _DEFLATED:
+        return
+    done = 0
+    try:
+        read = windowed(lambda offset, count: file.read(at + offset, count))
+        for part in streamed("deflate", read):
+            done += len(part)
+            check_claim(done, file.size, file.name)
+    except (EOFError, zlib.error):
+        pass  # pydicom reports it.
+
+
+def _check_frames(whole: Any, frames: int, name: str) -> None:
+    """Raise SourceError if a compressed frame has other sides than the file's header: decoders take
+    memory for what it says."""
+    if not whole.file_meta.TransferSyntaxUID.is_encapsulated:
+        return
+    from pydicom.encaps import generate_frames
+
+    for number, frame in enumerate(generate_frames(whole.PixelData, number_of_frames=frames)):
+        sides = _coded_sides(frame)
+        if sides not in (None, (int(whole.Rows), int(whole.Columns))):
+            raise SourceError(
+                f"{name}: its frame {number} has {sides} pixels, and its header says "
+                f"{(int(whole.Rows), int(whole.Columns))}: restore it"
+            )
+
+
+def _coded_sides(frame: bytes) -> tuple[int, int] | None:
+    """Return (rows, columns) of a frame of JPEG, JPEG-LS or JPEG 2000; None for other codecs."""
+    if (at := frame[:256].find(_JPEG_2000)) >= 0:
+        right, bottom, left, top = struct.unpack_from(">4I", frame, at + 8)
+        return bottom - top, right - left
+    at = 2
+    while frame[:2] == b"\xff\xd8" and at + 9 <= len(frame) and frame[at] == 0xFF:
+        if frame[at + 1] in _SIZED:
+            rows, columns = struct.unpack_from(">2H", frame, at + 5)
+            return rows, columns
+        at += 2 + int.from_bytes(frame[at + 2 : at + 4], "big")
+    return None
 
 
 def _shape(head: Any) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:

@@ -29,6 +29,7 @@ from dlio.data.source import File, FilePlace, Source, expand, file_at, last_name
 from dlio.data.splits import chosen_split
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import shuffled_layout
+from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.extras import how_to_install
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
@@ -51,7 +52,6 @@ from dlio_readers.rehearsal import rehearse
 NIFTI_SUFFIXES: Final = (".nii", ".nii.gz")
 _HEAD_BYTES: Final = 540
 """Of the longer header, NIfTI-2's."""
-_PACKED_HEAD: Final = 1 << 16
 
 
 def nifti_array(file: File) -> ChunkedArray:
@@ -68,10 +68,10 @@ def nifti_array(file: File) -> ChunkedArray:
             f"{file.name}: NIfTI files need nibabel: {how_to_install('medical', 'nibabel')}"
         ) from error
     packed = own_name(file.name).endswith(".gz")
-    data = file.read(0, _PACKED_HEAD if packed else _HEAD_BYTES)
+    data = b"" if packed else file.read(0, _HEAD_BYTES)
     with parsing(file.name):
         if packed:
-            data = _inflated(data, _HEAD_BYTES, file.name)
+            data = bytes(_inflated(file, _HEAD_BYTES))
         sizes = [int.from_bytes(data[:4], order) for order in ("little", "big")]
         kind, size = (Nifti2Header, 540) if 540 in sizes else (Nifti1Header, 348)
         if size not in sizes or len(data) < size:
@@ -93,7 +93,7 @@ def nifti_array(file: File) -> ChunkedArray:
             raise SourceError(f"{file.name} becomes {wanted} bytes, over 2 GiB: store it as .nii")
 
         def unpacked(box: Box) -> npt.NDArray[Any]:
-            raw = _inflated(file.read(), wanted, file.name)
+            raw = _inflated(file, wanted)
             if len(raw) < wanted:
                 raise SourceError(f"{file.name} is cut off: {len(raw)} bytes, not {wanted}")
             whole = np.frombuffer(raw, dtype, math.prod(shape), offset).reshape(shape, order="F")
@@ -120,19 +120,21 @@ def _scaled(
     return (part.astype(np.float64) * slope + inter).astype(own)
 
 
-def _inflated(data: bytes, most: int, name: str) -> bytes:
-    """Return up to `most` bytes of gzipped data, of one member or several. Raises SourceError."""
+def _inflated(file: File, most: int) -> memoryview:
+    """Return up to `most` bytes of a gzipped file, of one member or several. Raises SourceError."""
     out = bytearray()
     try:
-        while data and len(out) < most:
-            one = zlib.decompressobj(wbits=31)
-            out += one.decompress(data, most - len(out))
-            data = one.unused_data.lstrip(b"\0")
-            if data[:2] != _GZIP:
+        for part in streamed("gzip", windowed(file.read)):
+            out += part
+            if len(out) >= most:
                 break
+    except EOFError:
+        pass  # The caller finds out that it is cut off.
     except zlib.error as error:
-        raise SourceError(f"{name} is not gzipped, or is damaged: {error}; restore it") from error
-    return bytes(out)
+        raise SourceError(
+            f"{file.name} is not gzipped, or is damaged: {error}; restore it"
+        ) from error
+    return memoryview(out)[:most]
 
 
 # Folders of files

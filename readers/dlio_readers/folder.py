@@ -39,6 +39,7 @@ from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
 from dlio.util.parallel import follow
+from dlio.util.structured_text import check_cells, parse_json
 from dlio_readers.fileset import (
     PICTURES,
     FileSet,
@@ -492,16 +493,20 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         if table.endswith(".parquet"):
             rows: list[Any] = _parquet_rows(data)
         elif table.endswith(".json"):
-            table_data = json.loads(text)
+            table_data = parse_json(data, source.path(table))
             rows = (
                 [{"file": name, "label": label} for name, label in table_data.items()]
                 if isinstance(table_data, dict)
                 else list(table_data)
             )
         elif table.endswith(".jsonl"):
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            check_cells(data, b"\n{[,:", source.path(table))
+            rows = [
+                parse_json(line, source.path(table)) for line in text.splitlines() if line.strip()
+            ]
         else:
             delimiter = "\t" if table.endswith(".tsv") else ","
+            check_cells(data, f"\n{delimiter}".encode(), source.path(table))
             reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
             names = list(reader.fieldnames or ())
             if len(set(names)) != len(names):

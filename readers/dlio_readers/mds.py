@@ -30,6 +30,7 @@ from dlio.data.source import ReadErrors, Source, expand
 from dlio.errors import SourceError, printable
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
+from dlio.util.structured_text import parse_json
 from dlio_readers.path_reader import PathReader, neighbours
 
 _VERSION: Final = 2
@@ -294,12 +295,12 @@ def _shards(source: Source) -> list[dict[str, Any]]:
     try:
         if len(text) > _MAX_INDEX:
             raise ValueError("too long")
-        shards = json.loads(text)["shards"]
+        shards = parse_json(text, where)["shards"]
         if not shards or any(shard["format"] != "mds" for shard in shards):
             raise ValueError("other formats")
         for shard in shards:
             shard["raw_data"]["basename"], shard["raw_data"]["bytes"], shard["samples"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{where} is not an index of MDS shards ({error})") from error
     return list(shards)
 

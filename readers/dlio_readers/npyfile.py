@@ -66,6 +66,7 @@ def _npz(file: File, names: Sequence[str]) -> dict[str, Any]:
             if member.filename.endswith(".npy")
         }
         check_names(file.name, names, list(members), "array")
+        total = 0
         for key, member in members.items():
             name = f"{file.name}::{member.filename}"
             if names and key not in names:
@@ -78,6 +79,8 @@ def _npz(file: File, names: Sequence[str]) -> dict[str, Any]:
             if member.file_size > _MAX_RAW:
                 raise SourceError(f"{name} of {member.file_size} bytes is too large")
             check_claim(member.file_size, member.compress_size, name)
+            total += member.file_size  # Members may overlap.
+            check_claim(total, file.size, file.name)
             data = memoryview(archive.read(member))
             arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
     return arrays

@@ -75,6 +75,8 @@ def _listed(about: object, key: str, where: str) -> list[str]:
     named = [path for path in paths if isinstance(path, str)]
     if not named or len(named) < len(paths):
         raise SourceError(f"{where}: its metadata list no {key} with a path: correct them")
+    if len(set(named)) < len(named):
+        raise SourceError(f"{where}: its metadata list a path of its {key} twice: correct them")
     if any(part in ("", ".", "..") for path in named for part in path.split("/")):
         raise SourceError(f"{where}: a path of its {key} leads out of it: refused")
     return named
@@ -96,7 +98,7 @@ def _fields(image: ZarrGroup, where: str) -> dict[str, ZarrArray]:
     group = image[_LABELS]
     own = _about(group).get(_LABELS)
     names = [name for name in own if isinstance(name, str)] if isinstance(own, list) else []
-    for name in names:
+    for name in dict.fromkeys(names):
         if name in ("", ".", "..") or "/" in name:
             raise SourceError(f"{where}: a name of its labels leads out of it: refused")
         mask = _first_level(_group(group, name, where), where)

@@ -23,6 +23,7 @@ from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
 from dlio.data.source import Source, file_at
 from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, split_word
 from dlio.errors import SourceError, UsageError
+from dlio.util.structured_text import check_cells
 from dlio_readers.fileset import PICTURES, files_in
 
 # fmt: off
@@ -259,6 +260,7 @@ def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool
     try:
         if len(data) > MAX_TABLE:
             raise ValueError(f"it has over {MAX_TABLE} bytes")
+        check_cells(data, b"\n\r\t ,", where)
         text = data.decode("utf-8-sig")
         stem, suffix = os.path.splitext(os.path.basename(file))
         split = split_word(stem) or ""

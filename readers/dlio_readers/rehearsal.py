@@ -56,6 +56,10 @@ from dlio.util.settings import REHEARSAL, settings
 _VERSION: Final = 2
 _STUCK_CPU_S: Final = 8.0
 """Processor time without a byte read or written after which a library counts as stuck."""
+_CPU_S: Final = 20.0
+_CPU_S_A_BYTE: Final = 4e-6
+"""Processor time in all, and for each byte of the files, after which a library counts as stuck
+although it reads: sound files take a hundredth of it."""
 _SILENT_S: Final = 600.0
 """Time without a byte or any work after which a file counts as unreadable."""
 _COPY_SILENT_S: Final = 5.0
@@ -203,7 +207,7 @@ def _run(kind: str, library: str, given: str, files: Sequence[File]) -> None:
             into.write(json.dumps([token, given, path_of_user()]).encode())
         os.set_blocking(child.stdout.fileno(), False)
         heard = ChildWords(files[0].name, token)
-        stuck = _watched(child, heard, _SILENT_S)
+        stuck = _watched(child, heard, files, _SILENT_S)
     if _BEGUN not in heard.words and not stuck and child.returncode > 0:
         raise NoRehearsal(
             f"could not be started: `{' '.join(command[:4])}` fails; check that dlio is installed"
@@ -315,7 +319,7 @@ def _copy_passes(
     except OSError:
         return False
     with contextlib.closing(copy) as child:
-        stuck = _watched(child, heard, _COPY_SILENT_S)
+        stuck = _watched(child, heard, files, _COPY_SILENT_S)
         if stuck or child.returncode or not heard.words.keys() & {_PASSED, _REFUSED}:
             return False
         _judge(child, heard, stuck, library)
@@ -336,9 +340,13 @@ def _let_go_of_shared_memory() -> None:
 # Children
 
 
-def _watched(child: WatchedProcess, heard: ChildWords, silent_s: float) -> bool:
+def _watched(
+    child: WatchedProcess, heard: ChildWords, files: Sequence[File], silent_s: float
+) -> bool:
     """Wait for the end of a child, and hear its words; True if it got stuck."""
+    most = _CPU_S + _CPU_S_A_BYTE * sum(file.size for file in files)
     done, began, since = _progress(child.pid), 0.0, time.monotonic()
+    first = done[1] if done is not None else 0.0
     pause = 0.002
     while True:
         ended = child.poll() is not None
@@ -350,7 +358,8 @@ def _watched(child: WatchedProcess, heard: ChildWords, silent_s: float) -> bool:
         if now is not None and (done is None or now[0] != done[0]):
             done, began, since = now, now[1], time.monotonic()
         used = now[1] - began if now is not None else 0.0
-        if used > _STUCK_CPU_S or time.monotonic() - since > silent_s:
+        whole = now[1] - first if now is not None else 0.0
+        if used > _STUCK_CPU_S or whole > most or time.monotonic() - since > silent_s:
             return True
         time.sleep(pause)
         pause = min(2 * pause, _POLL_S)

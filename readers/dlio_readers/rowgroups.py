@@ -19,6 +19,7 @@ from dlio.data.source import File, FilePlace, ReadErrors
 from dlio.errors import SourceError
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing, trusting
+from dlio.util.structured_text import parse_json
 from dlio_readers.columns import looks_like
 from dlio_readers.path_reader import PathReader, check_names, joined_rows, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
@@ -338,7 +339,8 @@ def take(column: Decoded, rows: npt.NDArray[np.int64]) -> Decoded:
 def class_names(schema: ArrowSchema) -> dict[str, list[str]]:
     """Read the names of classes, by column, from Hugging Face's metadata."""
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        about = parse_json((schema.metadata or {})[b"huggingface"], "its metadata of Hugging Face")
+        features = about["info"]["features"]
         named = {
             str(column): feature["names"]
             for column, feature in features.items()

@@ -34,6 +34,7 @@ from dlio.util.limits import is_plausible, parsing
 from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
 from dlio.util.printable import log_warning
+from dlio.util.structured_text import parse_json
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import codec_of, in_memory
 from dlio_readers.path_reader import PathReader, lie_at
@@ -675,7 +676,7 @@ class _Builder:
 def _meta(data: bytes, members: TarMembers, at: int) -> dict[str, Any]:
     """Parse the metadata that `dlio pack` writes: schema, classes, members of each field."""
     try:
-        packed = json.loads(data)
+        packed = parse_json(data, _META)
         schema = Schema.from_rows(packed["schema"])
         return {
             "fields": [list(row) for row in schema.fields],

@@ -1,6 +1,5 @@
 """Labels of tars: texts of members, numbered over all tars of a data set."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from dlio.data.index import Arrays
 from dlio.data.labels import encode_labels, label_name
+from dlio.util.structured_text import parse_json
 
 TarHead: TypeAlias = Any
 """Fields in a tar's index, as a dictionary."""
@@ -51,8 +51,8 @@ def number_classes(
 def label_in_json(data: bytes) -> str:
     """Say which value of a sample's JSON may be a label; empty without one."""
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError):
+        values = parse_json(data, "a sample's JSON")
+    except ValueError:
         return ""
     name = label_name(values) if isinstance(values, dict) else None
     return f"its {name} is in json, which is read as a field: store it as .cls" if name else ""

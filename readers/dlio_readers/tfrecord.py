@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from dlio.data.source import (
     split_fields,
 )
 from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.util.limits import check_objects
 from dlio.util.memory import new_memory
 from dlio.util.printable import log_warning
 from dlio_readers.columns import looks_like
@@ -211,6 +213,10 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MOST_KEY: Final = 1 << 12
 """Bytes of a feature's name."""
 _VARINT_BYTES: Final = 10
+_DECODED: Final = 1 << 16
+"""Bytes of numbers that are decoded at a time."""
+_SPANS: Final = 1 << 12
+_LONG_NUMBER: Final = "has a number of over ten bytes: it is damaged; restore it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +224,9 @@ class Feature:
     """Values of a feature, as spans of the record."""
 
     kind: FeatureKind
-    spans: tuple[tuple[int, int], ...]
-    """Of bytes one span a value; of numbers each span holds one or several."""
+    spans: npt.NDArray[np.int64]
+    """First byte and end, shape (n, 2): of bytes one span a value; of numbers each span holds one
+    or several. Spans may be as small as two bytes."""
 
 
 def features_of(record: RecordBytes) -> dict[str, Feature]:
@@ -249,24 +256,49 @@ def features_of(record: RecordBytes) -> dict[str, Feature]:
 
 def ints_of(record: RecordBytes, feature: Feature) -> npt.NDArray[np.int64]:
     """Return the values of an int64 feature; shape (n,). Raises CorruptBlock."""
-    data = b"".join(record.part(start, end) for start, end in feature.spans)
+    data = _joined(record, feature)
     if not data:
         return np.zeros(0, np.int64)
     if len(data) <= _VARINT_BYTES and data[-1] < 0x80:  # A label, as a rule.
         return _few_ints(data)
     plain = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(plain < 0x80)
-    if not len(ends) or ends[-1] != len(plain) - 1:
+    values = np.empty(_numbers_in(plain), np.int64)
+    done = begin = 0
+    while begin < len(plain):
+        part = plain[begin : begin + _DECODED]
+        ends = np.flatnonzero(part < 0x80)
+        if not len(ends):
+            raise CorruptBlock(_LONG_NUMBER)
+        part = part[: int(ends[-1]) + 1]
+        starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
+        places = np.arange(len(part)) - np.repeat(starts, ends - starts + 1)
+        if int(places.max()) >= _VARINT_BYTES:
+            raise CorruptBlock(_LONG_NUMBER)
+        digits = (part & 0x7F).astype(np.uint64) << (7 * places).astype(np.uint64)
+        values[done : done + len(starts)] = np.add.reduceat(digits, starts).view(np.int64)
+        done, begin = done + len(starts), begin + len(part)
+    return values
+
+
+def _numbers_in(plain: npt.NDArray[np.uint8]) -> int:
+    """Return how many numbers some bytes are. Raises CorruptBlock if the last is cut off."""
+    if len(plain) and plain[-1] >= 0x80:
         raise CorruptBlock("has a number that is cut off: it is damaged; restore it")
-    starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
-    places = np.arange(len(plain)) - np.repeat(starts, ends - starts + 1)
-    if int(places.max()) >= _VARINT_BYTES:
-        raise CorruptBlock("has a number of over ten bytes: it is damaged; restore it")
-    digits = (plain & 0x7F).astype(np.uint64) << (7 * places).astype(np.uint64)
-    return np.add.reduceat(digits, starts).view(np.int64)
+    return int(np.count_nonzero(plain < 0x80))
 
 
-def _few_ints(data: bytes) -> npt.NDArray[np.int64]:
+def _joined(record: RecordBytes, feature: Feature) -> bytes | bytearray:
+    """Return the bytes of all spans of a feature."""
+    if len(feature.spans) == 1:
+        return record.part(*feature.spans[0].tolist())
+    data = bytearray()
+    for begin in range(0, len(feature.spans), _SPANS):
+        for start, end in feature.spans[begin : begin + _SPANS].tolist():
+            data += record.part(start, end)
+    return data
+
+
+def _few_ints(data: bytes | bytearray) -> npt.NDArray[np.int64]:
     """Return the numbers of at most ten whole bytes, in a tenth of the time of `ints_of`."""
     numbers, number, shift = [], 0, 0
     for byte in data:
@@ -280,8 +312,7 @@ def _few_ints(data: bytes) -> npt.NDArray[np.int64]:
 
 def floats_of(record: RecordBytes, feature: Feature) -> npt.NDArray[np.float32]:
     """Return the values of a float feature; shape (n,)."""
-    data = b"".join(record.part(start, end) for start, end in feature.spans)
-    return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+    return np.frombuffer(_joined(record, feature), "<f4").astype(np.float32, copy=False)
 
 
 def count_of(record: RecordBytes, feature: Feature) -> int:
@@ -289,8 +320,8 @@ def count_of(record: RecordBytes, feature: Feature) -> int:
     if feature.kind == "bytes":
         return len(feature.spans)
     if feature.kind == "float32":
-        return sum(end - start for start, end in feature.spans) // 4
-    return len(ints_of(record, feature))
+        return int((feature.spans[:, 1] - feature.spans[:, 0]).sum()) // 4
+    return _numbers_in(np.frombuffer(_joined(record, feature), np.uint8))
 
 
 def _entry(record: RecordBytes, start: int, end: int) -> tuple[str, Feature | None]:
@@ -315,15 +346,16 @@ def _feature(record: RecordBytes, start: int, end: int) -> Feature | None:
         kind = _KINDS.get(number)
         if kind is None or wire != _LENGTH:
             continue
-        spans = []
+        spans = array("q")
         for inner, value, low, high in _fields(record, begin, stop):
             if inner != 1:
                 continue
             single = {"bytes": _LENGTH, "float32": _FIXED32, "int64": _VARINT}[kind]
             if value not in (single, _LENGTH) or (kind == "float32" and (high - low) % 4):
                 raise CorruptBlock(f"has a list of {kind} that is damaged: restore it")
-            spans.append((low, high))
-        made = Feature(kind, tuple(spans))
+            spans.append(low)
+            spans.append(high)
+        made = Feature(kind, np.array(spans, np.int64).reshape(-1, 2))
     return made
 
 
@@ -483,7 +515,7 @@ class _Column:
                 f"{where} has {count} byte strings in {name!r}, which samples cannot have: name "
                 "the features to read, as in x.tfrecord::image,label"
             )
-        start, end = feature.spans[0]
+        start, end = feature.spans[0].tolist()
         self.bodies.append(end - start)
         self.images.add(looks_like(record.part(start, min(end, start + _HEAD_BYTES))))
         if self.is_text:
@@ -523,6 +555,12 @@ class _Column:
         return array_kind(kind, (next(iter(self.counts)) if len(self.counts) == 1 else None,))
 
 
+_CHECKED: Final = 1 << 10
+"""Records after which the memory that they take is compared with their bytes."""
+_CELL_BYTES: Final = 40
+"""Memory for a value of a record, in lists."""
+
+
 class _ScanPart:
     def __init__(self, wanted: _FeatureRequest) -> None:
         self._wanted = wanted
@@ -550,6 +588,9 @@ class _ScanPart:
             )
         self.at.append(offset)
         self.stored.append(len(record))
+        if len(self.at) % _CHECKED == 0:
+            cells = len(self.at) * (2 + len(self.columns))
+            check_objects(_CELL_BYTES * cells, offset + len(record), where)
 
     def append(self, later: "_ScanPart") -> None:
         """Add the next file's records."""
@@ -747,7 +788,9 @@ def _value(record: RecordBytes, feature: Feature | None, kind: str) -> Any:
     if not numeric:
         if feature is not None and len(feature.spans) > 1:
             raise ValueError(_CHANGED)
-        return b"" if feature is None or not feature.spans else record.part(*feature.spans[0])
+        if feature is None or not len(feature.spans):
+            return b""
+        return record.part(*feature.spans[0].tolist())
     values: npt.NDArray[Any] = np.zeros(0, wanted)
     if feature is not None:
         values = (ints_of if wanted == "int64" else floats_of)(record, feature)

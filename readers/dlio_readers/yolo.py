@@ -7,18 +7,19 @@ and its keypoints. Pictures without a label file have no boxes.
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, own_name
 from dlio.errors import SourceError
 from dlio.util.parallel import each_of
+from dlio.util.structured_text import YamlValue, parse_yaml
 from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
@@ -33,13 +34,14 @@ from dlio_readers.fileset import (
     index_kind,
     side_folders,
 )
-from dlio_readers.yolosplits import YoloSplit, yolo_split
+from dlio_readers.yolosplits import NULLS, YoloSplit, yolo_split
 
 _LABELS: Final = ("labels",)
 _YAML: Final = (".yaml", ".yml")
 _MOST_LABELS: Final = 64 << 20
 _MOST_YAML: Final = 1 << 20
 _MOST_CLASSES: Final = 1 << 16
+_NUMBER: Final = re.compile(r"[0-9]{1,9}", re.ASCII)
 _THREADS: Final = 32
 
 
@@ -112,9 +114,9 @@ def _listed_split(path: str, split: str | None) -> YoloSplit | None:
     else:
         yamls = _yamls(name for name, folder in source.names() if not folder)
     for name in yamls:
-        whole, _ = _parsed_yaml(source, name)
+        whole = _parsed_yaml(source, name)
         if isinstance(whole, dict) and "names" in whole:
-            return yolo_split(source, name, {str(k): v for k, v in whole.items()}, split)
+            return yolo_split(source, name, whole, split)
     return None
 
 
@@ -292,45 +294,46 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
 def _read_yaml(source: Source, name: str) -> _DataDescription | None:
     """Read names and keypoints; None if the file has no names. Raises SourceError."""
     shown = source.path(name)
-    # As texts: YAML reads no and yes as truth values, 1.0 as a number.
-    whole, written = _parsed_yaml(source, name)
+    whole = _parsed_yaml(source, name)
     if not isinstance(whole, dict) or "names" not in whole:
         return None
-    names = written["names"]
+    names = whole["names"]
     if isinstance(names, dict):
         numbers = [
-            number if key.isdecimal() and (number := int(key)) < _MOST_CLASSES else -1
+            number if _NUMBER.fullmatch(key) and (number := int(key)) < _MOST_CLASSES else -1
             for key in names
         ]
         if min(numbers, default=0) < 0:
             raise SourceError(f"{shown}: its names are not numbered from 0: correct it")
         by_number = dict(zip(numbers, names.values(), strict=True))
         names = [by_number.get(k, "") for k in range(max(numbers, default=-1) + 1)]
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+    texts = [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
+    if not isinstance(names, list) or len(texts) < len(names):
         raise SourceError(f"{shown}: its names are not a list of names: correct it")
     points, pairs = None, None
-    shape = whole.get("kpt_shape")
-    if shape is not None:
-        fits = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
-        if not fits or not 0 < shape[0] < 256 or shape[1] not in (2, 3):
+    if whole.get("kpt_shape", "") not in NULLS:
+        shape = _whole_numbers(whole["kpt_shape"], 256)
+        if shape is None or len(shape) != 2 or not shape[0] or shape[1] not in (2, 3):
             raise SourceError(f"{shown}: kpt_shape is not [keypoints, 2 or 3]: correct it")
         points = shape[0], shape[1]
-        pairs = whole.get("flip_idx")
-        if pairs is not None and sorted(map(str, pairs)) != sorted(map(str, range(shape[0]))):
-            raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
-    return _DataDescription(names, points, pairs, [source.file(name)])
+        if whole.get("flip_idx", "") not in NULLS:
+            pairs = _whole_numbers(whole["flip_idx"], shape[0])
+            if pairs is None or sorted(pairs) != list(range(shape[0])):
+                raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
+    return _DataDescription(texts, points, pairs, [source.file(name)])
 
 
-def _parsed_yaml(source: Source, name: str) -> tuple[Any, Any]:
-    """Return what a YAML file holds, and the same with all scalars as texts. Raises SourceError."""
-    shown = source.path(name)
-    data = source.read(name, 0, _MOST_YAML + 1)
-    if len(data) > _MOST_YAML:
-        raise SourceError(f"{shown} has over {_MOST_YAML} bytes: it does not describe a data set")
-    try:
-        whole = yaml.safe_load(data)
-        written = yaml.load(data, yaml.BaseLoader)  # noqa: S506 (it makes texts only)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise SourceError(f"{shown} is not YAML: {reason}: correct it") from error
-    return whole, written
+def _whole_numbers(value: YamlValue, bound: int) -> list[int] | None:
+    """Return a list of numbers below a bound; None for anything else."""
+    if not isinstance(value, list):
+        return None
+    numbers = [
+        int(each)
+        for each in value
+        if isinstance(each, str) and _NUMBER.fullmatch(each) and int(each) < bound
+    ]
+    return numbers if len(numbers) == len(value) else None
+
+
+def _parsed_yaml(source: Source, name: str) -> YamlValue | None:
+    return parse_yaml(source.read(name, 0, _MOST_YAML + 1), source.path(name), _MOST_YAML)

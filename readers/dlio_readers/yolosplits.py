@@ -17,6 +17,8 @@ from dlio.data.splits import WHOLE, chosen_split, split_of
 from dlio.errors import SourceError, UsageError, printable
 from dlio_readers.fileset import PICTURES, files_in
 
+NULLS: Final = ("", "~", "null", "Null", "NULL")
+"""Texts of YAML for no value."""
 _MOST_LIST: Final = 128 << 20
 
 
@@ -51,7 +53,7 @@ def yolo_split(
     lost: list[str] = []
     for key, value in entries.items():
         given = value if isinstance(value, list) else [value]
-        names = [each for each in given if isinstance(each, str)]
+        names = [each for each in given if isinstance(each, str) and each not in NULLS]
         places = [_place(source, described, each) for each in names]
         lost += [each for each, place in zip(names, places, strict=True) if place is None]
         existing = [each for each in places if each is not None]

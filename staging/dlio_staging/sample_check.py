@@ -1,11 +1,11 @@
 """The verdict about a sample, which is the same for all commands and loaders."""
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from dlio.data.schema import IMAGES, Buffer, Schema
 from dlio.errors import SourceError
+from dlio.util.structured_text import parse_json
 
 if TYPE_CHECKING:
     from dlio.loader.picture_targets import Companion
@@ -48,6 +48,6 @@ def _check_text(value: Buffer, kind: str, field: str, name: object) -> None:
         if kind == "text":
             str(value, "utf-8")
         else:
-            json.loads(bytes(value))
-    except (ValueError, RecursionError) as error:
+            parse_json(value, f"{field} of {name}")
+    except ValueError as error:
         raise SourceError(f"sample {str(name)!r} cannot be decoded: {field}: {error}") from error

@@ -15,6 +15,7 @@ from dlio.errors import CorruptBlock, DlioError, SourceError, TierError, UsageEr
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.arguments import PathText, path_in
 from dlio.util.json_output import json_text
+from dlio.util.limits import is_plausible
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.trusted_files import closing_descriptor, open_file
@@ -309,6 +310,12 @@ def _verify_samples(path: str, checked: FolderVerification, options: dict[str, o
         samples = reader.layout.samples_of(block)
         for sample in samples:
             name = SampleName(reader, int(sample))
+            if not is_plausible(size := int(reader.sizes[sample]), 0):
+                checked.damaged.append(
+                    f"{name} has {size} bytes, more than a quarter of this process's memory, and "
+                    "is not read: store it in smaller parts, or give --trust"
+                )
+                continue
             try:
                 payload = reader.read(np.array([sample], np.int64))[0]
                 check.check(payload, name)

@@ -17,10 +17,13 @@ import xxhash
 
 from tests.hostile import child
 from tests.hostile.corpus import (
+    annotated,
     checkpoints,
+    compressed,
     hdf5,
     mds,
     parquets,
+    scans,
     shards,
     tables,
     tars,
@@ -99,6 +102,18 @@ _MADE: Final[dict[str, tuple[Make, str, Seal]]] = {
     "hdf5": (hdf5.sound, "a.h5", _as_it_is),
     "parquet": (parquets.sound, "a.parquet", _as_it_is),
     "cache_head": (tiers.cached, "cache/*/kept/head.json", _as_it_is),
+    "coco": (annotated.coco_masks, annotated.COCO_FILE, _as_it_is),
+    "yolo_label": (annotated.yolo, "data/labels/1.txt", _as_it_is),
+    "yolo_yaml": (annotated.yolo, "data/data.yaml", _as_it_is),
+    "mask": (annotated.masks, "data/masks/1.png", _as_it_is),
+    "picture_list": (annotated.lists, "data/train.csv", _as_it_is),
+    "picture_text": (annotated.listed, "data/train.txt", _as_it_is),
+    "dicom": (scans.sound, "x.dcm", _as_it_is),
+    "dicom_deflated": (scans.deflated, "x.dcm", _as_it_is),
+    "nifti_gz": (scans.packed, "x.nii.gz", _as_it_is),
+    "ome_zarr": (scans.ome, "x.ome.zarr/.zattrs", _as_it_is),
+    "table_gz": (compressed.packed_table, "a.csv.gz", _as_it_is),
+    "tar_gz": (compressed.packed_tar, "a.tar.gz", _as_it_is),
     "checkpoint_about": (checkpoints.sound, "c/step-00000002/about.json", _as_it_is),
 }
 

@@ -184,6 +184,7 @@ def _in_fork(ask: dict[str, Any], end: int) -> None:
 def _asked(ask: dict[str, Any]) -> dict[str, Any]:
     read, write = os.pipe()
     began = time.monotonic()
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pid = os.fork()
     if not pid:
         os.close(read)
@@ -210,7 +211,8 @@ def _asked(ask: dict[str, Any]) -> dict[str, Any]:
         answer = {"result": "hang", "text": ""}
     else:
         answer = {"result": "killed", "text": f"status {status}"}
-    return {**answer, "seconds": usage.ru_utime + usage.ru_stime}
+    seconds, peak = usage.ru_utime + usage.ru_stime, max(0, usage.ru_maxrss - base) << 10
+    return {**answer, "seconds": seconds, "peak": peak}
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, SOURCES
+from tests.hostile.bounds import bytes_there, most_memory, most_seconds
 from tests.hostile.child import DEADLINE_S
 from tests.hostile.corpus import all_cases, checkpoints
 from tests.hostile.corpus.case import Case
@@ -107,11 +108,14 @@ def test_a_hostile_file_is_read_right_or_refused_in_one_line(
     folder = tmp_path / "case"
     folder.mkdir()
     ask = case.make(folder)
+    there = bytes_there(folder)
     answer = child.ask(kind=ask.kind, path=ask.path, options=dict(ask.options))
     # Folders that are deeper than Python can recurse would stop pytest from removing them.
     subprocess.run(["rm", "-rf", folder], check=True)
     assert not failure(case, answer)
+    assert answer["peak"] <= most_memory(name, there), (answer, there)
+    assert answer["seconds"] <= most_seconds(there), (answer, there)
 
 
 def test_the_corpus_is_large_and_its_names_differ() -> None:
-    assert len(ALL) == len(CASES) >= 300
+    assert len(ALL) == len(CASES) >= 2200

@@ -4,13 +4,16 @@ from types import ModuleType
 from typing import Final
 
 from tests.hostile.corpus import (
+    annotated,
     arrayfiles,
     arrows,
     checkpoints,
+    compressed,
     folder,
     hdf5,
     mds,
     parquets,
+    scans,
     shards,
     tables,
     tars,
@@ -36,6 +39,9 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     arrayfiles,
     tfrecords,
     arrows,
+    annotated,
+    scans,
+    compressed,
 )
 
 

@@ -10,7 +10,7 @@ from tests.hostile.corpus.case import RIGHT, Ask, Case, Cases, Make
 from tests.hostile.corpus.mutate import damaged, special_files
 
 
-def _scan(shape: tuple[int, ...] = (4, 5, 6), kind: int = 4, bits: int = 16) -> bytearray:
+def scan(shape: tuple[int, ...] = (4, 5, 6), kind: int = 4, bits: int = 16) -> bytearray:
     """A NIfTI-1 file of int16."""
     head = bytearray(352)
     head[:4] = np.int32(348).tobytes()
@@ -30,18 +30,18 @@ def sound(folder: Path) -> Ask:
 
 
 def _sound_scan(folder: Path) -> Ask:
-    (folder / "x.nii").write_bytes(_scan())
+    (folder / "x.nii").write_bytes(scan())
     return Ask("reader", str(folder / "x.nii"))
 
 
 def _sound_packed(folder: Path) -> Ask:
-    (folder / "x.nii.gz").write_bytes(gzip.compress(bytes(_scan())))
+    (folder / "x.nii.gz").write_bytes(gzip.compress(bytes(scan())))
     return Ask("reader", str(folder / "x.nii.gz"))
 
 
 def _changed(change: Callable[[bytearray], object], suffix: str = ".nii") -> Make:
     def make(folder: Path) -> Ask:
-        data = _scan()
+        data = scan()
         change(data)
         plain = bytes(data)
         path = folder / f"x{suffix}"
@@ -59,7 +59,7 @@ def _at(offset: int, value: bytes) -> Callable[[bytearray], object]:
 
 
 def _bomb(folder: Path) -> Ask:
-    data = bytes(_scan()) + bytes(700 << 20)
+    data = bytes(scan()) + bytes(700 << 20)
     (folder / "x.nii.gz").write_bytes(gzip.compress(data, 1))
     return Ask("reader", str(folder / "x.nii.gz"))
 

@@ -20,7 +20,7 @@ _META = {
 }
 
 
-def _members(meta: object = None) -> bytes:
+def members(meta: object = None) -> bytes:
     memory = io.BytesIO()
     array = io.BytesIO()
     np.save(array, np.arange(3, dtype=np.float32))
@@ -45,20 +45,20 @@ def _written(data: bytes, name: str = "a.tar") -> Make:
     return make
 
 
-sound = _written(_members())
-packed = _written(_members(_META))
-compressed = _written(lz4.frame.compress(_members(), block_size=4, block_linked=False), "a.tar.lz4")
+sound = _written(members())
+packed = _written(members(_META))
+compressed = _written(lz4.frame.compress(members(), block_size=4, block_linked=False), "a.tar.lz4")
 
 
 def _in_folder(folder: Path) -> Ask:
     (folder / "data").mkdir()
-    (folder / "data" / "a.tar").write_bytes(_members())
+    (folder / "data" / "a.tar").write_bytes(members())
     return Ask("reader", str(folder / "data"))
 
 
 def _header(change: Callable[[bytearray], object], member: int = 0) -> Make:
     """Change a member's header, and make its checksum right again."""
-    data = bytearray(_members())
+    data = bytearray(members())
     at = 0
     for _ in range(member):
         size = int(data[at + 124 : at + 135], 8)
@@ -80,7 +80,7 @@ def _pax(records: bytes) -> Make:
     info = tarfile.TarInfo("x")
     info.type, info.size = b"x", len(records)
     head = info.tobuf(tarfile.USTAR_FORMAT)
-    return _written(head + records + bytes(-len(records) % 512) + _members())
+    return _written(head + records + bytes(-len(records) % 512) + members())
 
 
 def _record(key: bytes, value: bytes) -> bytes:
@@ -107,7 +107,7 @@ def _bomb(folder: Path) -> Ask:
 def _meta(change: Callable[[dict[str, object]], object]) -> Make:
     meta = json.loads(json.dumps(_META))
     change(meta)
-    return _written(_members(meta))
+    return _written(members(meta))
 
 
 def cases() -> Cases:
@@ -203,7 +203,7 @@ def cases() -> Cases:
     }.items():
         replaced = _meta(lambda meta, s=schema: meta.__setitem__("schema", s))  # type: ignore[misc]
         yield Case(f"tar/schema-{name}", replaced)
-    linked = lz4.frame.compress(_members() * 5, block_size=4, block_linked=True)
+    linked = lz4.frame.compress(members() * 5, block_size=4, block_linked=True)
     yield Case("tar-lz4/linked", _written(linked, "a.tar.lz4"))
     yield Case("tar-lz4/bomb", _bomb)
     blocks = bytearray(lz4.frame.compress(b"x", block_size=4, block_linked=False)[:7])
@@ -214,4 +214,4 @@ def cases() -> Cases:
     head = tarfile.TarInfo("d")
     head.type = tarfile.DIRTYPE
     folders = head.tobuf(tarfile.USTAR_FORMAT) * 50_000
-    yield Case("tar/many-folders", _written(folders + _members()), RIGHT, "10 samples")
+    yield Case("tar/many-folders", _written(folders + members()), RIGHT, "10 samples")

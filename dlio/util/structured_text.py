@@ -1,0 +1,145 @@
+"""JSON and YAML of untrusted files, whose values in memory are bounded before they are made.
+
+Parsed into objects of Python, text takes up to 60 times its bytes: `[[],[],` is a list of 72 bytes
+and a place of 8 for every three. So JSON is counted first, and YAML is read event by event, without
+aliases and merge keys, by which a few bytes stand for many. Readers parse text here alone.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from dlio.errors import SourceError
+from dlio.util.limits import check_objects
+
+_QUICK: Final = 1 << 20
+"""Bytes that become little whatever they hold."""
+_STEP: Final = 1 << 20
+_COST: Final = {"[": 96, "{": 208, ",": 40, ":": 48, '"': 32}
+"""Bytes of memory for each of these characters, at most; also where they are in texts."""
+_WIDE: Final = ((0xF0, 4), (0xC4, 2), (0, 1))
+"""Bytes of a character in memory, by the greatest byte of a text in UTF-8."""
+_MOST_VALUES: Final = 1 << 18
+_MOST_DEPTH: Final = 32
+YamlValue = str | list["YamlValue"] | dict[str, "YamlValue"]
+"""A value of YAML, with all scalars as they are written."""
+
+
+def parse_json(data: str | bytes | bytearray | memoryview, where: str) -> Any:
+    """Return the value of a text of JSON, in UTF-8, -16 or -32.
+
+    Raises SourceError if it would take far more memory than its bytes, see `check_objects`;
+    ValueError if it is not JSON, or is nested too deeply.
+    """
+    text = bytes(data) if isinstance(data, memoryview) else data
+    if len(text) > _QUICK:
+        plain = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        check_objects(_memory_of(plain), len(plain), where)
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def check_cells(data: bytes | bytearray, separators: bytes, where: str) -> None:
+    """Check that a text may be split at its separators: each piece is an object of 64 bytes or
+    more.
+
+    Raises SourceError if that is too much; see `check_objects`.
+    """
+    if len(data) > _QUICK:
+        counts, greatest = _counts(data, separators.decode("ascii"))
+        check_objects(_wide(greatest) * len(data) + 72 * sum(counts.values()), len(data), where)
+
+
+def _memory_of(data: bytes | bytearray) -> int:
+    counts, greatest = _counts(data, "".join(_COST))
+    return _wide(greatest) * len(data) + sum(_COST[key] * count for key, count in counts.items())
+
+
+def _wide(greatest: int) -> int:
+    return next(width for least, width in _WIDE if greatest >= least)
+
+
+def _counts(data: bytes | bytearray, wanted: str) -> tuple[dict[str, int], int]:
+    """Return (number of each character, greatest byte)."""
+    counts, greatest = dict.fromkeys(wanted, 0), 0
+    plain = np.frombuffer(data, np.uint8)
+    for begin in range(0, len(plain), _STEP):
+        part = plain[begin : begin + _STEP]
+        greatest = max(greatest, int(part.max()))
+        for key in wanted:
+            counts[key] += int(np.count_nonzero(part == ord(key)))
+    return counts, greatest
+
+
+class _Refused(ValueError):
+    """YAML that is not read."""
+
+
+def parse_yaml(data: bytes, where: str, most: int) -> YamlValue | None:
+    """Return the value of a YAML file, with all scalars as texts: YAML would read `no` as a truth
+    value, and 1.0 as a number. None for an empty file.
+
+    Raises SourceError if it is not YAML, is over `most` bytes, or has aliases, anchors, merge keys
+    or tags.
+    """
+    import yaml
+
+    if len(data) > most:
+        raise SourceError(f"{where} has over {most} bytes: it does not describe a data set")
+    try:
+        return _YamlTexts(yaml.parse(data, getattr(yaml, "CLoader", yaml.SafeLoader))).value
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SourceError(f"{where} is not YAML that is read: {reason}: correct it") from error
+
+
+class _YamlTexts:
+    """Makes texts, lists and dicts of the events of a document."""
+
+    def __init__(self, events: Iterator[Any]) -> None:
+        self._events, self._left = events, _MOST_VALUES
+        self.value: YamlValue | None = None
+        kind, event = self._next()
+        while kind != "StreamEnd":
+            if kind == "DocumentStart" and self.value is not None:
+                raise _Refused("it has several documents")
+            if kind in ("Scalar", "SequenceStart", "MappingStart"):
+                self.value = self._made(kind, event, 0)
+            kind, event = self._next()
+
+    def _next(self) -> tuple[str, Any]:
+        event = next(self._events)
+        self._left -= 1
+        kind = type(event).__name__.removesuffix("Event")
+        if self._left < 0:
+            raise _Refused(f"it has over {_MOST_VALUES} values")
+        if kind == "Alias" or getattr(event, "anchor", None) is not None:
+            raise _Refused("it has anchors and aliases (& and *): write the values themselves")
+        if (tag := getattr(event, "tag", None)) not in (None, "!", "tag:yaml.org,2002:str"):
+            raise _Refused(f"it has the tag {tag}: write plain values")
+        return kind, event
+
+    def _made(self, kind: str, event: Any, depth: int) -> YamlValue:
+        if depth > _MOST_DEPTH:
+            raise _Refused("it is nested too deeply")
+        if kind == "Scalar":
+            return str(event.value)
+        end: Literal["SequenceEnd", "MappingEnd"]
+        end = "SequenceEnd" if kind == "SequenceStart" else "MappingEnd"
+        listed: list[YamlValue] = []
+        keyed: dict[str, YamlValue] = {}
+        kind, event = self._next()
+        while kind != end:
+            if end == "SequenceEnd":
+                listed.append(self._made(kind, event, depth + 1))
+            else:
+                if kind != "Scalar" or (event.value == "<<" and event.implicit[0]):
+                    raise _Refused("a key is not a name: merge keys (<<) are not read")
+                key = str(event.value)
+                keyed[key] = self._made(*self._next(), depth + 1)
+            kind, event = self._next()
+        return listed if end == "SequenceEnd" else keyed

@@ -1,0 +1,35 @@
+"""The most that reading a data set may take, by the bytes that are there."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+FREE_BYTES: Final = 192 << 20
+"""Memory that reading anything may take: 128 MiB of them are what nobody has to declare."""
+FACTOR: Final = 32
+"""Memory for each byte that is there, beyond these, by default."""
+FACTORS: Final = {"coco": 20, "coco-masks": 20, "yolo": 20, "lists": 20, "mds": 20, "dicom": 8}
+"""The same by format, as SECURITY.md has it."""
+FREE_SECONDS: Final = 6.0
+SECONDS_A_BYTE: Final = 4e-6
+"""Of processor time; many times what sound data take, as tests run on slow machines."""
+
+
+def bytes_there(folder: Path) -> int:
+    """Return the bytes that files below a folder take, without their holes."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            status = os.lstat(os.path.join(place, name))
+            total += min(status.st_size, 512 * status.st_blocks)
+    return total
+
+
+def most_memory(name: str, there: int) -> int:
+    """Return the memory that a case may take at its peak, beyond that of the process."""
+    return FREE_BYTES + FACTORS.get(name.partition("/")[0], FACTOR) * there
+
+
+def most_seconds(there: int) -> float:
+    """Return the processor time that a case may take."""
+    return FREE_SECONDS + SECONDS_A_BYTE * there
