@@ -75,7 +75,7 @@ def _counts(data: bytes | bytearray, wanted: str) -> tuple[dict[str, int], int]:
     return counts, greatest
 
 
-class _Refused(ValueError):
+class _YamlRefusal(ValueError):
     """YAML that is not read."""
 
 
@@ -106,7 +106,7 @@ class _YamlTexts:
         kind, event = self._next()
         while kind != "StreamEnd":
             if kind == "DocumentStart" and self.value is not None:
-                raise _Refused("it has several documents")
+                raise _YamlRefusal("it has several documents")
             if kind in ("Scalar", "SequenceStart", "MappingStart"):
                 self.value = self._made(kind, event, 0)
             kind, event = self._next()
@@ -116,16 +116,16 @@ class _YamlTexts:
         self._left -= 1
         kind = type(event).__name__.removesuffix("Event")
         if self._left < 0:
-            raise _Refused(f"it has over {_MOST_VALUES} values")
+            raise _YamlRefusal(f"it has over {_MOST_VALUES} values")
         if kind == "Alias" or getattr(event, "anchor", None) is not None:
-            raise _Refused("it has anchors and aliases (& and *): write the values themselves")
+            raise _YamlRefusal("it has anchors and aliases (& and *): write the values themselves")
         if (tag := getattr(event, "tag", None)) not in (None, "!", "tag:yaml.org,2002:str"):
-            raise _Refused(f"it has the tag {tag}: write plain values")
+            raise _YamlRefusal(f"it has the tag {tag}: write plain values")
         return kind, event
 
     def _made(self, kind: str, event: Any, depth: int) -> YamlValue:
         if depth > _MOST_DEPTH:
-            raise _Refused("it is nested too deeply")
+            raise _YamlRefusal("it is nested too deeply")
         if kind == "Scalar":
             return str(event.value)
         end: Literal["SequenceEnd", "MappingEnd"]
@@ -138,7 +138,7 @@ class _YamlTexts:
                 listed.append(self._made(kind, event, depth + 1))
             else:
                 if kind != "Scalar" or (event.value == "<<" and event.implicit[0]):
-                    raise _Refused("a key is not a name: merge keys (<<) are not read")
+                    raise _YamlRefusal("a key is not a name: merge keys (<<) are not read")
                 key = str(event.value)
                 keyed[key] = self._made(*self._next(), depth + 1)
             kind, event = self._next()

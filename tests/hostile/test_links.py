@@ -156,6 +156,7 @@ for sample in range(int(sys.argv[2])):
 _CALLS = "open,openat,openat2,read,pread64,preadv,preadv2,fstat,newfstatat,lstat,stat,statx,close"
 
 
+@pytest.mark.cold
 @pytest.mark.skipif(_STRACE is None, reason="no strace")
 def test_a_picture_takes_as_many_system_calls_as_a_file_that_nobody_judges(tmp_path: Path) -> None:
     """open, read, fstat, close."""

@@ -33,6 +33,7 @@ ANY_ALLOWED = {
     "dlio/comm/process_group/mpi_work": "torch's Work and Future: the values that they hold",
     "dlio/features/skipping": "a user's loss function and samples, as torch has them",
     "dlio/features/pruning/pruning_feature": "a saved state, as JSON types",
+    "dlio/util/structured_text": "a value of JSON",
     "dlio/train/feature_spec": "records of options, each of a feature's own type",
     "dlio/train/feature_hooks": "records of options, and saved states as JSON types",
     "dlio/train/report": "reports of epochs as JSON types",

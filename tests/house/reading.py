@@ -18,6 +18,7 @@ OWNERS: Final = (
     *("dlio/util/input_files.py", "dlio/util/limits.py", "dlio/util/trusted_files.py"),
     *("dlio/util/whole_files.py", "dlio/util/folders.py", "dlio/util/user_folders.py"),
     *("dlio/util/reaper.py", "dlio/data/source.py", "dlio/data/open_files.py"),
+    *("dlio/data/links.py", "dlio/util/link_free.py"),
 )
 """The rooms: they open regular files, or those that are private to this user."""
 ALLOWED: Final = {

@@ -230,7 +230,8 @@ def test_of_ranks_that_survive_each_others_loss_a_failure_ends_all(capture: bool
     text = (
         "import os, time; from dlio.util.settings import DONE\n"
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
-        "    open(os.environ[DONE], 'w').write('3')\n"
+        "    open(os.environ[DONE] + '.new', 'w').write('3')\n"
+        "    os.rename(os.environ[DONE] + '.new', os.environ[DONE])\n"
         "time.sleep(600)"
     )
     argv = [sys.executable, "-c", text]

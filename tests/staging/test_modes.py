@@ -47,6 +47,7 @@ def test_checkpoints_have_the_mode_of_any_new_file(umask: int, tmp_path: Path) -
         checkpoints.wait()
     modes = _modes(tmp_path)
     assert "step-00000003/__0_0.distcp" in modes
+    assert modes.pop(".lock") == 0o600  # No group may write there, so only the owner locks it.
     assert set(modes.values()) == {0o664 & ~umask}
     assert stat.S_IMODE((tmp_path / "step-00000003").stat().st_mode) == stat.S_IMODE(
         tmp_path.stat().st_mode
