@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, Final
 
 from dlio.errors import SourceError
-from dlio.util.limits import check_regular, open_unchecked
+from dlio.util.limits import open_unchecked, regular
 from dlio.util.link_free import FOLDER, READING, open_unlinked
 from dlio.util.settings import settings
 
@@ -119,13 +119,7 @@ class DataRoot:
 
     def open_regular(self, path: str) -> int:
         """Do what `open` does for a regular file. Raises as it, also for anything else."""
-        descriptor = self.open(path)
-        try:
-            check_regular(os.fstat(descriptor), path)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
+        return regular(self.open(path), path)
 
     def status(self, path: str) -> os.stat_result:
         """Return the status of the place that a path leads to; to open it judges it again.

@@ -63,7 +63,11 @@ def open_regular(path: str, flags: int = 0, *, dir_fd: int | None = None) -> int
 
     Raises OSError, also for anything but a regular file.
     """
-    descriptor = open_unchecked(path, flags, dir_fd=dir_fd)
+    return regular(open_unchecked(path, flags, dir_fd=dir_fd), path)
+
+
+def regular(descriptor: int, path: str) -> int:
+    """Return the descriptor of a regular file; of others, close it and raise OSError."""
     try:
         check_regular(os.fstat(descriptor), path)
     except OSError:

@@ -1,6 +1,6 @@
 """Check that nothing is written, renamed or deleted but by the room that verifies folders.
 
-`python tests/house/opening.py` prints complaints; other programs are checked by `complaints`.
+`python -m tests.house.opening` prints complaints; other programs are checked by `complaints`.
 """
 
 import ast
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from tests.house.rooms import print_complaints
 
 ROOMS: Final = ("dlio", "readers/dlio_readers", "staging/dlio_staging")
 """Benchmarks write in temporary folders that they have made, and are not checked."""
@@ -156,15 +158,7 @@ def _is_writing(node: ast.Call, scope: ast.AST) -> bool:
 
 def main(root: Path) -> int:
     """Print the complaints about all rooms; returns the exit code."""
-    every = [
-        each
-        for room in ROOMS
-        for file in sorted((root / room).rglob("*.py"))
-        if str(file.relative_to(root)) not in OWNERS
-        for each in complaints(file.read_text(encoding="utf-8"), str(file.relative_to(root)))
-    ]
-    print("\n".join(every))
-    return bool(every)
+    return print_complaints(root, ROOMS, OWNERS, complaints)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Check that readers open what lies in a data set's folder by `dlio.data.source` alone.
 
 `Source` and `FilePlace` open below the folder that the user has named, and judge all links on the
-way. `python tests/house/reader_files.py` prints calls that go around them.
+way. `python -m tests.house.reader_files` prints calls that go around them.
 """
 
 import ast
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from tests.house.rooms import print_complaints
 
 ROOMS: Final = ("readers/dlio_readers", "dlio/data", "dlio/loader/third_party")
 OWNERS: Final = (
@@ -93,15 +95,7 @@ def _named(node: ast.expr, names: dict[str, str], *, called: bool) -> Iterator[t
 
 def main(root: Path) -> int:
     """Print the complaints about all rooms; returns the exit code."""
-    every = [
-        each
-        for room in ROOMS
-        for file in sorted((root / room).rglob("*.py"))
-        if str(file.relative_to(root)) not in OWNERS
-        for each in complaints(file.read_text(encoding="utf-8"), str(file.relative_to(root)))
-    ]
-    print("\n".join(every))
-    return bool(every)
+    return print_complaints(root, ROOMS, OWNERS, complaints)
 
 
 if __name__ == "__main__":

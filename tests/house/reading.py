@@ -2,7 +2,7 @@
 
 To open a FIFO waits for a writer, /dev/zero has no end, and libraries that take a path open it
 themselves. So nothing outside of `dlio.util.input_files` and its like opens a path for reading, but
-for files of the kernel's own. `python tests/house/reading.py` prints complaints.
+for files of the kernel's own. `python -m tests.house.reading` prints complaints.
 """
 
 import ast
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from tests.house.rooms import print_complaints
 
 ROOMS: Final = ("dlio", "staging/dlio_staging", "bench/dlio_bench")
 """Readers have a room of their own, `dlio.data.source`."""
@@ -112,15 +114,7 @@ def _reads(called: str, node: ast.Call, constants: dict[str, str]) -> bool:
 
 def main(root: Path) -> int:
     """Print the complaints about all rooms; returns the exit code."""
-    every = [
-        each
-        for room in ROOMS
-        for file in sorted((root / room).rglob("*.py"))
-        if str(file.relative_to(root)) not in OWNERS
-        for each in complaints(file.read_text(encoding="utf-8"), str(file.relative_to(root)))
-    ]
-    print("\n".join(every))
-    return bool(every)
+    return print_complaints(root, ROOMS, OWNERS, complaints)
 
 
 if __name__ == "__main__":
