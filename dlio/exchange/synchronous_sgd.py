@@ -4,6 +4,7 @@ docs/design/gradient-path.md follows one gradient through this module.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -144,6 +145,8 @@ class SynchronousSgd(Exchange):
         self._carries_weight = context.spec.compressor is None
         """True if each bucket carries the rank's weight and its parameters' flags."""
         self._values = context.values
+        self._places: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=2)
+        """The first bucket's buffers, and the place of the values in each."""
         self._keeps = context.recovery is not None
         """Keep each step's sums until the next one's are complete, for ranks that lack them."""
         self._summed_weight: npt.NDArray[np.float64]
@@ -448,8 +451,14 @@ class SynchronousSgd(Exchange):
     def _values_in(self, bucket: Bucket) -> torch.Tensor:
         """Return the place of the numbers that travel with the first bucket."""
         assert self._values is not None
+        for flat, place in self._places:
+            if flat is bucket.flat:
+                return place
+        # Kept: in a step between large operations each one of torch takes 30 us, out of the caches.
         end = len(bucket.flat) - 1 - len(bucket.parameters)
-        return bucket.flat[end - self._values.count : end]
+        place = bucket.flat[end - self._values.count : end]
+        self._places.append((bucket.flat, place))
+        return place
 
     def _own_s(self) -> float:
         return sum(each.own_s for each in self._sums)

@@ -142,10 +142,10 @@ class _BlockClock:
         took = ScriptGuard.took_batch
         originals.append((ScriptGuard, "took_batch", took))
 
-        def next_batch(guard: ScriptGuard) -> None:
+        def next_batch(guard: ScriptGuard, use: object = None) -> None:
             self._next()
             if self._is_on:
-                took(guard)
+                took(guard, use)
 
         setattr(ScriptGuard, "took_batch", next_batch)  # noqa: B010 - mypy refuses a method
         try:

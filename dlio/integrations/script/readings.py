@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from dlio.comm.survival.recovery import uniform
-from dlio.integrations.script.script_lines import is_foreign, line_of, script_frames
+from dlio.integrations.script.script_lines import is_foreign, line_of, script_frame
 from dlio.integrations.script.share import ScriptContext
 
 METHODS: Final = ("item", "tolist", "numpy", "__float__", "__int__", "__format__", "__repr__")
@@ -44,6 +44,8 @@ class Readings:
         @wraps(original)
         def read(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
             result = original(tensor, *args, **options)
+            if not _reads_for_others():
+                return result  # An optimizer of torch, or dlio, reads its own numbers.
             # A loss of the batches before may be read after an evaluation, too.
             is_of_part = self._context.divides_now or tensor.grad_fn is not None
             if is_of_part and threading.get_ident() == self._main:
@@ -58,20 +60,15 @@ class Readings:
             return
         if any(tensor.data_ptr() == loss.data_ptr() for loss in context.whole_losses):
             return
-        caller: FrameType | None = sys._getframe(2)
-        while caller is not None and caller.f_code.co_filename in _TENSORS:
-            caller = caller.f_back
-        if caller is None or not is_foreign(caller.f_code.co_filename):
-            return  # An optimizer of torch reads its own numbers.
-        if frames := script_frames():
+        if frame := script_frame():
             if tensor in context.mixed_losses:
                 context.say(
-                    f"{line_of(frames[0])}: the loss read there adds up terms that count other "
+                    f"{line_of(frame)}: the loss read there adds up terms that count other "
                     "elements, such as a sum and a mean: it is a mean of the losses of the ranks' "
                     "parts, not quite that of one process. Gradients are right"
                 )
                 return
-            line, few = line_of(frames[0]), repr(result)[:_LONGEST].encode()
+            line, few = line_of(frame), repr(result)[:_LONGEST].encode()
             self._lines[line] = zlib.crc32(few, self._lines.get(line, 0))
 
     def tell(self) -> None:
@@ -100,6 +97,14 @@ class Readings:
             "part of one process's, to be divided by the samples seen and not by len(dataset); "
             "means differ slightly"
         )
+
+
+def _reads_for_others() -> bool:
+    """True if the method that calls this was called by neither torch nor dlio."""
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None and caller.f_code.co_filename in _TENSORS:
+        caller = caller.f_back
+    return caller is not None and is_foreign(caller.f_code.co_filename)
 
 
 def _several(lines: Sequence[str]) -> str:

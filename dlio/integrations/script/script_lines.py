@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Final
 
 import torch
@@ -21,6 +21,8 @@ _ROOTS: Final = tuple(
     )
 )
 _HERE: Final = os.path.dirname(__file__) + os.sep
+_RUNS: Final = "run_script"
+"""The function of this package that runs a script."""
 
 
 @cache
@@ -38,13 +40,29 @@ def is_script(file: str) -> bool:
     return not path.startswith(_ROOTS)
 
 
-def script_frames(most: int = 1) -> list[FrameType]:
+def script_frame() -> FrameType | None:
+    """Return the innermost frame of the user's files that is running, None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_script(code.co_filename):
+            return frame
+        if code.co_name == _RUNS and code.co_filename.startswith(_HERE):
+            return None  # Beyond it are those of what started dlio.
+        frame = frame.f_back
+    return None
+
+
+def script_frames(most: int) -> list[FrameType]:
     """Return at most `most` frames of the user's files that are running, the innermost first: none
     of what started dlio."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(frames) < most and not _runs_script(frame.f_code):
-        if is_script(frame.f_code.co_filename):
+    while frame is not None and len(frames) < most:
+        code = frame.f_code
+        if code.co_name == _RUNS and code.co_filename.startswith(_HERE):
+            break
+        if is_script(code.co_filename):
             frames.append(frame)
         frame = frame.f_back
     return frames
@@ -78,11 +96,6 @@ def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
     )
 
 
-@cache
-def _runs_script(code: CodeType) -> bool:
-    return code.co_name == "run_script" and code.co_filename.startswith(_HERE)
-
-
 def line_of(frame: FrameType) -> str:
     """Return a frame's place, such as `train.py:41`."""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -90,5 +103,5 @@ def line_of(frame: FrameType) -> str:
 
 def script_line() -> str:
     """Return the place in the user's files that is running, such as `train.py:41`."""
-    frames = script_frames()
-    return line_of(frames[0]) if frames else "the script"
+    frame = script_frame()
+    return line_of(frame) if frame is not None else "the script"

@@ -24,13 +24,16 @@ def losses_of(tensors: Any, frames: Sequence[FrameType], most: int) -> list[torc
         (tensors,) = tensors
     if not _is_scalar(tensors):
         return []
-    nodes = set(_nodes(tensors.grad_fn))
     scalars = {id(tensors): tensors}
     for frame in frames:
         for each in frame.f_locals.values():
-            if _is_scalar(each) and each.grad_fn in nodes:
+            if _is_scalar(each):
                 scalars.setdefault(id(each), each)
-    return list(scalars.values())[:most]
+    losses = list(scalars.values())
+    if len(losses) > 1:  # In most scripts there is one, and its graph need not be walked.
+        nodes = set(_nodes(tensors.grad_fn))
+        losses = [each for each in losses if each.grad_fn in nodes]
+    return losses[:most]
 
 
 def _is_scalar(value: Any) -> bool:

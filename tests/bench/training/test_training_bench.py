@@ -13,7 +13,7 @@ from dlio.errors import UsageError
 from dlio.plan.exchange_cost import LinkCost
 from dlio_bench.checkpoint_cases.methods import measure_stalls
 from dlio_bench.results.report_values import Results
-from dlio_bench.training import scaling_measurements
+from dlio_bench.training import scaling_measurements, script_case
 from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_network
 from dlio_bench.training.checkpoint_case import InterruptibleTraining, report
 from dlio_bench.training.ettr import ettr_figures, storm_options
@@ -142,6 +142,24 @@ def test_two_ranks_are_measured_and_more_are_forecast(
         ]
         exchanges = each["labels"]["exchange"] == "gossip"
         assert (each["parts"]["exchange"] > 1e-5) or not exchanges
+
+
+@pytest.mark.mpi
+def test_the_case_script_has_pairs_of_blocks_watched_and_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlio.cli import main
+
+    monkeypatch.setattr(script_case, "_PAIRS", 2)
+    path = tmp_path / "report.json"
+    arguments = "--case script --networks lenet --batch-size 4 --repeats 2 --steps 2 --report"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "train", *arguments.split(), str(path)])
+    assert not ended.value.code
+    report = json.loads(path.read_text())
+    watched = {each["labels"]["script"]: len(each["values"]) for each in report["figures"]}
+    assert watched == {"watched": 4, "not watched": 4}
+    assert [len(each["values"]) for each in report["ratios"]] == [4]
 
 
 def test_checkpoints_are_kept_in_a_folder_that_exists(tmp_path: Path) -> None:

@@ -253,5 +253,5 @@ def test_what_starts_dlio_is_no_line_of_the_script() -> None:
     names: dict[str, Callable[[Callable[[], object]], object]] = {}
     file = os.path.join(os.path.dirname(script_lines.__file__), "runner.py")
     exec(compile("def run_script(act): return act()", file, "exec"), names)
-    assert script_lines.script_frames()
-    assert not names["run_script"](script_lines.script_frames)
+    assert script_lines.script_frame()
+    assert not names["run_script"](script_lines.script_frame)
