@@ -25,6 +25,13 @@ def dropping(classes: int, image_size: int) -> nn.Module:
     return nn.Sequential(mlp(classes, image_size, 16), nn.Dropout(0.2))
 
 
+def tied(classes: int, image_size: int) -> nn.Module:
+    """Make an MLP two layers of which have the same weights."""
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    second.weight = first.weight
+    return nn.Sequential(mlp(16, image_size, 16), first, second, nn.Linear(16, classes))
+
+
 def louder(classes: int, image_size: int) -> nn.Module:
     """Make an MLP whose gradients are 64 times as large on all ranks but the first."""
     first = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"

@@ -101,6 +101,22 @@ def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(
 
 
 @pytest.mark.mpi
+def test_tied_weights_are_not_saved_for_each_rank(dlio: Dlio, pictures: Path, here: Path) -> None:
+    same: Args = (str(pictures / "train"), "-n", "2", "--batch-size", "50", *SHAPE)
+    same += ("--model", "nets:tied", "--epochs", "2", "--checkpoint", "c", "--keep", "9")
+    done = dlio("train", *same, "--save", "whole.pt")
+    assert done.returncode == 0, done.stderr
+    saved = sorted((here / "c").glob("step-*"))
+    held = contents(str(saved[0]))
+    assert {"all/model/1.weight", "all/model/2.weight"} <= held.keys()
+    assert not any("/model/" in name for name in held if name.startswith("rank"))
+    _forget_after(here / "c", 1)
+    again = dlio("train", *same, "--resume", "--save", "again.pt")
+    assert again.returncode == 0, again.stderr
+    assert _equal(here / "whole.pt", here / "again.pt")
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.daily("1")
 def test_a_run_is_resumed_with_another_number_of_ranks(

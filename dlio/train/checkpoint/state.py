@@ -84,8 +84,10 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
     trained = "all/" if run.exchange.alike else mine
     tensors: dict[str, torch.Tensor] = {}
     parameters = dict(run.model.named_parameters())
+    # Tied weights have several names: under the second one, too, they are not each rank's own.
+    names = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
     for name, value in run.model.state_dict().items():
-        tensors[f"{trained if name in parameters else mine}model/{name}"] = whole(name, value)
+        tensors[f"{trained if name in names else mine}model/{name}"] = whole(name, value)
     for name, parameter in parameters.items():
         for key, value in run.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
