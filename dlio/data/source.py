@@ -477,6 +477,20 @@ def is_remote(url: str) -> bool:
     return "://" in url or "::" in url
 
 
+def local_path(url: str) -> str | None:
+    """Return the full path of the file or folder whose bytes a path or URL reads; None for others.
+
+    That is the path without names of fields (`a.h5::x`), of a `file://` URL, and of the archive in
+    which a chained URL ends (`zip://a.h5::b.zip`).
+    """
+    # Readers of several local files join their paths: the first stands for all of them.
+    last = split_fields(url)[0].rpartition("::")[2] if "://" in url else url.split("::")[0]
+    scheme, mark, path = last.rpartition("://")
+    if mark and scheme not in ("file", "local"):
+        return None
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def own_name(url: str) -> str:
     """Return the first link of a chained URL in lower case, to compare its suffix."""
     return url.split("::")[0].lower()

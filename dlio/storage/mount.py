@@ -23,7 +23,7 @@ from dlio.data.reader_contract import (
     data_bytes,
     reads_alone,
 )
-from dlio.data.source import is_remote
+from dlio.data.source import split_fields
 from dlio.errors import TierFull, UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
@@ -594,4 +594,7 @@ def _capacity(tier: Tier, fingerprint: str) -> int:
 
 def _absolute(path: str) -> str:
     """Return a path that a later `dlio verify --heal` can open from any folder."""
-    return path if is_remote(path) or not os.path.exists(path) else os.path.abspath(path)
+    if "://" in path:
+        return path
+    file = split_fields(path)[0]
+    return os.path.abspath(file) + path[len(file) :] if os.path.exists(file) else path
