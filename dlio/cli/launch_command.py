@@ -311,7 +311,8 @@ def job_script(started: CheckedCommand, options: LaunchOptions) -> JobScript:
     slurm = parse_slurm(options.slurm)
     backend = () if options.backend == "auto" else ("--backend", options.backend)
     words = started.words if started.is_dlio else ("--", *started.words)
-    resumes = started.option("checkpoint") is not None
+    checkpoint = started.option("checkpoint")
+    resumes = checkpoint is not None
     if resumes and started.option("resume") is False:
         words = (*words[: started.named], "--resume", *words[started.named :])
     if not resumes and started.is_dlio and started.words[0] == "train":
@@ -324,6 +325,7 @@ def job_script(started: CheckedCommand, options: LaunchOptions) -> JobScript:
         setup=setup,
         # A program of another kind says by code 75 that it goes on when it is started again.
         resumes=resumes or not started.is_dlio or started.words[0] in ("pack", "stage"),
+        checkpoint=checkpoint if isinstance(checkpoint, str) else None,
     )
     return _with_staging(script, started, backend) if options.stage else script
 
