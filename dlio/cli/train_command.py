@@ -16,6 +16,7 @@ from dlio.train.names import CALLBACKS
 from dlio.train.train_options import MODEL_NAMES
 from dlio.util.live_line import LiveLine
 from dlio.util.printable import print_line
+from dlio.util.units import counted
 
 
 @with_help(
@@ -91,7 +92,7 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
         raise UsageError("--backend torch does not go with --nodes and --fault-tolerance restart")
     if _is_finished(config):
         print_line(
-            f"all {config.optimizer.epochs} epochs are done in {config.checkpoints.checkpoint}: "
+            f"{counted(config.optimizer.epochs, 'epoch')} done in {config.checkpoints.checkpoint}: "
             "there is nothing to train; give more --epochs to go on"
         )
         return

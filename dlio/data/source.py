@@ -28,6 +28,7 @@ from dlio.data.requests import pread, pread_into, request
 from dlio.errors import DlioError, SourceError, UsageError, printable
 from dlio.util.limits import check_regular
 from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
+from dlio.util.units import counted
 
 _MAX_FILES: Final = 1_000_000
 _CHAINING: Final = re.compile(
@@ -287,8 +288,9 @@ class Source(FsspecHandle):
             first = f"{first} -> {os.readlink(first)}"
         count = len(self.dangling)
         raise SourceError(
-            f"{self.path()}: {count} of {found + count} files are links to missing files, such "
-            f"as {printable(first)}: restore or fetch these, or remove the links"
+            f"{self.path()}: links to missing files: {count} of "
+            f"{counted(found + count, 'file')}, such as {printable(first)}: restore or fetch these, "
+            "or remove the links"
         )
 
     def _scan(self, name: str) -> list[Entry]:

@@ -91,7 +91,7 @@ _MOST_WARNING_S: Final = 65535
 """Longest warning that sbatch takes."""
 _WARNING_S: Final = 120
 _WARNING_SHARE: Final = 4
-"""A job is warned in the last quarter of a short time limit; Slurm may do it up to a minute early."""
+"""A job is warned in the last quarter of a short time limit; Slurm may do it a minute early."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dlio.loader.contract import ScalarWriter
 from dlio.loader.stats import PassStats, scalars_of
 from dlio.util.cores import available_cores
 from dlio.util.printable import log_line
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 _log = logging.getLogger("dlio")
 
@@ -80,7 +80,7 @@ def diagnose(stats: PassStats, cores: int) -> str:
             "from peers); remedy: mode='batch', or tiers with room for more on each node"
         )
     stage = max(spent, key=lambda name: spent[name])
-    share = f"{spent[stage] / total:.0%} of the time of {threads} threads"
+    share = f"{spent[stage] / total:.0%} of the time of {counted(threads, 'thread')}"
     if busy < _BUSY:
         share += f", which were busy for {busy:.0%} of it"
     return f"{head}; bottleneck: {_NAMES[stage]} ({share}); remedy: {_remedy(stage, stats, cores)}"

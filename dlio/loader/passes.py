@@ -36,6 +36,7 @@ from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.tail_order import TailOrder
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.arguments import named
+from dlio.util.units import counted
 
 
 class Pass(Protocol):
@@ -511,7 +512,7 @@ class PlannedPass:
         before = self.begun.binding or OrderBinding()
         if before.ranks is not None and before.ranks != ranks:
             raise UsageError(
-                f"{where} of mode {before.mode} on {before.ranks} ranks: "
+                f"{where} of mode {before.mode} on {counted(before.ranks, 'rank')}: "
                 "continue on as many, or at the start of an epoch"
             )
         if self.begun.kept != self.digest:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.interpretation import counted, counted_below
+from dlio.util.units import counted as number_of
 from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
@@ -285,7 +286,9 @@ class FilesReader(PathReader):
             left: tuple[str, ...] = ()
             if FilesReader.own_splits(path, options):
                 tests, _ = counted_below(source, [_TESTS], _SUFFIXES)
-                left = (f"{sum(tests.values()):,} files of {_TESTS}, which split='test' reads",)
+                left = (
+                    f"{number_of(sum(tests.values()), 'file')} of {_TESTS}, which split='test' reads",
+                )
             words = "inputs and their targets, one a file"
             return Fit(words, 1, is_marked=True, left_out=left)
         if here:

@@ -281,7 +281,7 @@ def test_what_slurm_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_allocations_are_named() -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"}
     (finding,) = allocation(slurm)
-    assert finding.text == "job 7: 2 node(s), 8 task(s)"
+    assert finding.text == "job 7: nodes: 2, tasks: 8"
     assert [each.subject for each in allocation({"PBS_JOBID": "7"})] == ["PBS"]
     assert [each.subject for each in allocation({"LSB_JOBID": "7"})] == ["LSF"]
     assert list(allocation({})) == []

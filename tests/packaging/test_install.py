@@ -1,7 +1,7 @@
-"""The commands of README and docs that install dlio: torch for CPUs where none is, and else its own.
+"""The commands that install dlio: torch for CPUs where none is, else the torch that is there.
 
-pip resolves them by itself, `--dry-run`, against a folder of empty packages with the names, versions
-and requirements that matter; the network is not asked.
+pip resolves them by itself, `--dry-run`, against a folder of empty packages with the names,
+versions and requirements that matter; the network is not asked.
 """
 
 import os
@@ -121,7 +121,12 @@ def test_make_takes_torch_from_its_index_for_cpus(target: str, tmp_path: Path) -
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     shown = subprocess.run(
-        ["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=400
+        ["make", "-n", target],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=400,
     ).stdout
     torch = shown.index(f"--index-url {CPU_INDEX} $(grep ^torch==")
     assert shown.count("--index-url") == 1

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final
 from dlio.comm.comm_protocol import Communicator
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
+from dlio.util.units import counted
 from dlio_bench.emulated.emulated_folder import STATS, EmulatedFolder
 from dlio_bench.emulated.profile import Profile, parse_profile
 
@@ -238,7 +239,8 @@ class Emulation:
         if nodes > 1:
             raise UsageError(
                 f"--emulate {self.emulate}: storage is emulated for the ranks of one machine, and "
-                f"the job has {nodes} nodes: start it on one, or leave the option out to measure "
+                f"the job has {counted(nodes, 'node')}: start it on one, or leave the option out "
+                "to measure "
                 "the storage that the nodes share"
             )
         reason = why_not()

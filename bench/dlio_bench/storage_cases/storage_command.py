@@ -14,7 +14,7 @@ from rich.table import Table
 from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.world import world
 from dlio.launch.command_ranks import on_ranks
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
@@ -205,7 +205,7 @@ def _notes(
     if rest := workload.samples % (workload.batch_size * ranks):
         notes.append(
             f"{rest:,} of {workload.samples:,} samples are left out of each epoch: they fill no "
-            f"batch of {workload.batch_size} on {ranks} rank(s)"
+            f"batch of {workload.batch_size} on {counted(ranks, 'rank')}"
         )
     notes += [
         f"{run.loader} leaves out {run.left_out:,} samples of each epoch: its workers fill "
@@ -248,9 +248,10 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
     workload = measured.data.workload
     ranks = len(measured.runs[0].ranks)
     yield (
-        f"{workload.name}: {workload.files:,} {workload.format} files of "
+        f"{workload.name}: {counted(workload.files, f'{workload.format} file')} of "
         f"{workload.samples_per_file:,} samples, {format_bytes(measured.data.file_bytes)}; "
-        f"{ranks} ranks on {len(measured.nodes.names)} nodes, batches of {workload.batch_size}, "
+        f"{counted(ranks, 'rank')} on {counted(len(measured.nodes.names), 'node')}, batches of "
+        f"{workload.batch_size}, "
         f"steps of {1e3 * workload.step_s:.0f} ms"
     )
     if workload.step_s:
@@ -259,7 +260,8 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
     if measured.bare:
         threads, rate = max(measured.bare.items(), key=lambda each: each[1])
         yield (
-            f"the storage gives {format_bytes(int(rate))}/s to bare reads by {threads} threads "
+            f"the storage gives {format_bytes(int(rate))}/s to bare reads by "
+            f"{counted(threads, 'thread')} "
             "a rank"
         )
 

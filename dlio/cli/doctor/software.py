@@ -15,6 +15,7 @@ from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
 from dlio.util.child_processes import printed_by
 from dlio.util.extras import how_to_install
 from dlio.util.settings import settings, unknown_variables
+from dlio.util.units import counted
 
 _TOPIC: Final = FindingTopic("software")
 _VERSION_TIMEOUT_S: Final = 20.0
@@ -44,7 +45,7 @@ def check_torch(device: str) -> Iterator[Finding]:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         names = sorted({torch.cuda.get_device_name(k) for k in range(count)})
-        yield _TOPIC.ok("torch", f"{version}, {count} GPU(s): {', '.join(names)}")
+        yield _TOPIC.ok("torch", f"{version}, {counted(count, 'GPU')}: {', '.join(names)}")
         yield _TOPIC.ok(
             "nvImageCodec",
             "--decode device can decode on GPUs"

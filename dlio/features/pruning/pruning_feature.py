@@ -10,6 +10,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.config_rules import refuse_spares_and_replay
 from dlio.train.feature_spec import FeatureSpec
 from dlio.util.options import CheckedOptions, Option
+from dlio.util.units import counted
 
 if TYPE_CHECKING:
     from dlio.train.report import EpochReport
@@ -99,7 +100,8 @@ class PruningFeature(FeatureSpec):
         undone = sum(each["undone"] for each in reports)
         return [
             f"{last['parameters']:,} of {last['parameters_at_first']:,} parameters are left, after "
-            f"{rounds} round(s), {undone} of them undone in part or whole; neurons removed: "
+            f"{counted(rounds, 'round')}, {undone} of them undone in part or whole; neurons "
+            "removed: "
             f"{gone}. Statistics took {last['statistics']['share']:.2%} of the time."
         ]
 

@@ -16,6 +16,7 @@ from typing import Annotated, Final
 
 from dlio.errors import UsageError, printable
 from dlio.util.options import Option, check
+from dlio.util.units import counted
 from dlio.util.whole_files import check_writable, write_whole
 from dlio_bench.results.html.plots import format_number, plain_labels, plot, strip, waterfall
 from dlio_bench.results.repeats import ENOUGH, interval_of_median
@@ -53,7 +54,7 @@ def _overview(reports: Sequence[SavedReport]) -> str:
             report.benchmark,
             report.started.replace("T", " ").replace("+00:00", " UTC"),
             "" if report.seconds is None else f"{report.seconds:,.0f} s",
-            f"{environment.get('processor', '')}, {environment.get('cores', '?')} cores",
+            f"{environment.get('processor', '')}, {counted(environment.get('cores', '?'), 'core')}",
             str(environment.get("commit") or ""),
         )
         link = f'<a href="#r{k}">{html.escape(report.name)}</a>'
