@@ -72,7 +72,7 @@ class TrainingFacts:
     ranks: int
     """Emulated accelerators."""
     au: Sequence[float | None]
-    """Mean utilisation over the ranks in each epoch, 0 to 1; None for an epoch of one step."""
+    """Mean utilisation over the ranks in each epoch, 0 to 1; None for too few steps."""
     memory_bytes: int | None
     """Memory of all hosts together."""
     overridden: Sequence[str] = ()
@@ -135,7 +135,7 @@ def check_training(facts: TrainingFacts, version: str = "v2.0") -> list[Check]:
         check(
             "accelerator utilisation, mean of the epochs",
             None if least is None or not known else mean >= least,
-            f"{mean:.1%}" if known or not facts.au else "epochs of one step",
+            f"{mean:.1%}" if known or not facts.au else "too few steps",
             f"at least {least:.0%}" if least is not None else "not defined",
             "4 / 3.3.2",
             applies=least is not None,

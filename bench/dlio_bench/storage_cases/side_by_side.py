@@ -184,7 +184,7 @@ def _storage(case: AgreementOptions, loader: str, place: str) -> ProgramFigures:
     au = by_epoch("accelerator utilisation")
     rates = by_epoch("throughput as DLIO counts it")
     if not au or not rates:
-        raise UsageError("epochs of one or two steps have no utilisation: give more files")
+        raise UsageError("epochs of few steps have no utilisation: give more files")
     return ProgramFigures(fmean(au), fmean(rates), tuple(au))
 
 

@@ -37,7 +37,7 @@ from dlio_bench.storage_cases.summary import (
     ratios,
     waterfalls,
 )
-from dlio_bench.storage_cases.utilisation import LEFT_OUT
+from dlio_bench.storage_cases.utilisation import LEAST_STEPS, LEFT_OUT
 
 
 def command(
@@ -195,11 +195,12 @@ def _notes(
     if not measured.compared:
         notes.append("the data is large: numbers of samples were compared, their bytes not")
     workload = measured.data.workload
-    counted = min(run.steps for run in measured.runs) - LEFT_OUT
-    if counted < 1:
+    steps = min(run.steps for run in measured.runs)
+    if steps - LEFT_OUT < LEAST_STEPS:
+        unknown = "utilisation and throughput are" if steps <= LEFT_OUT else "utilisation is"
         notes.append(
-            "an epoch has one step, which does not count: utilisation and throughput are unknown; "
-            "give more files, or smaller batches"
+            f"an epoch has {counted(steps, 'step')}, of which the first does not count: {unknown} "
+            f"unknown below {LEFT_OUT + LEAST_STEPS}; give more files, or smaller batches"
         )
     ranks = len(measured.runs[0].ranks)
     if rest := workload.samples % (workload.batch_size * ranks):
@@ -269,8 +270,8 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
 def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
     """Print a row for each loader and epoch: medians over the repeats."""
     heads = (
-        *("loader", "epoch", "AU, %", "samples/s", "MiB/s", "epoch, s", "of least, %"),
-        *("first, s", "p50, ms", "p99", "p99.9", "cached"),
+        *("loader", "epoch", "AU, %", "samples/s", "MiB/s", "epoch, s", "other ranks, s"),
+        *("of least, %", "first, s", "p50, ms", "p99", "p99.9", "cached"),
     )
     rows = []
     for (loader, number), group in grouped(epochs).items():
@@ -284,6 +285,7 @@ def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
                 _middle([each.samples_per_s for each in group], 1),
                 _middle([each.mib_per_s for each in group], 1),
                 _middle([each.seconds for each in group], 2),
+                _middle([each.other_ranks_s for each in group], 2),
                 _middle(possible, 1),
                 _middle([each.first_batch_s for each in group], 2),
                 *(
