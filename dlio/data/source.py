@@ -289,8 +289,8 @@ class Source(FsspecHandle):
         count = len(self.dangling)
         raise SourceError(
             f"{self.path()}: links to missing files: {count} of "
-            f"{counted(found + count, 'file')}, such as {printable(first)}: restore or fetch these, "
-            "or remove the links"
+            f"{counted(found + count, 'file')}, such as {printable(first)}: restore or fetch "
+            "these, or remove the links"
         )
 
     def _scan(self, name: str) -> list[Entry]:

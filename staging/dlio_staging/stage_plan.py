@@ -290,6 +290,8 @@ def print_plan(done: StageResult, bandwidth: float | None) -> None:
         f"  source on {done.storage}: {counted(done.workers, 'request')}{size} in flight from "
         "each rank"
     )
+    for note in done.evicted:
+        print_line(f"  {note}")
     longest = 0.0
     if done.unplaced_blocks:
         print_line(f"  {shortfall(done)}")

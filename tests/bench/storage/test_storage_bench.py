@@ -119,7 +119,9 @@ def test_an_epoch_of_one_step_has_no_utilisation(tmp_path: Path) -> None:
     assert "epoch" in names
     assert not names & {"accelerator utilisation", "throughput", "bandwidth"}
     notes = " ".join(report["notes"])
-    assert "1 step, of which the first does not count: utilisation and throughput are unknown" in notes
+    assert (
+        "1 step, of which the first does not count: utilisation and throughput are unknown" in notes
+    )
     assert "1 of 3 samples are left out of each epoch" in notes
     (row,) = [line for line in done.stdout.splitlines() if line.split()[:1] == ["torch"]][:1]
     assert row.split()[2:5] == ["-", "-", "-"]
