@@ -102,6 +102,7 @@ def test_a_dry_run_looks_at_earlier_data_and_changes_nothing(
     # Another data set for which the first has to go.
     other = tmp_path / "other"
     shutil.copytree(pictures, other)
+    os.utime(next(other.rglob("*.jpg")), (1, 1))
     planned = stage(str(other), replace(_options(scratch), tiers=f"{scratch}:{room}B"), dry=True)
     (plans,) = planned.planned.values()
     assert plans[0]["missing_blocks"] == planned.blocks
