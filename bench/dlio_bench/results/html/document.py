@@ -24,7 +24,8 @@ from dlio_bench.results.report_values import Figure, PlotCurve, Ratio
 from dlio_bench.results.saved_report import SavedReport, find_reports, read_report
 
 _ROWS_OPEN: Final = 40
-"""Figures of a report from which on their table is folded."""
+"""Figures of a report from which on their table is folded, but for those of the first name: the
+benchmark's main figure."""
 
 
 def page(reports: Sequence[SavedReport], title: str) -> str:
@@ -90,8 +91,12 @@ def _section(number: int, report: SavedReport, numbers: Iterator[int]) -> str:
         parts.append(f'<h3>Plots</h3><div class="figures">{"".join(drawn)}</div>')
     if report.figures:
         table, count = _figures(report.figures), len(report.figures)
-        folded = f"<details><summary>Figures ({count})</summary>{table}</details>"
-        parts.append(folded if count > _ROWS_OPEN else f"<h3>Figures</h3>{table}")
+        if count > _ROWS_OPEN:
+            first = [each for each in report.figures if each.name == report.figures[0].name]
+            parts.append(f"<h3>Figures</h3>{_figures(first)}")
+            parts.append(f"<details><summary>All figures ({count})</summary>{table}</details>")
+        else:
+            parts.append(f"<h3>Figures</h3>{table}")
     parts += [_environment(report), "</section>"]
     return "".join(parts)
 
