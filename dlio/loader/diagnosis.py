@@ -57,7 +57,11 @@ def diagnose(stats: PassStats, cores: int) -> str:
     head = f"{rate}, the consumer waited {waited:.0%} of {seconds:.1f} s"
     # The first question is whether there is a problem: without waiting, busy threads are no
     # bottleneck.
-    if waited <= _SMALL_STALL or stats["stall_s"] <= _SHORT_STALL_S:
+    if waited > _SMALL_STALL and stats["stall_s"] <= _SHORT_STALL_S:
+        return (
+            f"{head}; that is {1e3 * stats['stall_s']:.0f} ms, too little to tell a bottleneck by"
+        )
+    if waited <= _SMALL_STALL:
         return f"{head}; bottleneck: consumer (the training step); the loader keeps up"
     # A slow first batch has other remedies than a slow pass, and hides the rest in a short one.
     if later / seconds <= _SMALL_STALL:

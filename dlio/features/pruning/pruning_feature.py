@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 from dlio.train.config_rules import refuse_spares_and_replay
 from dlio.train.feature_spec import FeatureSpec
+from dlio.util.extras import how_to_install
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.units import counted
 
@@ -76,6 +78,11 @@ class PruningFeature(FeatureSpec):
                 "--prune-target does not go with --prune-tolerance: leave one of them out"
             )
         refuse_spares_and_replay(config, {label: True})
+        if find_spec("torch_pruning") is None:  # Now, and not when all ranks have their data.
+            raise UsageError(
+                f"{label} finds layers that depend on each other with torch-pruning, which is not "
+                f"installed: {how_to_install('prune')}"
+            )
 
     def check_saved(self, about: Mapping[str, Any], path: str, is_on: bool) -> None:
         pruned = about.get("pruning")
