@@ -38,8 +38,8 @@ VERSIONS: Final[Mapping[str, _Version]] = {
     ),
 }
 """Rounds by version."""
-_MEMORY_RATIO: Final = 5
-_LEAST_STEPS: Final = 500
+MEMORY_RATIO: Final = 5
+RULE_STEPS: Final = 500
 _RUNS: Final = 5
 _CACHE_SHARE: Final = 0.1
 _CLOSED: Final = (
@@ -142,12 +142,12 @@ def check_training(facts: TrainingFacts, version: str = "v2.0") -> list[Check]:
         ),
         check(
             "data of 5 times the hosts' memory",
-            None if memory is None else size >= _MEMORY_RATIO * memory,
+            None if memory is None else size >= MEMORY_RATIO * memory,
             format_bytes(size),
-            "unknown memory" if memory is None else f"{format_bytes(_MEMORY_RATIO * memory)}",
+            "unknown memory" if memory is None else f"{format_bytes(MEMORY_RATIO * memory)}",
             "7 / 3.1",
         ),
-        check("steps in an epoch", steps >= _LEAST_STEPS, f"{steps:,}", "at least 500", "7"),
+        check("steps in an epoch", steps >= RULE_STEPS, f"{steps:,}", "at least 500", "7"),
         check(
             "parameters of the closed division",
             not strange,

@@ -14,16 +14,21 @@ from rich.table import Table
 from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.world import world
 from dlio.launch.command_ranks import on_ranks
-from dlio.util.units import counted, format_bytes
+from dlio.util.machine_memory import usable_memory
+from dlio.util.printable import print_line
+from dlio.util.units import counted, format_bytes, parse_bytes
+from dlio.util.whole_files import check_writable
 from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import console, show_notes, table
 from dlio_bench.storage_cases.claim import remove_unclaimed
+from dlio_bench.storage_cases.data_size import DataSize, data_size
 from dlio_bench.storage_cases.dlio_keys import checkpoint_note
 from dlio_bench.storage_cases.latencies import PERCENTILES, Latencies
 from dlio_bench.storage_cases.metadata import MetadataRate, measure_metadata
+from dlio_bench.storage_cases.requests_table import show_requests, write_csv
 from dlio_bench.storage_cases.rules import DISCLAIMER, Check, Outcome, TrainingFacts, check_training
 from dlio_bench.storage_cases.storage_job import StorageMeasurements, data_folder, measure
 from dlio_bench.storage_cases.storage_options import StorageCase
@@ -52,6 +57,15 @@ def command(
     """
     output.check_writable()
     workload = case.asked().workload
+    if case.plan:
+        memory = usable_memory() if case.memory is None else parse_bytes(case.memory)
+        size = data_size(workload, ranks.ranks or 1, memory)
+        print_line(size.describe())
+        print_line(f"measure it by: dlio bench storage {case.path} {_again(case, size)}")
+        output.write(asdict(size))
+        return
+    if case.csv is not None:
+        check_writable("--csv", case.csv)
     emulation.check_possible()
     check_folder(case.path)
     folder = data_folder(case.path, workload)
@@ -65,6 +79,12 @@ def command(
         if ranks.ranks is not None and not existed and not case.keep:
             remove_unclaimed(folder)
         raise
+
+
+def _again(case: StorageCase, size: DataSize) -> str:
+    """Return the options of a run with the data of a plan."""
+    named = f"--workload {case.workload} " if case.workload else ""
+    return f"{named}--files {size.files} -n {size.ranks}"
 
 
 def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) -> None:
@@ -89,6 +109,8 @@ def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) 
         }
         results.details = {**results.details, "rules": rules}
     _show(case, measured, epochs, rates, checked, results)
+    if case.csv is not None:
+        write_csv(case.csv, epochs)
     finish(output, results, started)
 
 
@@ -228,6 +250,7 @@ def _show(
     for line in headline(measured):
         print(line)
     show_epochs(epochs)
+    show_requests(epochs)
     for each in results.ratios:
         shown = ", ".join(f"{value:.2f}" for value in each.values)
         print(f"{each.name}, epoch {each.labels.get('epoch', '')}: {shown}")

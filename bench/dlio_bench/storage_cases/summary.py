@@ -58,6 +58,11 @@ class LoaderEpochFigures:
     memory_bytes: int
 
     @property
+    def iops(self) -> float:
+        """Requests per second of all ranks, over the whole epoch."""
+        return len(self.requests) / self.seconds
+
+    @property
     def cached_percent(self) -> float | None:
         """Share of the bytes that came from the page cache; None if it is not known."""
         share = self.verdict.cache_share
@@ -163,6 +168,10 @@ def figures(epochs: Sequence[LoaderEpochFigures]) -> list[Figure]:
             values = tuple(each for each in map(value, group) if each is not None)
             if values:
                 result.append(Figure(name, unit, values, labels, better))
+        rates = tuple(each.iops for each in group if len(each.requests))
+        if rates:
+            name = "IOPS" if group[0].request_kind == "request" else "samples asked for"
+            result.append(Figure(name, "1/s", rates, labels, "higher"))
         for kind in ("batch", group[0].request_kind):
             for share in PERCENTILES:
                 latencies = [each.batches if kind == "batch" else each.requests for each in group]

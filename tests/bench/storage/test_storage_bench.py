@@ -1,5 +1,6 @@
 """`dlio bench storage`: a tiny run from end to end, and its refusals."""
 
+import csv
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.mpi
 def test_two_ranks_report_both_loaders_by_epoch(tmp_path: Path) -> None:
-    done = _run(tmp_path, "-n", "2", "--report", "r.json", "--rules", "v2.0")
+    done = _run(tmp_path, "-n", "2", "--csv", "r.csv", "--report", "r.json", "--rules", "v2.0")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["benchmark"] == "storage"
@@ -63,6 +64,21 @@ def test_two_ranks_report_both_loaders_by_epoch(tmp_path: Path) -> None:
     served = {(each["loader"], each["epoch"]): each for each in report["served"]}
     assert served["torch", 1]["asked_bytes"] >= 66 * 4096
     assert "other ranks" in done.stdout.replace("\n", " ")
+    assert "IOPS" in done.stdout
+    rows = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
+    assert [(row["loader"], row["epoch"], row["of"]) for row in rows] == [
+        *(("torch", "1", "sample"), ("torch", "2", "sample")),
+        *(("dlio", "1", "request"), ("dlio", "2", "request")),
+    ]
+    assert int(rows[0]["count"]) == 66
+    times = [float(value) for key, value in rows[2].items() if key.startswith("lat_")]
+    assert len(times) == 18
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert float(rows[2]["iops"]) == pytest.approx(
+        int(rows[2]["count"]) / float(rows[2]["runtime_s"]), rel=0.01
+    )
+    (tmp_path / "r.csv").unlink()
     assert "rules of MLPerf Storage v2.0" in done.stdout
     assert "Not an MLPerf result" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
@@ -139,3 +155,17 @@ def test_few_steps_have_no_utilisation_and_no_verdict(tmp_path: Path) -> None:
     checks = rows["checks"] if isinstance(rows, dict) else rows
     (verdict,) = [each for each in checks if each["rule"].startswith("accelerator utilisation")]
     assert (verdict["outcome"], verdict["measured"]) == ("unknown", "too few steps")
+
+
+def test_a_plan_says_how_much_data_the_rules_ask_for(tmp_path: Path) -> None:
+    done = _run(
+        tmp_path,
+        *("--plan", "--memory", "1GiB", "--workload", "unet3d_h100", "-n", "8", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+    plan = json.loads(done.stdout.splitlines()[-1])
+    # TINY overrides files of 4 KiB and batches of 3: 5 GiB are more than 500 steps of 8 ranks.
+    assert plan["files"] == 5 * 2**30 // 4096
+    assert plan["files_by_steps"] == 500 * 8 * 3
+    assert f"--workload unet3d_h100 --files {plan['files']} -n 8" in done.stdout
