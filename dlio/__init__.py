@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dlio import transforms
     from dlio.comm.process_group import init_process_group
     from dlio.errors import (
         CommError,
@@ -62,6 +63,7 @@ __all__ = [
     "load_pruned",
     "mix",
     "open",
+    "transforms",
 ]
 
 _WHERE = {
@@ -85,11 +87,16 @@ _WHERE = {
 }
 
 
+_MODULES = ("errors", "integrations", "testing", "transforms")
+
+
 def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 
         return version("dlio")
+    if name in _MODULES:
+        return import_module(f"dlio.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'dlio' has no attribute {name!r}")
     module, attribute = _WHERE[name]

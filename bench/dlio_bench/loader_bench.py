@@ -14,6 +14,7 @@ from dlio.cli.option_records import OutputOptions
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
 from dlio.util.options import CheckedOptions, Option
+from dlio.util.units import counted
 from dlio_bench.bench_data import draw_pictures
 from dlio_bench.loader_cases import arrays, augment, decoded, mapstyle, shown, slow
 from dlio_bench.loader_cores import cores, show_cores
@@ -277,7 +278,7 @@ _SHOW: Final[dict[str, Callable[[dict[str, object]], None]]] = {
 def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -> None:
     for case, title in {**CASES, "": "limits"}.items():
         text = (
-            f"{title}: {report['samples']:,} to {image_size} pixels, {workers} workers, "
+            f"{title}: {report['samples']:,} to {image_size} pixels, {counted(workers, 'worker')}, "
             f"median of {repeats} (min to max)"
         )
         titles = {name: each.title for name, each in CONTENDERS.items() if each.case == case}

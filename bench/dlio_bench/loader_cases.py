@@ -29,6 +29,7 @@ from dlio.storage.block import read_info
 from dlio.util.child_processes import variable
 from dlio.util.extras import how_to_install
 from dlio.util.threads import Workers
+from dlio.util.units import counted
 from dlio_bench.bench_data import bytes_below, files_below, ram_tier
 from dlio_bench.emulated.emulated_mount import slow_mount
 from dlio_bench.pillow import PillowImages
@@ -334,7 +335,7 @@ def shown(report: dict[str, object]) -> list[str]:
         for name in ("without", "with"):
             flight, calls = part[name]["in_flight_most"], part[name]["calls_per_sample"]
             lines.append(
-                f"{shapes} shapes, {name} tiers: {flight} requests in flight at most; "
+                f"{shapes} shapes, {name} tiers: {counted(flight, 'request')} in flight at most; "
                 f"calls per sample {calls['epoch_1']} in the first epoch, {calls['both']} in both"
             )
     return lines

@@ -41,6 +41,7 @@ from dlio.loader.planned_engine.native_pool import (
     NativeRecipe,
 )
 from dlio.storage.sample_locations import SampleLocations
+from dlio.util.units import counted
 from dlio_bench.bench_processes import one_thread
 from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.repeats import spread, turns
@@ -322,7 +323,8 @@ def show_cores(report: Mapping[str, object]) -> None:
     figures: Any = report
     emulated = figures["emulated"]
     title = (
-        f"{emulated['cores']} threads that sleep {emulated['decode_ms']:g} ms a sample: ideal "
+        f"{counted(emulated['cores'], 'thread')} that sleep {emulated['decode_ms']:g} ms a "
+        "sample: ideal "
         f"{figures['ideal']:,.0f} samples/s, median (min to max)"
     )
     keys = ("samples_per_s", "ideal_share", "python_us", "slower_percent")

@@ -27,7 +27,7 @@ _INTERRUPTED = 130
 _DEBUG = "DLIO_DEBUG"
 _SWITCHES = {"--follow-links": "DLIO_FOLLOW_LINKS", "--trust": "DLIO_TRUST"}
 """Options of all commands that read data, and the variables that ranks inherit."""
-_FLAGS = ("--version", "--debug", "--help", "-h", "--install-completion")
+_FLAGS = ("--version", "--debug", "--help", "--help-all", "-h", "--install-completion")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -189,13 +189,15 @@ def run_command(tokens: list[str]) -> None:
         if switch in own:
             own.remove(switch)
             os.environ[variable] = "1"
+    brief = "--help-all" not in own
+    own = ["--help" if each == "--help-all" else each for each in own]
     path = [] if not tokens or tokens[0].startswith("-") else tokens[:words]
     if tokens[:1] == ["--install-completion"]:
         run_app(make_app(), tokens, command)
     else:
         if path:
             settings()  # Invalid variables are reported before any work.
-        run_app(make_app(path, rest), [*path, *own], command)
+        run_app(make_app(path, rest, brief), [*path, *own], command)
 
 
 def _warn_of_unknown_variables() -> None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Annotated, Any, Final
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from dlio import __version__
 from dlio.cli.cli_command import SWITCHES, Command, CommandFunction, describe, is_command
 from dlio.cli.help import TwoColumns
-from dlio.cli.option_groups import examples_of
+from dlio.cli.option_groups import examples_of, usual_of
 from dlio.errors import DlioError, UsageError
 from dlio.util.input_files import read_text
 from dlio.util.plugins import plugins
@@ -40,6 +40,14 @@ CORE: Final[Mapping[str, str]] = {
     "top": "dlio.cli.top:command",
 }
 """Import path of each core command's function."""
+_USES: Final[Mapping[str, tuple[str, ...]]] = {
+    "Data": ("ls", "view", "pack", "stage", "status", "verify", "evict", "pin", "cache"),
+    "Train": ("train", "run", "eval", "export", "search", "demo"),
+    "Measure": ("bench", "plan", "simulate", "ledger"),
+    "Cluster": ("launch", "doctor", "top", "join", "leave"),
+}
+"""Commands by use, in the order of the help."""
+_BRIEF_EXAMPLES: Final = 2
 _HELP: Final = (
     "Feed distributed deep learning from a deep memory hierarchy. Commands that read data take "
     "--follow-links: follow symbolic links that lead out of a data set's folder; and --trust: read "
@@ -62,20 +70,31 @@ def places() -> dict[str, str]:
     return {**CORE, **dict(sorted(plugged.items()))}
 
 
-def make_app(path: Sequence[str] | None = None, rest: Sequence[str] = ()) -> App:
-    """Return the cyclopts app.
+def make_app(
+    path: Sequence[str] | None = None, rest: Sequence[str] = (), brief: bool = True
+) -> App:
+    """Return the cyclopts app, whose help of a command with usual options is `brief`.
 
     Only the module of the command at `path`, such as `("bench", "loader")`, is imported; the other
     commands have a summary only. None loads all commands, for completion. The command passes on the
     arguments `rest` unchanged.
     """
-    app = _app("dlio", _HELP, version=__version__, version_flags=["--version"])
+    others = Group("Other", sort_key=len(_USES))
+    app = _app(
+        "dlio", _HELP, version=__version__, version_flags=["--version"], group_commands=others
+    )
     app.register_install_completion_command(help="Install completion for the shell in use.")
-    for name, place in places().items():
+    brief = brief and path is not None  # A shell completes all options.
+    groups = {use: Group(use, sort_key=k) for k, use in enumerate(_USES)}
+    uses = {name: groups[use] for use, names in _USES.items() for name in names}
+    found = places()
+    ordered = [*(name for name in uses if name in found), *(n for n in found if n not in uses)]
+    for name in ordered:
         if path is None or list(path[:1]) == [name]:
-            part = _loaded(name, place, None if path is None else path[1:], rest)
+            part = _loaded(name, found[name], None if path is None else path[1:], rest, brief)
         else:
-            part = _app(name, "" if path else _summary(place))
+            part = _app(name, "" if path else _summary(found[name]))
+        part.group = uses.get(name, others)
         app.command(part, name=name)
     return app
 
@@ -136,7 +155,7 @@ def parse(command: Command, tokens: Sequence[str]) -> dict[str, object] | None:
         records.update(given)
 
     own, rest = command.split([token for token in tokens if token not in SWITCHES])
-    run_app(_of_function(command.name, keep, rest), own, Command(command.name, keep))
+    run_app(_of_function(command.name, keep, rest, False), own, Command(command.name, keep))
     return records or None
 
 
@@ -147,24 +166,26 @@ def run_function(name: str, function: CommandFunction, tokens: Sequence[str]) ->
     """
     command = Command(name, function)
     try:
-        run_app(_of_function(name, function, ()), tokens, command)
+        run_app(_of_function(name, function, (), False), tokens, command)
     except DlioError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _app(name: str, text: str, examples: Sequence[str] = (), **more: Any) -> App:
+def _app(name: str, text: str, examples: Sequence[str] = (), hidden: str = "", **more: Any) -> App:
     return App(
         name=name,
         help=text,
         help_format="plaintext",
-        help_formatter=TwoColumns(examples),
+        help_formatter=TwoColumns(examples, hidden),
         help_flags=["--help", "-h"],
         **{"version_flags": [], **more},
     )
 
 
-def _loaded(name: str, place: str, path: Sequence[str] | None, rest: Sequence[str]) -> App:
+def _loaded(
+    name: str, place: str, path: Sequence[str] | None, rest: Sequence[str], brief: bool
+) -> App:
     """Return the app of one command, for an entry point of any kind."""
     try:
         loaded = resolve_name(place)
@@ -176,20 +197,25 @@ def _loaded(name: str, place: str, path: Sequence[str] | None, rest: Sequence[st
         app = _app(name, loaded.help)
         for inner, where in loaded.commands.items():
             if path is None or list(path[:1]) == [inner]:
-                part = _of_function(f"{name} {inner}", resolve_name(where), rest)
+                part = _of_function(f"{name} {inner}", resolve_name(where), rest, brief)
             else:
                 part = _app(inner, "" if path else _summary(where))
             app.command(part, name=inner)
         return app
     if _is_typer(loaded):
         return _of_typer(name, loaded)
-    return _of_function(name, loaded, rest)
+    return _of_function(name, loaded, rest, brief)
 
 
-def _of_function(name: str, function: CommandFunction, rest: Sequence[str]) -> App:
-    text = inspect.getdoc(function) or ""
-    app = _app(name.rpartition(" ")[2], text, examples_of(function))
-    app.default(Command(name, function).callable(rest) if is_command(function) else function)
+def _of_function(name: str, function: CommandFunction, rest: Sequence[str], brief: bool) -> App:
+    text, examples = inspect.getdoc(function) or "", examples_of(function)
+    hidden = ""
+    if brief and usual_of(function):
+        examples = examples[:_BRIEF_EXAMPLES]
+        hidden = f"`dlio {name} --help-all` shows all {len(Command(name, function).fields)} options"
+    app = _app(name.rpartition(" ")[2], text, examples, hidden)
+    command = Command(name, function, brief)
+    app.default(command.callable(rest) if is_command(function) else function)
     return app
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
-from dlio.cli.option_groups import OTHERS, groups_of
+from dlio.cli.option_groups import OTHERS, groups_of, usual_of
 from dlio.cli.option_records import ConfigFile
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
@@ -52,6 +52,13 @@ class Command:
     name: str
     """Name after `dlio`, such as `train` or `bench loader`."""
     function: CommandFunction
+    brief: bool = False
+    """True if the help shows the usual options alone, where the command has such."""
+
+    @property
+    def usual(self) -> Mapping[str, str]:
+        """Texts of the options that a brief help shows, by field; empty if it shows all."""
+        return usual_of(self.function) if self.brief else {}
 
     @property
     def records(self) -> dict[str, type]:
@@ -116,6 +123,8 @@ class Command:
         groups = groups_of(self.function)
         if not groups:
             return {}
+        if self.usual:
+            return dict.fromkeys((each.name for each in self.fields), Group("Usual options"))
         made = {name: Group(name, sort_key=k) for k, name in enumerate([*groups, OTHERS])}
         by_field = {field: made[name] for name, fields in groups.items() for field in fields}
         return {field.name: by_field.get(field.name, made[OTHERS]) for field in self.fields}
@@ -151,12 +160,16 @@ class Command:
         # Options that the command line leaves out may be in the configuration file.
         optional = ConfigFile in self.records.values()
         groups = self.groups()
+        order = list(self.usual)
+        fields = [field for field in self.fields if not field.option.rest]
+        fields.sort(key=lambda each: order.index(each.name) if each.name in order else len(order))
         parameters = [
-            parameter_of(field, field.required and not optional, groups.get(field.name))
-            for field in self.fields
-            if not field.option.rest
+            parameter_of(
+                field, field.required and not optional, groups.get(field.name), self.usual or None
+            )
+            for field in fields
         ]
-        if self.reads_data:
+        if self.reads_data and not self.usual:
             parameters += _switch_parameters(groups.get("source"))
         parameters.sort(key=lambda parameter: parameter.kind)
         repeated = next((p for p in parameters if p.kind is p.VAR_POSITIONAL), None)
@@ -168,9 +181,13 @@ class Command:
 
 
 def parameter_of(
-    field: OptionField, required: bool, group: "Group | None" = None
+    field: OptionField,
+    required: bool,
+    group: "Group | None" = None,
+    usual: Mapping[str, str] | None = None,
 ) -> inspect.Parameter:
-    """Return the parameter by which cyclopts parses an option, as text or as a switch."""
+    """Return the parameter by which cyclopts parses an option, as text or as a switch. Of `usual`
+    options, the help shows these, with their texts."""
     from cyclopts import Parameter
 
     option = field.option
@@ -185,12 +202,12 @@ def parameter_of(
     names = [field.flag, *([option.short] if option.short else [])]
     parameter = Parameter(
         name=names[0] if option.positional else names,
-        help=help_of(field),
+        help=help_of(field) if usual is None else usual.get(field.name),
         metavar=option.metavar or METAVARS.get(field.type),
         choices=field.choices or None,
-        show_choices=bool(field.choices),
+        show_choices=bool(field.choices) and usual is None,
         show_default=False,
-        show=not option.hidden,
+        show=not option.hidden if usual is None else field.name in usual,
         required=required,
         negative=None if field.type is bool else (),
         allow_leading_hyphen=field.type in (int, float),

@@ -16,16 +16,23 @@ _NAMES_WIDTH: Final = 28
 class TwoColumns:
     """A help formatter of cyclopts that prints examples of command lines below the description."""
 
-    def __init__(self, examples: "Sequence[str]" = ()) -> None:
+    def __init__(self, examples: "Sequence[str]" = (), more: str = "") -> None:
         self._examples = examples
+        self._more = more
+        """Last line of a help that does not show all options."""
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
         """Print a panel: its title and one row per command or option."""
         if not panel.entries:
             return
         lines = [f"{panel.title}:"]
-        for entry in panel.entries:
-            lines += self._rows(entry, panel.format == "parameter", console.width)
+        is_option = panel.format == "parameter"
+        labels = [_label(entry, is_option) for entry in panel.entries]
+        names = min(_NAMES_WIDTH, max(map(len, labels)) + 2)
+        for label, entry in zip(labels, panel.entries, strict=True):
+            lines += _rows(label, entry, names, console.width)
+        if self._more:
+            lines += ["", self._more]
         self._print(console, "\n".join(lines))
 
     def render_usage(self, console: "Console", options: "ConsoleOptions", usage: object) -> None:
@@ -45,30 +52,36 @@ class TwoColumns:
         if wrapped:
             self._print(console, "\n\n".join(wrapped))
 
-    def _rows(self, entry: "HelpEntry", is_option: bool, width: int) -> list[str]:
-        names = [*entry.positive_shorts, *entry.positive_names]
-        if entry.positional_label:
-            names = [entry.positional_label]
-        if any(name.startswith("--no-") for name in entry.negative_names):
-            names = [f"--[no-]{name[2:]}" if name.startswith("--") else name for name in names]
-        label = ", ".join(names)
-        text = _text(entry.description)
-        if is_option and not entry.positional_label and entry.metavar:
-            label += f" {entry.metavar}"
-        if entry.choices:
-            text += f" [one of: {', '.join(entry.choices)}]"
-        if entry.required:
-            text += " [required]"
-        room = max(30, min(width, 100) - _NAMES_WIDTH - 2)
-        rows = textwrap.wrap(" ".join(text.split()), room) or [""]
-        first = f"  {label}"
-        indent = " " * (_NAMES_WIDTH + 2)
-        if len(first) > _NAMES_WIDTH:
-            return [first, *(f"{indent}{row}" for row in rows)]
-        return [f"{first:<{_NAMES_WIDTH + 2}}{rows[0]}", *(f"{indent}{row}" for row in rows[1:])]
-
     def _print(self, console: "Console", text: str) -> None:
         console.print(f"{text}\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def _label(entry: "HelpEntry", is_option: bool) -> str:
+    """Return the names of a command or an option, with its placeholder."""
+    names = [*entry.positive_shorts, *entry.positive_names]
+    if entry.positional_label:
+        names = [entry.positional_label]
+    if any(name.startswith("--no-") for name in entry.negative_names):
+        names = [f"--[no-]{name[2:]}" if name.startswith("--") else name for name in names]
+    label = ", ".join(names)
+    if is_option and not entry.positional_label and entry.metavar:
+        label += f" {entry.metavar}"
+    return label
+
+
+def _rows(label: str, entry: "HelpEntry", names: int, width: int) -> list[str]:
+    text = _text(entry.description)
+    if entry.choices:
+        text += f" [one of: {', '.join(entry.choices)}]"
+    if entry.required:
+        text += " [required]"
+    room = max(30, min(width, 100) - names - 2)
+    rows = textwrap.wrap(" ".join(text.split()), room) or [""]
+    first = f"  {label}"
+    indent = " " * (names + 2)
+    if len(first) > names:
+        return [first, *(f"{indent}{row}" for row in rows)]
+    return [f"{first:<{names + 2}}{rows[0]}", *(f"{indent}{row}" for row in rows[1:])]
 
 
 def _text(renderable: object) -> str:

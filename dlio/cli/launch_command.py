@@ -25,6 +25,7 @@ from dlio.util.options import Option, as_mapping, check
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.signals import passing_on, passing_on_warnings
+from dlio.util.units import counted
 
 _SHOWN_HOSTS: Final = 4
 
@@ -243,7 +244,10 @@ def _run_here(started: CheckedCommand, options: LaunchOptions) -> int:
         own = ["-n", str(ranks), "--backend", options.backend]
         run_command([*words[:named], *own, *words[named:]])
         return 0
-    _say(f"{ranks} rank(s) on this machine, by {'mpirun' if by_mpi else 'torch.distributed'}")
+    _say(
+        f"{counted(ranks, 'rank')} on this machine, by "
+        f"{'mpirun' if by_mpi else 'torch.distributed'}"
+    )
     with _warnings(started):
         starter = mpi_launch.launch if by_mpi else torch_launch.launch
         return starter(started.argv, ranks).returncode
@@ -264,7 +268,8 @@ def _run_in_job(started: CheckedCommand, options: LaunchOptions, allocation: All
     shown = ", ".join(f"{host} {count}" for host, count in list(counts.items())[:_SHOWN_HOSTS])
     more = ", ..." if len(counts) > _SHOWN_HOSTS else ""
     _say(
-        f"{sum(counts.values())} rank(s) on {len(counts)} node(s) of {allocation.manager}'s job "
+        f"{counted(sum(counts.values()), 'rank')} on {counted(len(counts), 'node')} of "
+        f"{allocation.manager}'s job "
         f"{allocation.job} ({shown}{more}), by {how}"
     )
     with _warnings(started):
@@ -311,7 +316,8 @@ def job_script(started: CheckedCommand, options: LaunchOptions) -> JobScript:
     slurm = parse_slurm(options.slurm)
     backend = () if options.backend == "auto" else ("--backend", options.backend)
     words = started.words if started.is_dlio else ("--", *started.words)
-    resumes = started.option("checkpoint") is not None
+    checkpoint = started.option("checkpoint")
+    resumes = checkpoint is not None
     if resumes and started.option("resume") is False:
         words = (*words[: started.named], "--resume", *words[started.named :])
     if not resumes and started.is_dlio and started.words[0] == "train":
@@ -324,6 +330,7 @@ def job_script(started: CheckedCommand, options: LaunchOptions) -> JobScript:
         setup=setup,
         # A program of another kind says by code 75 that it goes on when it is started again.
         resumes=resumes or not started.is_dlio or started.words[0] in ("pack", "stage"),
+        checkpoint=checkpoint if isinstance(checkpoint, str) else None,
     )
     return _with_staging(script, started, backend) if options.stage else script
 

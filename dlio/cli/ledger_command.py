@@ -9,6 +9,7 @@ from dlio.errors import UsageError
 from dlio.util.json_output import json_text
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line
+from dlio.util.units import counted
 
 if TYPE_CHECKING:
     from dlio.train.ledger_file import EpochCheck
@@ -67,7 +68,9 @@ def command(options: LedgerOptions) -> None:
         if not checked:
             print_line(f"{options.file}: no line")
         elif exact:
-            print_line(f"{options.file}: every sample exactly once in {len(checked)} epoch(s)")
+            print_line(
+                f"{options.file}: every sample exactly once in {counted(len(checked), 'epoch')}"
+            )
     if not exact:
         raise SystemExit(_WRONG)
 
@@ -92,7 +95,7 @@ def _as_json(epoch: "EpochCheck") -> dict[str, Any]:
 def _described(epoch: "EpochCheck") -> list[str]:
     first = (
         f"epoch {epoch.epoch}: {epoch.samples:,} samples in {epoch.steps:,} steps on "
-        f"{len(epoch.ranks)} rank(s)"
+        f"{counted(len(epoch.ranks), 'rank')}"
     )
     if epoch.left_out:
         first += f", {epoch.left_out:,} left out by --skip-samples"

@@ -6,20 +6,25 @@ from typing import Final, TypeVar
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _GROUPS: Final[dict[Callable[..., object], Mapping[str, Sequence[str]]]] = {}
 _EXAMPLES: Final[dict[Callable[..., object], Sequence[str]]] = {}
+_USUAL: Final[dict[Callable[..., object], Mapping[str, str]]] = {}
 OTHERS: Final = "Other options"
 """Heading of the options that stand under no other, at the end."""
 
 
 def with_help(
-    *examples: str, groups: Mapping[str, Sequence[str]] | None = None
+    *examples: str,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    usual: Mapping[str, str] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Decorate a command's function with examples, command lines, and groups for its help: names of
     options, as fields of records, by the heading that they stand under, in the order of the help.
+    Of a command with `usual` options, texts of a line by field, `--help` shows these alone.
     """
 
     def decorate(function: _Function) -> _Function:
         _EXAMPLES[function] = examples
         _GROUPS[function] = groups or {}
+        _USUAL[function] = usual or {}
         return function
 
     return decorate
@@ -33,3 +38,8 @@ def examples_of(function: Callable[..., object]) -> Sequence[str]:
 def groups_of(function: Callable[..., object]) -> Mapping[str, Sequence[str]]:
     """Return the options of a command by their headings, in the order of its help."""
     return _GROUPS.get(function, {})
+
+
+def usual_of(function: Callable[..., object]) -> Mapping[str, str]:
+    """Return the texts of the options that `--help` shows, by field; empty if it shows all."""
+    return _USUAL.get(function, {})

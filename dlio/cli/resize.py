@@ -9,6 +9,7 @@ from dlio.errors import UsageError
 from dlio.launch.job_folder import PREFIX, is_job_folder
 from dlio.launch.node_requests import read_request, request_nodes
 from dlio.util.options import CheckedOptions, Option
+from dlio.util.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,11 @@ def _resize(change: ResizeOptions, joins: bool) -> None:
     ranks = wanted.ranks + (more if joins else -more)
     if not 1 <= ranks <= most:
         raise UsageError(
-            f"{job} is asked to have {wanted.ranks} ranks of {most}, so {ranks} are not possible"
-            + ("; start it with more --spares" if ranks > most else "")
+            f"{job} is asked to have {counted(wanted.ranks, 'rank')} of {most}, so {ranks} are "
+            "not possible" + ("; start it with more --spares" if ranks > most else "")
         )
     write_wanted(folder, RankRequest(wanted.request + 1, ranks), most)
-    print(f"{job} is asked to have {ranks} ranks, after {wanted.ranks}")
+    print(f"{job} is asked to have {counted(ranks, 'rank')}, after {wanted.ranks}")
 
 
 def _folder_of(job: str) -> str:

@@ -13,7 +13,7 @@ from dlio.util.json_output import json_text
 from dlio.util.live_figures import Figures, ProcessFigures, ask_all
 from dlio.util.options import Option
 from dlio.util.printable import print_line
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -178,7 +178,7 @@ def _lines(now: Sequence[ProcessFigures]) -> Iterator[str]:
         best = f"; best so far: {part['best']}" if part.get("best") else ""
         waiting = f", {len(part['waiting'])} wait for others" if part["waiting"] else ""
         yield printable(
-            f"search {part['study']}: {part['ended']} of {part['trials']} trials ended, "
+            f"search {part['study']}: {part['ended']} of {counted(part['trials'], 'trial')} ended, "
             f"{len(part['running'])} running{waiting}{best}"
         )
     for part in _parts(now, "work"):

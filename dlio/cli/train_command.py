@@ -16,6 +16,7 @@ from dlio.train.names import CALLBACKS
 from dlio.train.train_options import MODEL_NAMES
 from dlio.util.live_line import LiveLine
 from dlio.util.printable import print_line
+from dlio.util.units import counted
 
 
 @with_help(
@@ -71,6 +72,19 @@ from dlio.util.printable import print_line
         ),
         "Configuration": ("config", "print_config"),
     },
+    usual={
+        "source": "Class folders, a table, packed data, or train/ and val/",
+        "val": "Held-out data, evaluated after each epoch",
+        "ranks": "Ranks to start here [default: one, or those of mpirun]",
+        "epochs": "Passes over the data [default: 3]",
+        "batch_size": "Samples of each rank in a batch [default: 32]",
+        "image_size": "Side of the square crops in pixels [default: 64]",
+        "model": "resnet50, vit, module:factory [default: by the task]",
+        "lr": "Peak learning rate [default: usual for the optimizer]",
+        "tiers": "Caches, such as ram:8GiB,/scratch:200GiB [default: RAM]",
+        "checkpoint": "Write checkpoints here, at the end of each epoch",
+        "resume": "Go on from the newest checkpoint",
+    },
 )
 def command(config: TrainConfig, ranks: RankOptions, file: ConfigFile) -> None:  # noqa: ARG001
     """Train a network on a data set that is cached in a hierarchy of tiers."""
@@ -91,7 +105,7 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
         raise UsageError("--backend torch does not go with --nodes and --fault-tolerance restart")
     if _is_finished(config):
         print_line(
-            f"all {config.optimizer.epochs} epochs are done in {config.checkpoints.checkpoint}: "
+            f"{counted(config.optimizer.epochs, 'epoch')} done in {config.checkpoints.checkpoint}: "
             "there is nothing to train; give more --epochs to go on"
         )
         return

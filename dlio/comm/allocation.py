@@ -15,6 +15,7 @@ from typing import Final
 from dlio.comm.launch_detection import slurm_step, whole_number
 from dlio.errors import UsageError
 from dlio.util.input_files import open_text
+from dlio.util.units import counted
 
 _PART: Final = re.compile(r"([^\[\],]*)\[([0-9,-]+)\]|([^\[\],]+)|(,)")
 _RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?")
@@ -54,7 +55,8 @@ class Allocation:
             total = per_node * hosts if ranks is None else ranks
             if total > per_node * hosts:
                 raise UsageError(
-                    f"-n {ranks}: {hosts} node(s) of {per_node} ranks have {per_node * hosts}: "
+                    f"-n {ranks}: {counted(hosts, 'node')} of {counted(per_node, 'rank')} have "
+                    f"{per_node * hosts}: "
                     "give a smaller -n or a larger --ranks-per-node"
                 )
             shares = [min(per_node, max(0, total - per_node * k)) for k in range(hosts)]
@@ -97,7 +99,8 @@ def _of_slurm(environment: Mapping[str, str]) -> Allocation | None:
     )
     if len(slots) != len(hosts):
         raise UsageError(
-            f"SLURM_TASKS_PER_NODE={tasks}: numbers for {len(slots)} node(s), but the list of "
+            f"SLURM_TASKS_PER_NODE={tasks}: numbers for {counted(len(slots), 'node')}, but the "
+            "list of "
             f"nodes {nodes} has {len(hosts)}: unset it, and give --ranks-per-node"
         )
     return Allocation("Slurm", job, hosts, slots)

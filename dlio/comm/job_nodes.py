@@ -9,6 +9,7 @@ import numpy.typing as npt
 from dlio.comm.comm_protocol import Communicator
 from dlio.errors import UsageError
 from dlio.util.settings import settings
+from dlio.util.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ def find_nodes(comm: Communicator, pretend: int | None = None) -> JobNodes:
     """
     if pretend is not None and not 1 <= pretend <= comm.size:
         raise UsageError(
-            f"cannot pretend {pretend} nodes with {comm.size} rank(s): a node has at least one "
+            f"cannot pretend {counted(pretend, 'node')} with {counted(comm.size, 'rank')}: a node "
+            "has at least one "
             "rank (start more ranks with -n)"
         )
     host = socket.gethostname()

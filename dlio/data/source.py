@@ -28,6 +28,7 @@ from dlio.data.requests import pread, pread_into, request
 from dlio.errors import DlioError, SourceError, UsageError, printable
 from dlio.util.limits import check_regular
 from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
+from dlio.util.units import counted
 
 _MAX_FILES: Final = 1_000_000
 _CHAINING: Final = re.compile(
@@ -287,8 +288,9 @@ class Source(FsspecHandle):
             first = f"{first} -> {os.readlink(first)}"
         count = len(self.dangling)
         raise SourceError(
-            f"{self.path()}: {count} of {found + count} files are links to missing files, such "
-            f"as {printable(first)}: restore or fetch these, or remove the links"
+            f"{self.path()}: links to missing files: {count} of "
+            f"{counted(found + count, 'file')}, such as {printable(first)}: restore or fetch "
+            "these, or remove the links"
         )
 
     def _scan(self, name: str) -> list[Entry]:
@@ -475,6 +477,20 @@ def fsspec() -> ModuleType:
 def is_remote(url: str) -> bool:
     """True for URLs, which fsspec resolves, False for paths."""
     return "://" in url or "::" in url
+
+
+def local_path(url: str) -> str | None:
+    """Return the full path of the file or folder whose bytes a path or URL reads; None for others.
+
+    That is the path without names of fields (`a.h5::x`), of a `file://` URL, and of the archive in
+    which a chained URL ends (`zip://a.h5::b.zip`).
+    """
+    # Readers of several local files join their paths: the first stands for all of them.
+    last = split_fields(url)[0].rpartition("::")[2] if "://" in url else url.split("::")[0]
+    scheme, mark, path = last.rpartition("://")
+    if mark and scheme not in ("file", "local"):
+        return None
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def own_name(url: str) -> str:

@@ -23,7 +23,10 @@ from dlio.integrations.dlio_files import DlioFiles, PayloadFitter
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.util.arguments import nearest
+from dlio.util.units import counted
 
+_LEAST_STEPS: Final = 10
+"""Steps after the first of which there is an AU; of fewer, one late step is more than 10 points."""
 _PREFIX: Final = "dlio_"
 _OPTIONS: Final = ("dlio_tiers", "dlio_mode", "dlio_source_order")
 """Keys of DLIO's `storage.storage_options` that are dlio's."""
@@ -159,9 +162,11 @@ class DlioLoader:
         if self._arguments.my_rank or self._loader is None:
             return
         kind = "training" if self._train else "evaluation"
+        au = f"AU {clock.au():.1f} % on rank 0, barriers counted as work"
+        if clock.steps <= _LEAST_STEPS:
+            au = f"{counted(clock.steps, 'step')}, too few for an AU"
         self._arguments.logger.output(
-            f"dlio: epoch {self._epoch}, {kind}: AU {clock.au():.2f} % on rank 0, barriers counted "
-            f"as work; {self._loader.diagnosis()}"
+            f"dlio: epoch {self._epoch}, {kind}: {au}; {self._loader.diagnosis()}"
         )
 
 
@@ -172,6 +177,11 @@ class _PassClock:
         self._waited: list[float] = []
         self._since = 0.0
         self._first_end = self._end = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Batches so far; the last wait is for the pass's end."""
+        return max(0, len(self._waited) - 1)
 
     def __enter__(self) -> None:
         self._since = time.perf_counter()

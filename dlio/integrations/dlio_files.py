@@ -29,6 +29,7 @@ from dlio.image.decoder import decode_whole
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.memory import new_memory
+from dlio.util.units import counted
 
 FORMATS: Final = ("npz", "npy", "hdf5", "jpeg", "png", "csv", "indexed_binary")
 """Formats of DLIO that are read; `mmap_indexed_binary` has the files of `indexed_binary`."""
@@ -85,7 +86,7 @@ class DlioFiles:
             raise SourceError("DLIO has handed over no files: generate them first")
         self._files, self._form, self._per_file = list(files), form, samples_per_file
         self.format = f"dlio-{form}"
-        self.path = f"{files[0]} and {len(files) - 1} more files"
+        self.path = f"{files[0]} and {counted(len(files) - 1, 'more file')}"
         self.schema = Schema((("file", "bytes"),))
         self.whole = samples_per_file == 1 or form in _IMAGES
         """True if payloads are whole files."""

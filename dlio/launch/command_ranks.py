@@ -21,6 +21,7 @@ from dlio.util.live_line import LiveLine
 from dlio.util.options import as_mapping, from_mapping
 from dlio.util.settings import RECORD
 from dlio.util.signals import passing_on
+from dlio.util.units import counted
 
 _LARGEST: Final = 96 << 10
 """Maximum size of the records in bytes: Linux limits a variable to 128 KiB."""
@@ -80,7 +81,8 @@ def on_ranks(
 
     if ranks is not None and ranks + spares != world().size:
         raise UsageError(
-            f"-n {ranks}, but a launcher has started {world().size} ranks: use either -n, or "
+            f"-n {ranks}, but a launcher has started {counted(world().size, 'rank')}: use either "
+            "-n, or "
             "mpirun, srun or torchrun"
         )
     function(*records)
@@ -148,7 +150,7 @@ def _launch(
     module, more = _RANK_MAIN, {RECORD: task}
     if sys.stdout.isatty():
         live.say("waiting for the first batch")
-        live.write(sys.stdout, [f"starting {ranks} ranks\n"])
+        live.write(sys.stdout, [f"starting {counted(ranks, 'rank')}\n"])
     if start is not None:
         return start(module, [name], ranks, more, live)
     command = module_command(module, name)

@@ -23,6 +23,7 @@ from dlio.util.live_line import LiveLine
 from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.signals import receiving
+from dlio.util.units import counted
 
 _END_TIMEOUT_S = 10.0
 _SHORT_TIMEOUT_S = 30.0
@@ -92,7 +93,10 @@ def launch(
             own = {MIN_RANKS: str(min_ranks), DONE: done_file, SPARES: str(spares)}
             name = begin_job(folder, ranks, spares)
             if spares:
-                said = f"job {name}: {spares} ranks wait; `dlio join {name}` calls one\n"
+                said = (
+                    f"job {name}: {counted(spares, 'rank')} in reserve; `dlio join {name}` "
+                    "calls one\n"
+                )
                 live.write(sys.stdout, [said])
             options += SURVIVING
             full = {**SURVIVING_ENVIRONMENT, **full, **own}

@@ -20,6 +20,7 @@ from typing import Any, Final
 from dlio.errors import UsageError
 from dlio.launch.agent_links import Agents, no_agent
 from dlio.util.input_files import MOST_SETTINGS, read_json, read_text
+from dlio.util.units import counted
 from dlio.util.whole_files import write_whole
 
 _NAME: Final = "nodes"
@@ -66,7 +67,7 @@ def change_between(
     number = len(joined) * per_node + sum(count for node, count in ranks if node in after)
     problem = ""
     if number < max(1, min_ranks):
-        problem = f"{number} ranks would be left, and --min-ranks is {min_ranks}"
+        problem = f"{counted(number, 'rank')} would be left, and --min-ranks is {min_ranks}"
     return NodeChange(joined, left, problem)
 
 

@@ -36,6 +36,7 @@ from dlio.util.live_line import LiveLine
 from dlio.util.plugins import plugins
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START
 from dlio.util.threads import Workers
+from dlio.util.units import counted
 from dlio.util.whole_files import remove_file
 
 _KILLED: Final = 1
@@ -237,7 +238,8 @@ class _JobStarts:
             return f"the ranks have ended{f'; lost nodes: {lost}' if lost else ''}"
         if len(self._ranks) < max(1, self._job.min_ranks):
             return (
-                f"{len(self._ranks)} ranks are left (lost nodes: {lost}), and --min-ranks is "
+                f"{counted(len(self._ranks), 'rank')} left (lost nodes: {lost}), and "
+                "--min-ranks is "
                 f"{self._job.min_ranks}: this job ends"
             )
         if not self._patience.allows(max(turn, self._job.progress())):

@@ -5,7 +5,8 @@ The script is plain bash and sbatch, for people to keep and to change. In order 
 1. stages the data to the nodes' disks, if asked to;
 2. runs the command in all ranks, and passes Slurm's warning (SIGUSR1 before the time limit or a
    preemption, SIGTERM otherwise) on to them, which write a checkpoint and end with code 75;
-3. requeues the job after code 75, unless it was cancelled; it goes on from its checkpoint;
+3. requeues the job after code 75, unless it was cancelled, or no checkpoint has come of two
+   requeues in a row; it goes on from its checkpoint;
 4. otherwise evicts the staged data, and ends with the command's exit code.
 
 sbatch rather than submitit: submitit starts pickled Python functions and polls for their results,
@@ -66,12 +67,31 @@ if [ "$code" -eq 75 ] &&
   scontrol requeue "$SLURM_JOB_ID" && exit 75
 fi
 """
+_IDLE: Final = """
+# The newest checkpoint is that of the last two requeues, too: a third would be like them.
+if [ "$code" -eq 75 ] && [ "${{staged:-0}}" -eq 0 ]; then
+  now=$(ls -1 {folder} 2>/dev/null | grep '^step-' | sort | tail -n 1) before='' idle=0
+  [ -f "{note}" ] && read -r idle before <"{note}" &&
+    if [ "$now" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
+  echo "$idle $now" >"{note}"
+  if [ "$idle" -ge 2 ]; then
+    echo "dlio: job $SLURM_JOB_ID was requeued twice without a step of training, and stops: each" \\
+      "time it was told to end before the first one. {remedy}" >&2
+    code=1
+  fi
+fi
+[ "$code" -eq 75 ] || rm -f "{note}"
+"""
+_NOTE: Final = ".dlio-$SLURM_JOB_ID.requeued"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _SLURM_TIME: Final = re.compile(r"\d+(:\d\d){1,2}|\d+-\d+(:\d\d){0,2}|infinite", re.IGNORECASE)
 _UNITS: Final = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}
 _SIGNAL: Final = re.compile(r"(?:USR1@)?(\d+)")
 _MOST_WARNING_S: Final = 65535
 """Longest warning that sbatch takes."""
+_WARNING_S: Final = 120
+_WARNING_SHARE: Final = 4
+"""A job is warned in the last quarter of a short time limit; Slurm may do it a minute early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +100,7 @@ class SlurmOptions:
 
     nodes: int = 1
     ranks_per_node: int = 1
-    warning_s: int = 120
+    warning_s: int = _WARNING_S
     """Time before the time limit, or a preemption, at which the ranks are told to end."""
     requeue: bool = True
     name: str | None = None
@@ -133,6 +153,17 @@ def parse_time(key: str, text: str) -> str:
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours // 24}-{hours % 24:02}:{minutes:02}:{rest:02}"
+
+
+def _seconds(time: str) -> int | None:
+    """Return the seconds of a time limit in Slurm's form; None for `infinite`."""
+    days, mark, clock = time.rpartition("-")
+    if not clock[0].isdigit():
+        return None
+    figures = [int(figure) for figure in clock.split(":")]
+    # Slurm's forms: days-hours[:minutes[:seconds]], hours:minutes:seconds, minutes:seconds.
+    units = (3600, 60, 1) if mark or len(figures) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(map(int.__mul__, figures, units))
 
 
 _DIRECTIVES: Final[Mapping[str, tuple[str, Callable[[str, str], str]]]] = {
@@ -201,7 +232,7 @@ def parse_slurm(texts: Sequence[str]) -> SlurmOptions:
     return SlurmOptions(
         _number("nodes", values.get("nodes", "1")),
         _number("ranks-per-node", values.get("ranks-per-node", "1")),
-        _warning(values.get("signal", "120")),
+        _warning(values.get("signal"), values.get("time")),
         requeue == "yes",
         name,
         (*directives, *more),
@@ -222,12 +253,21 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _warning(text: str) -> int:
+def _warning(text: str | None, time: str | None) -> int:
+    """Return the seconds before the time limit at which a job is warned."""
+    limit = None if time is None else _seconds(parse_time("time", time))
+    if text is None:
+        return _WARNING_S if limit is None else max(1, min(_WARNING_S, limit // _WARNING_SHARE))
     match = _SIGNAL.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= _MOST_WARNING_S:
         raise UsageError(
             f"--slurm signal={text}: give the seconds before the time limit at which the ranks "
             "are told by SIGUSR1 to write a checkpoint, such as 120 or USR1@120"
+        )
+    if limit is not None and int(match[1]) >= limit:
+        raise UsageError(
+            f"--slurm time={time},signal={text}: the warning would come as soon as the job begins, "
+            "and it would be requeued for ever: give a longer time, or a shorter signal"
         )
     return int(match[1])
 
@@ -256,6 +296,8 @@ class JobScript:
     """Command that evicts staged data, once on each node; None to leave them."""
     resumes: bool = False
     """True if the command goes on from a checkpoint when it starts again."""
+    checkpoint: str | None = None
+    """Folder of checkpoints, whose names show whether steps were made."""
 
     @property
     def name(self) -> str:
@@ -276,7 +318,15 @@ class JobScript:
             )
             parts.append("passed=TERM\n")
             parts += [self._step(command) for command in self.stage]
+            parts.append("staged=$code\n")
         parts.append("\npassed=USR1\n" + self._step(self.command))
+        if again and self.checkpoint is not None:
+            remedy = (
+                f"It is warned {self.options.warning_s} s before its time limit: give it more time "
+                "(time=) or a later warning (signal=)."
+            )
+            folder = shell_words([self.checkpoint])
+            parts.append(_IDLE.format(folder=folder, note=_NOTE, remedy=remedy))
         if again:
             parts.append(_GO_ON)
         if self.evict is not None:

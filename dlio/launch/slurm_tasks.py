@@ -13,6 +13,7 @@ from dlio.comm.allocation import expand_counts, expand_hosts
 from dlio.comm.launch_detection import meeting_port, slurm_step, whole_number
 from dlio.comm.launch_environment import under_mpi
 from dlio.errors import UsageError
+from dlio.util.units import counted
 
 
 def is_task(environment: Mapping[str, str] = os.environ) -> bool:
@@ -59,7 +60,8 @@ def become_rank(argv: Sequence[str], ranks: int | None, backend: str) -> NoRetur
     tasks = _tasks(os.environ)
     if ranks not in (None, tasks):
         raise UsageError(
-            f"-n {ranks}, but srun has started {tasks} tasks: leave out either -n or srun"
+            f"-n {ranks}, but srun has started {counted(tasks, 'task')}: leave out either -n or "
+            "srun"
         )
     more: dict[str, str] = {}
     if backend == "torch" or not under_mpi():

@@ -120,7 +120,15 @@ def open_dataset(
             boxes without any area left are always dropped.
         format: reader of a folder that several formats fit, such as `tar`; see `dlio ls`.
         split: the one of several splits to read, such as `train` or `val`; `all` for all of them.
-        options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
+        options: of the reader; `dlio ls` names the format:
+            coco: `pictures`, `masks`, `keypoints`, `crowds`, `labels`, `outside`.
+            folder: `layout`, `table`, `label`.
+            hdf5: `select` (a slab of every sample), `samples` (the axis that counts them).
+            masks: `images`, `masks`, `mask_suffix`.
+            tables (NumPy, CSV): `select`, `columns`, `separator`, `samples`.
+            tar: `fields`. torch (an object): `key`, `requests`.
+            yolo: `masks`, `outside`. zarr: `select`, `missing`.
+            They are described in the guide on formats.
 
     Raises UsageError for options that cannot work, SourceError when the path is not a data set.
     """

@@ -7,7 +7,7 @@ from dlio.loader.contract import ScalarWriter
 from dlio.loader.stats import PassStats, scalars_of
 from dlio.util.cores import available_cores
 from dlio.util.printable import log_line
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 _log = logging.getLogger("dlio")
 
@@ -57,7 +57,11 @@ def diagnose(stats: PassStats, cores: int) -> str:
     head = f"{rate}, the consumer waited {waited:.0%} of {seconds:.1f} s"
     # The first question is whether there is a problem: without waiting, busy threads are no
     # bottleneck.
-    if waited <= _SMALL_STALL or stats["stall_s"] <= _SHORT_STALL_S:
+    if waited > _SMALL_STALL and stats["stall_s"] <= _SHORT_STALL_S:
+        return (
+            f"{head}; that is {1e3 * stats['stall_s']:.0f} ms, too little to tell a bottleneck by"
+        )
+    if waited <= _SMALL_STALL:
         return f"{head}; bottleneck: consumer (the training step); the loader keeps up"
     # A slow first batch has other remedies than a slow pass, and hides the rest in a short one.
     if later / seconds <= _SMALL_STALL:
@@ -80,7 +84,7 @@ def diagnose(stats: PassStats, cores: int) -> str:
             "from peers); remedy: mode='batch', or tiers with room for more on each node"
         )
     stage = max(spent, key=lambda name: spent[name])
-    share = f"{spent[stage] / total:.0%} of the time of {threads} threads"
+    share = f"{spent[stage] / total:.0%} of the time of {counted(threads, 'thread')}"
     if busy < _BUSY:
         share += f", which were busy for {busy:.0%} of it"
     return f"{head}; bottleneck: {_NAMES[stage]} ({share}); remedy: {_remedy(stage, stats, cores)}"

@@ -36,6 +36,7 @@ from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.tail_order import TailOrder
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.arguments import named
+from dlio.util.units import counted
 
 
 class Pass(Protocol):
@@ -154,6 +155,8 @@ class LoaderState:
     source_order: str = "sample"
     kept: str | None = None
     """Digest of the samples that the epoch uses; None for all."""
+    shuffled: bool | None = None
+    """None where it does not matter, at an epoch's start, and in states of before."""
 
     def to_dict(self) -> State:
         """Return the state as whole numbers and text; without values that are as usual."""
@@ -170,6 +173,8 @@ class LoaderState:
             state["source_order"] = self.source_order
         if self.kept is not None:
             state["kept"] = self.kept
+        if self.shuffled is not None:
+            state["shuffle"] = int(self.shuffled)
         return state
 
     @classmethod
@@ -188,6 +193,7 @@ class LoaderState:
             again_of(state),
             state.get("source_order", "sample"),
             state.get("kept"),
+            bool(state["shuffle"]) if "shuffle" in state else None,
         )
 
 
@@ -472,6 +478,7 @@ class PlannedPass:
             tuple(requeued),
             self.formula.source_order,
             self.digest,
+            self.formula.shuffled,
         ).to_dict()
 
     def next_state(self) -> State:
@@ -511,7 +518,7 @@ class PlannedPass:
         before = self.begun.binding or OrderBinding()
         if before.ranks is not None and before.ranks != ranks:
             raise UsageError(
-                f"{where} of mode {before.mode} on {before.ranks} ranks: "
+                f"{where} of mode {before.mode} on {counted(before.ranks, 'rank')}: "
                 "continue on as many, or at the start of an epoch"
             )
         if self.begun.kept != self.digest:
@@ -519,6 +526,12 @@ class PlannedPass:
                 f"{where} that uses {self.begun.kept or 'all'} samples, this loader uses "
                 f"{self.digest or 'all'}: give set_epoch the keep= that it was saved with, or "
                 "continue at the start of an epoch"
+            )
+        if self.begun.shuffled not in (None, self.formula.shuffled):
+            raise UsageError(
+                f"{where} with shuffle={self.begun.shuffled}, and this loader has "
+                f"shuffle={self.formula.shuffled}: continue with the one that was saved, or at the "
+                "start of an epoch"
             )
         then = self.begun.source_order
         if then != source_order:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 from dlio.plan.order import share
+from dlio.util.units import counted
 
 _I64 = npt.NDArray[np.int64]
 _HALVINGS = 60
@@ -145,7 +146,9 @@ def fastest_shares(
     fixed, per_sample = np.asarray(fixed_s, np.float64), np.asarray(per_sample_s, np.float64)
     ranks = len(fixed)
     if global_batch < ranks:
-        raise UsageError(f"a global batch of {global_batch} samples for {ranks} ranks: give more")
+        raise UsageError(
+            f"a global batch of {global_batch} samples for {counted(ranks, 'rank')}: give more"
+        )
     # Find the longest time in which the ranks do not do more than the global batch; then give the
     # remaining samples one by one to the rank that would finish its next one first.
     low, high = 0.0, float((fixed + per_sample * global_batch).max())

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Final
 
-from dlio.data.source import is_remote
+from dlio.data.source import local_path
 from dlio.util.child_processes import printed_by
 from dlio.util.mount_points import MountPoint, holding, read_mounts
 from dlio.util.units import format_bytes
@@ -163,10 +163,12 @@ class FileSystemKind:
 
 
 def file_system_of(path: str) -> FileSystemKind:
-    """Return the place of `path`, or of the first folder above it that exists."""
-    if is_remote(path):
+    """Return the place of `path`, or of the first folder above it that exists. `path` may name
+    fields (`a.h5::x`), and be a URL."""
+    local = local_path(path)
+    if local is None:
         return FileSystemKind(path, "remote", path.split("://")[0], path)
-    real = os.path.realpath(os.path.expanduser(path))
+    real = os.path.realpath(local)
     held = holding(real, _mounts()) or _UNKNOWN
     filesystem, options = held.type, held.options
     kind = next((name for word, name in _KINDS if word in filesystem.lower()), "disk")

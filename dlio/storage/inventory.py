@@ -260,11 +260,13 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
     return entry.bytes
 
 
-def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[StoredDataset]:
+def make_room(
+    root: str, wanted: int, capacity: int, keep: str, *, dry: bool = False
+) -> list[StoredDataset]:
     """Evict data sets until `wanted` bytes fit into `capacity`, together with those that stay.
 
     The least recently used go first; those in use or pinned stay. Returns the evicted ones. `keep`
-    is the fingerprint of the data set that the room is for.
+    is the fingerprint of the data set that the room is for. With `dry` none is evicted.
     """
     evicted: list[StoredDataset] = []
     others = [entry for entry in stored_data(root) if entry.fingerprint != keep]
@@ -274,7 +276,7 @@ def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[StoredDa
             break
         if not entry.in_use and not entry.pinned:
             with contextlib.suppress(TierError):  # A job began to use it meanwhile.
-                left += evict(root, entry.fingerprint)
+                left += entry.bytes if dry else evict(root, entry.fingerprint)
                 evicted.append(entry)
     return evicted
 

@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
@@ -23,7 +23,7 @@ from dlio.data.reader_contract import (
     data_bytes,
     reads_alone,
 )
-from dlio.data.source import is_remote
+from dlio.data.source import split_fields
 from dlio.errors import TierFull, UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
@@ -43,9 +43,9 @@ from dlio.storage.counters import is_fault
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.file_system_kind import FileSystemKind, file_system_of
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.inventory import DatasetUse, make_room, remember_root, stored_data
+from dlio.storage.inventory import DatasetUse, StoredDataset, make_room, remember_root, stored_data
 from dlio.storage.sample_fetcher import SampleFiller
-from dlio.storage.tier import LostTier, Tier
+from dlio.storage.tier import LostTier, Tier, TierView
 from dlio.storage.tier_spec import (
     Tiers,
     TierSpec,
@@ -87,6 +87,8 @@ class MountOptions:
     reached over a network and each can be read on its own."""
     strict: bool = False
     """Raise an error for a tier whose disk fails or is read-only, instead of going on without."""
+    dry: bool = False
+    """Plan alone: disk tiers are looked at, and nothing is written or evicted there."""
 
 
 class Mount(Closable):
@@ -366,27 +368,31 @@ def _mount(
         uses: list[DatasetUse | None] = []
         for spec in specs:
             if spec.kind == "disk":
-                use = _lease(spec, reader.fingerprint, about, faults)
+                fingerprint = reader.fingerprint
+                use = None if options.dry else _lease(spec, fingerprint, about, faults)
                 uses.append(use)
                 if use is not None:
                     undo.enter_context(closing(use))
-        notes = []
+        gone: list[StoredDataset] = []
         # One rank of a node evicts: several would each make room for the whole data set.
         if ranks.local(nodes.here)[0] == comm.rank:
-            notes = _make_room(specs, int(block_bytes.sum()), reader.fingerprint)
+            gone = _make_room(specs, int(block_bytes.sum()), reader.fingerprint, options.dry)
         # Leases are taken before anything is evicted, by all ranks: a job never evicts what it
         # uses.
         comm.barrier()
         opened = [
-            undo.enter_context(closing(_open_tier(spec, reader.fingerprint, folder, faults)))
+            TierView(spec, reader.fingerprint, folder)
+            if options.dry and spec.kind == "disk"
+            else undo.enter_context(closing(_open_tier(spec, reader.fingerprint, folder, faults)))
             for spec in specs
         ]
         if faults and options.strict:
             raise faults[0][1]
         for spec in specs:
-            if spec.kind == "disk":
+            if spec.kind == "disk" and not options.dry:
                 remember_root(spec.root)
-        placed = _gather_capacities(comm, nodes, ranks, opened, reader.fingerprint)
+        spared = {each.fingerprint for each in gone} | {reader.fingerprint}
+        placed = _gather_capacities(comm, nodes, ranks, opened, spared)
         placement = place(block_bytes, placed, reader.fingerprint)
         if not is_parsed(tiers):
             _check_size(specs, block_bytes)
@@ -422,7 +428,11 @@ def _mount(
         hierarchy,
         requests=requests,
         uses=uses,
-        notes=notes,
+        notes=[
+            f"{'would evict' if options.dry else 'evicted'} {each.source or each.fingerprint} "
+            f"({format_bytes(each.bytes)}) from {each.root}, to make room"
+            for each in gone
+        ],
         decoded_spec=decoded_spec(tiers),
         device_spec=on_device,
         on_devices=on_devices,
@@ -515,10 +525,15 @@ def _open_tier(
 
 
 def _gather_capacities(
-    comm: Communicator, nodes: JobNodes, ranks: RankNodes, tiers: Sequence[Tier], fingerprint: str
+    comm: Communicator,
+    nodes: JobNodes,
+    ranks: RankNodes,
+    tiers: Sequence[Tier],
+    spared: Collection[str],
 ) -> list[HomeNode]:
-    """Return all nodes with the capacities that their tiers have for this data set. Collective."""
-    everyone = comm.allgather([_capacity(tier, fingerprint) for tier in tiers])
+    """Return all nodes with the capacities that their tiers have without the data sets in `spared`,
+    fingerprints of this one and of those that make room for it. Collective."""
+    everyone = comm.allgather([_capacity(tier, spared) for tier in tiers])
     return [
         HomeNode(name, tuple(everyone[int(ranks.local(number)[0])]))
         for number, name in enumerate(nodes.names)
@@ -558,32 +573,28 @@ def block_bytes_of(reader: Reader) -> npt.NDArray[np.int64]:
     return block_sizes(np.diff(layout.starts), payloads, reader.schema)
 
 
-def _make_room(specs: Sequence[TierSpec], wanted: int, fingerprint: str) -> list[str]:
-    """Evict unused data sets where this one would not fit otherwise; say which in sentences."""
-    notes = []
+def _make_room(
+    specs: Sequence[TierSpec], wanted: int, fingerprint: str, dry: bool
+) -> list[StoredDataset]:
+    """Evict unused data sets where this one would not fit otherwise, and return them."""
+    gone: list[StoredDataset] = []
     for spec in specs:
         if spec.kind != "disk":
             continue
-        evicted = make_room(spec.root, min(wanted, spec.capacity), spec.capacity, fingerprint)
-        notes += [
-            f"evicted {gone.source or gone.fingerprint} ({format_bytes(gone.bytes)}) from "
-            f"{spec.root}, to make room"
-            for gone in evicted
-        ]
+        here = min(wanted, spec.capacity)
+        gone += make_room(spec.root, here, spec.capacity, fingerprint, dry=dry)
         wanted = max(0, wanted - spec.capacity)
-    return notes
+    return gone
 
 
-def _capacity(tier: Tier, fingerprint: str) -> int:
+def _capacity(tier: Tier, spared: Collection[str]) -> int:
     """Return the capacity that other data sets in the same disk tier leave."""
     spec = tier.spec
     if isinstance(tier, LostTier):
         return 0
     if spec.kind == "ram":
         return spec.capacity
-    others = sum(
-        entry.bytes for entry in stored_data(spec.root) if entry.fingerprint != fingerprint
-    )
+    others = sum(entry.bytes for entry in stored_data(spec.root) if entry.fingerprint not in spared)
     if others and others >= spec.capacity:
         raise UsageError(
             f"tier {spec} is taken up by {format_bytes(others)} of other data sets that are in "
@@ -594,4 +605,7 @@ def _capacity(tier: Tier, fingerprint: str) -> int:
 
 def _absolute(path: str) -> str:
     """Return a path that a later `dlio verify --heal` can open from any folder."""
-    return path if is_remote(path) or not os.path.exists(path) else os.path.abspath(path)
+    if "://" in path:
+        return path
+    file = split_fields(path)[0]
+    return os.path.abspath(file) + path[len(file) :] if os.path.exists(file) else path

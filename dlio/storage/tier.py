@@ -44,7 +44,7 @@ from dlio.storage.block import (
 from dlio.storage.block_tables import BlockTables
 from dlio.storage.tier_spec import TierSpec
 from dlio.util.closable import Closable
-from dlio.util.folders import open_private, remove_entry, unlink
+from dlio.util.folders import open_below, open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
 from dlio.util.limits import open_regular
 from dlio.util.memory import new_memory
@@ -144,8 +144,7 @@ class Tier(Closable):
 
     def blocks(self) -> set[int]:
         """Return the numbers of the blocks that are published now."""
-        names = os.listdir(self.folder)
-        return {int(match[1]) for name in names if (match := _BLOCK.fullmatch(name)) is not None}
+        return _blocks_in(self.folder)
 
     def has(self, block: int) -> bool:
         """True if a block is published."""
@@ -404,6 +403,11 @@ class Tier(Closable):
                 self.release(block)
 
 
+def _blocks_in(folder: int) -> set[int]:
+    names = os.listdir(folder)
+    return {int(match[1]) for name in names if (match := _BLOCK.fullmatch(name)) is not None}
+
+
 def _name(block: int) -> str:
     return f"{block:08d}.blk"
 
@@ -416,28 +420,49 @@ def _reserve(descriptor: int, size: int) -> None:
             raise
 
 
-class LostTier(Tier):
-    """A tier that could not be opened: it holds nothing, and takes nothing."""
+class TierView(Tier):
+    """A disk tier that is looked at, for a plan: nothing is made, locked or removed, or read.
 
-    def __init__(self, spec: TierSpec, path: str) -> None:
+    Raises TierError if the tier's root cannot be opened, or its folder is not this user's dlio's.
+    """
+
+    def __init__(self, spec: TierSpec, *names: str) -> None:
+        self._be(spec, os.path.join(spec.root, user_folder(), *names))
+        self.writable = True
+        folder = open_private(spec.root)
+        status = os.fstatvfs(folder)
+        self._free = status.f_bavail * status.f_frsize
+        try:
+            for name in (user_folder(), *names):
+                with closing_descriptor(folder):
+                    folder = open_below(folder, name)
+            self._blocks = _blocks_in(folder)
+        except FileNotFoundError:
+            return  # No job has made it.
+        except OSError as error:
+            raise TierError(f"tier {self.path} cannot be used: {error}") from error
+        os.close(folder)
+
+    def _be(self, spec: TierSpec, path: str) -> None:
         self.spec, self.kind, self.path = spec, spec.kind, path
         self.writable = False
         self.folder, self.holder = -1, None
-        self.hits = 0
+        self.hits = self._free = 0
+        self._blocks: set[int] = set()
 
-    # Nothing is held, or taken; there is nothing to close.
+    # Nothing is taken; there is nothing to close.
 
     def keep(self) -> None:
         pass
 
     def free_bytes(self) -> int:
-        return 0
+        return self._free
 
     def blocks(self) -> set[int]:
-        return set()
+        return set(self._blocks)
 
     def has(self, block: int) -> bool:
-        return False
+        return block in self._blocks
 
     def discard(self, block: int) -> None:
         pass
@@ -450,6 +475,13 @@ class LostTier(Tier):
 
     def close(self) -> None:
         pass
+
+
+class LostTier(TierView):
+    """A tier that could not be opened: it holds nothing, and takes nothing."""
+
+    def __init__(self, spec: TierSpec, path: str) -> None:
+        self._be(spec, path)
 
 
 # The tiers of a node

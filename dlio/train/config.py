@@ -9,6 +9,7 @@ from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.train_options import TrainOptions
 from dlio.util.arguments import nearest
 from dlio.util.options import from_mapping, options_of
+from dlio.util.units import counted
 from dlio.util.whole_files import check_writable
 
 _LOCAL: Final = 0.75
@@ -51,7 +52,8 @@ class TrainConfig(TrainOptions):
             )
         if len(names) > ranks:
             raise UsageError(
-                f"--nodes {self.ranks.nodes}: give -n with at least {len(names)} ranks, one "
+                f"--nodes {self.ranks.nodes}: give -n with at least "
+                f"{counted(len(names), 'rank')}, one "
                 "for each node"
             )
         for feature, options in self.active():

@@ -20,6 +20,7 @@ from dlio.train.training_data import RunData
 from dlio.train.weights import read_weights
 from dlio.util.cores import available_cores
 from dlio.util.heap import keep_freed_memory
+from dlio.util.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,10 @@ class EvaluationReport:
         """Return the metrics in words."""
         shown = [self.watch, *(name for name in self.metrics if name != self.watch)]
         each = ", ".join(f"{label(name)} {show_metric(name, self.metrics[name])}" for name in shown)
-        return f"{self.samples:,} samples on {self.ranks} rank(s) in {self.seconds:.1f} s: {each}"
+        return (
+            f"{self.samples:,} samples on {counted(self.ranks, 'rank')} in {self.seconds:.1f} "
+            f"s: {each}"
+        )
 
 
 def evaluate(config: TrainConfig) -> EvaluationReport:

@@ -22,6 +22,7 @@ from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.loader.stats import PassStats
 from dlio.train.ledger_file import LedgerLine, read_lines
+from dlio.util.units import counted as _with_noun
 
 _NEEDED: Final = ("update", "ranks")
 
@@ -164,7 +165,8 @@ class Replay:
                 )
             if not (self._epoch or number) and lines[0]["ranks"] != ranks:
                 raise UsageError(
-                    f"--replay {self._path}: is of {lines[0]['ranks']} ranks, and there are "
+                    f"--replay {self._path}: is of {_with_noun(lines[0]['ranks'], 'rank')}, and "
+                    "there are "
                     f"{ranks}; start as many (-n)"
                 )
             if number != len(self._steps):

@@ -16,7 +16,7 @@ from dlio.train.tasks.metrics import label, show_metric
 from dlio.util.cores import available_cores
 from dlio.util.json_output import json_text
 from dlio.util.options import as_mapping
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 
 class RankEpoch(TypedDict, total=False):
@@ -275,7 +275,8 @@ class RunReport:
         watch = self.epochs[0].watch if self.epochs else "accuracy"
         table = Table(
             title=f"{printable(self.config.data.source)}: {self.dataset['samples']:,} samples, "
-            f"{format_bytes(data_bytes)}; {self.ranks} rank(s) on {self.nodes} node(s), "
+            f"{format_bytes(data_bytes)}; "
+            f"{counted(self.ranks, 'rank')} on {counted(self.nodes, 'node')}, "
             f"{self.config.ranks.exchange}, shuffle {self.config.batches.shuffle}",
             title_justify="left",
             caption=f"train: accuracy, held out: {label(watch)}. source, peer, ram, disk: share\n"
@@ -339,7 +340,7 @@ class RunReport:
         for feature in find_features():
             said += feature.sentences(self.epochs)
         if self.stopped is not None:
-            said.append(f"Stopped after {len(self.epochs)} epoch(s): {self.stopped}.")
+            said.append(f"Stopped after {counted(len(self.epochs), 'epoch')}: {self.stopped}.")
         left_out = sum(epoch.left_out for epoch in self.epochs)
         if left_out:
             said.append(
@@ -350,7 +351,9 @@ class RunReport:
         for kind, words in (("joined", "joined"), ("left", "left on purpose")):
             ranks = [rank for each in self.changes if each.kind == kind for rank in each.ranks]
             if ranks:
-                said.append(f"{len(ranks)} rank(s) {words} ({', '.join(map(str, ranks))}).")
+                said.append(
+                    f"{counted(len(ranks), 'rank')} {words} ({', '.join(map(str, ranks))})."
+                )
         if self.checkpoints is not None:
             said.append(
                 f"{len(self.checkpoints['written'])} checkpoint(s) were written; training waited "
@@ -376,7 +379,7 @@ def _losses(losses: Sequence[MeasuredLoss]) -> str:
     lost = sorted(rank for loss in losses for rank in loss.ranks)
     longest = max(loss.seconds for loss in losses)
     starts = sum(loss.kind == "restart" for loss in losses)
-    who = f"{len(lost)} rank(s) were lost ({', '.join(map(str, lost))})"
+    who = f"{counted(len(lost), 'rank')} lost ({', '.join(map(str, lost))})"
     if starts:
         who += f" and all started again {starts} time(s)"
     again = sum(loss.samples_again for loss in losses)

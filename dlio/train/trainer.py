@@ -41,6 +41,7 @@ from dlio.util.child_processes import die
 from dlio.util.cores import available_cores
 from dlio.util.heap import keep_freed_memory
 from dlio.util.signals import RESUME_CODE
+from dlio.util.units import counted
 from dlio.util.whole_files import write_whole
 
 if TYPE_CHECKING:  # See `dlio.train.checkpoint`.
@@ -324,8 +325,11 @@ def _resume(run: Worker, checkpoints: "Checkpoints") -> str | None:
         planned, epochs = checkpoint.about.get("planned_epochs"), run.config.optimizer.epochs
         if planned not in (None, epochs):
             print(
-                f"the run was to have {planned} epochs and is to have {epochs} now: from here on, "
-                f"the learning rate is that of a run of {epochs} epochs at the same step",
+                f"the run was to have {counted(planned, 'epoch')} and is to have {epochs} now: "
+                "from here on, "
+                ""
+                f"the learning rate is that of a run of {counted(epochs, 'epoch')} at the same "
+                "step",
                 flush=True,
             )
         before = checkpoint.about["global_batch"]

@@ -71,3 +71,8 @@ def exact_bytes(count: float) -> str:
         default=("B", 1),
     )
     return f"{int(count) // size}{name}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun, such as `1 rank` and `1,024 ranks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -88,6 +88,20 @@ def page(name: str) -> str:
     return "\n\n".join(parts)
 
 
+def readme_gain() -> str:
+    """Return the first sentence of README.md: what its table says, in one line."""
+    report = _dict(read("loader")["report"])
+    ratio = _dict(report["dlio_over_torch"])
+    middle, low, high = (number(_float(ratio[key])) for key in ("median", "min", "max"))
+    first = _dict(report["first_batch_s"])
+    mine, theirs = (1e3 * _float(_dict(first[name])["median"]) for name in ("dlio", "torch"))
+    return (
+        f"**{middle} times the samples per second of torch's DataLoader** with as many workers "
+        f"({low} to {high}), and {mine:.0f} ms to a later epoch's first batch in place of "
+        f"{theirs:.0f}:"
+    )
+
+
 def readme_part() -> str:
     """Return the measured table of README.md, with its provenance."""
     stored = read("loader")

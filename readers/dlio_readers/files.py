@@ -35,6 +35,7 @@ from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio.util.memory import new_memory
 from dlio.util.printable import log_warning
+from dlio.util.units import counted as number_of
 from dlio_readers.columns import storable
 from dlio_readers.dicom import DICOM_SUFFIXES, dicom_array, is_dicom, may_be_dicom
 from dlio_readers.fileset import PICTURES
@@ -285,7 +286,8 @@ class FilesReader(PathReader):
             left: tuple[str, ...] = ()
             if FilesReader.own_splits(path, options):
                 tests, _ = counted_below(source, [_TESTS], _SUFFIXES)
-                left = (f"{sum(tests.values()):,} files of {_TESTS}, which split='test' reads",)
+                files = number_of(sum(tests.values()), "file")
+                left = (f"{files} of {_TESTS}, which split='test' reads",)
             words = "inputs and their targets, one a file"
             return Fit(words, 1, is_marked=True, left_out=left)
         if here:

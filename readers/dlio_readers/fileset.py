@@ -25,6 +25,7 @@ from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular
 from dlio.util.parallel import each_of
 from dlio.util.printable import log_warning
+from dlio.util.units import counted
 
 # Data sets of two folders side by side, with a file in the second for each picture in the first
 #
@@ -195,7 +196,8 @@ class FileSet:
         if lost:
             shown = ", ".join(names[k] for k in lost[:3])
             raise SourceError(
-                f"{source.path()} lacks {len(lost)} of the {len(names)} files that its annotations "
+                f"{source.path()} lacks {len(lost)} of {counted(len(names), 'file')} that its "
+                "annotations "
                 f"name, such as {shown}: copy them, or correct the names"
             )
         large = np.flatnonzero(rows[:, 0] > MAX_SAMPLE_BYTES // 2)

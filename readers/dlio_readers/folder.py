@@ -229,12 +229,30 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
         if not count:
             raise SourceError(
                 f"{source.path(name)} is a class folder without images "
-                f"({', '.join(PICTURES)}): fill it, or remove it"
+                f"({', '.join(PICTURES)}): {_remedy(source, name)}"
             )
         parts += own
         labels.append(np.full(count, label, np.int64))
     index = _index_of(parts, np.concatenate(labels), IMAGE_LABEL.overhead)
     return index, {"classes": list(classes), "labelled": True, "folders": folders}
+
+
+def _remedy(source: Source, folder: str, depth: int = 6) -> str:
+    """Return advice on a folder without pictures: others' data, such as the cache of the Hub with
+    its `snapshots/`, are not to be removed."""
+    at = folder
+    for _ in range(depth):
+        entries = sorted(source.names(at))
+        files = [name for name, is_folder in entries if not is_folder]
+        if files:
+            return (
+                f"it holds other files, such as {files[0]} in {source.path(at)}: name the folder "
+                "of the data"
+            )
+        if not entries:
+            break
+        at = f"{at}/{entries[0][0]}"
+    return "fill it, or remove it"
 
 
 def _index_of(

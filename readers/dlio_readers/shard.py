@@ -25,6 +25,7 @@ from dlio.storage.block_tables import BlockTables
 from dlio.storage.shard_file import SUFFIX, ShardIndex, read_footer
 from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
+from dlio.util.units import counted
 from dlio_readers.path_reader import PathReader, neighbours
 
 _OPENED_AT_A_TIME = 16
@@ -291,7 +292,8 @@ def _in_order(
     if len(numbers) < count:
         missing = list(islice((k for k in range(count) if k not in here), 5))
         raise SourceError(
-            f"{path}: {count - len(numbers)} of {count} shards missing (number {missing}): restore "
+            f"{path}: {count - len(numbers)} of {counted(count, 'shard')} missing (number "
+            f"{missing}): restore "
             "them, or pack the data set again"
         )
     by_number = sorted(range(count), key=numbers.__getitem__)

@@ -10,7 +10,7 @@ from dlio.launch.command_ranks import on_ranks
 from dlio.util.cores import available_cores
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio_staging.pack_folder import describe, pack, summary
 from dlio_staging.pack_plan import PackOptions
 
@@ -82,7 +82,7 @@ def _print_plan(packing: PackArguments, options: PackOptions) -> None:
     for part in about["parts"]:
         print_line(
             f"{os.path.join(packing.destination, part['name'])}: {part['samples']:,} samples, "
-            f"{format_bytes(part['bytes'])} to read, in {part['shards']} shard(s) of "
+            f"{format_bytes(part['bytes'])} to read, in {counted(part['shards'], 'shard')} of "
             f"{options.format}"
         )
     print_line("nothing was written")

@@ -61,7 +61,7 @@ from dlio.util.trusted_files import (
     read_small,
     shown_as,
 )
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import make_folders, open_folder, parent_of
 from dlio.util.whole_files import take_lock, write_whole_at
 from dlio_staging.pack_plan import VERSION, PackOptions, PackPlan
@@ -615,6 +615,7 @@ def summary(destination: str, done: PackResult) -> str:
     kept = f", {done.kept_shards} of them by an earlier run" if done.kept_shards else ""
     return (
         f"{destination}: {done.samples:,} samples, {format_bytes(done.data_bytes)} in "
-        f"{done.shards} shard(s) of {format_bytes(done.file_bytes)} together{kept}, verified"
+        f"{counted(done.shards, 'shard')} of {format_bytes(done.file_bytes)} together{kept}, "
+        "verified"
         f"{refused}"
     )

@@ -251,6 +251,7 @@ def stage(
         timeout_s=settings().timeout_s,
         check=options.verify != "none",
         strict=True,
+        dry=dry,
     )
     with mount(reader, disks, world(), options.pretend_nodes, options=how) as mounted:
         chosen = chosen_blocks(reader, options)

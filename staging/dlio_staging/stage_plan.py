@@ -15,7 +15,7 @@ from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.mount import Layout, Mount
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
-from dlio.util.units import exact_bytes, format_bytes, parse_bytes
+from dlio.util.units import counted, exact_bytes, format_bytes, parse_bytes
 
 Verify = Literal["none", "new", "all"]
 """Blocks to read back and compare: none, those that are written now, or also older ones."""
@@ -256,7 +256,8 @@ def print_result(done: StageResult) -> None:
     healed = f", {done.healed_blocks} damaged blocks fetched again"
     print_line(
         f"{done.source}: {done.samples:,} samples, {format_bytes(done.data_bytes)}; "
-        f"{done.kept_share:.0%} of the blocks have a place in tiers on {done.nodes} node(s); "
+        f"{done.kept_share:.0%} of the blocks have a place in tiers on "
+        f"{counted(done.nodes, 'node')}; "
         f"{format_bytes(done.read_bytes)} read in {done.seconds:.1f} s ({format_bytes(rate)}/s)"
         f"{copied if done.copied_bytes else ''}{healed if done.healed_blocks else ''}{end}"
     )
@@ -286,8 +287,11 @@ def print_plan(done: StageResult, bandwidth: float | None) -> None:
     print_line(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
     size = f" of {format_bytes(done.request_bytes)} at most" if done.request_bytes else ""
     print_line(
-        f"  source on {done.storage}: {done.workers} request(s){size} in flight from each rank"
+        f"  source on {done.storage}: {counted(done.workers, 'request')}{size} in flight from "
+        "each rank"
     )
+    for note in done.evicted:
+        print_line(f"  {note}")
     longest = 0.0
     if done.unplaced_blocks:
         print_line(f"  {shortfall(done)}")

@@ -276,12 +276,19 @@ def test_what_slurm_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not bad(check_launchers())
     srun.write_text("#!/bin/sh\necho 'MPI plugin types are...'\necho '\tnone'\n")
     assert "--mpi=pmix" in only(check_launchers()).remedy
+    srun.write_text("#!/bin/sh\necho 'srun: MPI types are...' >&2\necho 'srun: pmi2, pmix' >&2\n")
+    assert slurm_plugins(str(srun)) == ["pmi2", "pmix"]
+    srun.write_text(
+        "#!/bin/sh\necho 'srun: error: Unable to contact slurm controller (connect failure)' >&2\n"
+    )
+    assert slurm_plugins(str(srun)) == []
+    assert "lists nothing: srun: error: Unable to contact" in only(check_launchers()).text
 
 
 def test_allocations_are_named() -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"}
     (finding,) = allocation(slurm)
-    assert finding.text == "job 7: 2 node(s), 8 task(s)"
+    assert finding.text == "job 7: nodes: 2, tasks: 8"
     assert [each.subject for each in allocation({"PBS_JOBID": "7"})] == ["PBS"]
     assert [each.subject for each in allocation({"LSB_JOBID": "7"})] == ["LSF"]
     assert list(allocation({})) == []

@@ -14,7 +14,7 @@ from PIL import Image
 from dlio.cli import main
 from dlio.cli.app import all_commands, find_command
 from dlio.cli.cli_command import Command
-from dlio.cli.option_groups import examples_of, groups_of
+from dlio.cli.option_groups import examples_of, groups_of, usual_of
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
 COMMANDS = {command.name: command for command in all_commands()}
@@ -120,3 +120,60 @@ def test_links_are_followed_if_asked_for(
     assert "--follow-links" in refused.stderr
     followed = dlio(*command, "--follow-links")
     assert followed.returncode == 0, followed.stderr
+
+
+def _shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_help_of_train_fits_a_screen_and_help_all_has_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = COMMANDS["train"]
+    usual = usual_of(train.function)
+    brief = _shown(monkeypatch, capsys, "train", "--help")
+    lines = brief.rstrip().splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
+    flags = {field.name: field.flag for field in train.fields}
+    assert len(usual) == 11  # The data, and ten options.
+    for name, flag in flags.items():
+        shown = any(line.strip().split(" ")[0].rstrip(",") in (flag, "-n") for line in lines)
+        if name in usual and name not in ("ranks", "resume"):
+            assert shown, flag
+    assert lines[-1] == f"`dlio train --help-all` shows all {len(train.fields)} options"
+    whole = _shown(monkeypatch, capsys, "train", "--help-all")
+    for flag in flags.values():
+        assert flag.lstrip("-") in whole
+    assert "Less work:" in whole
+
+
+def test_a_brief_help_hides_options_and_still_takes_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = _shown(monkeypatch, capsys, "train", "x", "--mixup", "0.2", "--print-config")
+    assert "mixup: 0.2" in shown
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "x", "--mixupp", "0.2"])
+    assert ended.value.code == 2
+    assert "did you mean --mixup" in capsys.readouterr().err
+
+
+def test_commands_stand_by_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = _shown(monkeypatch, capsys, "--help")
+    places = [
+        shown.index(f"\n{use}:\n") for use in ("Data", "Train", "Measure", "Cluster", "Other")
+    ]
+    assert places == sorted(places)
+    for name, use in (("pack", 0), ("run", 1), ("bench", 2), ("launch", 3)):
+        assert places[use] < shown.index(f"\n  {name} ") < places[use + 1]
+    for other in ("bench", "cache", "ls"):
+        assert _shown(monkeypatch, capsys, other, "--help-all") == _shown(
+            monkeypatch, capsys, other, "--help"
+        )

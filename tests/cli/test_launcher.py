@@ -73,7 +73,7 @@ def test_any_program_runs_in_ranks_of_this_machine(launch: Launch) -> None:
     assert done.returncode == 3
     done = launch("-n", "2", "--", sys.executable, "-c", text.replace("exit(3)", "exit(0)"))
     assert (done.returncode, sorted(done.stdout.split())) == (0, ["0", "1"])
-    assert "2 rank(s) on this machine, by mpirun" in done.stderr
+    assert "2 ranks on this machine, by mpirun" in done.stderr
 
 
 def test_programs_meet_without_mpi(launch: Launch) -> None:

@@ -294,7 +294,7 @@ def test_a_rank_that_nobody_lost_can_end_a_generation(job: Job) -> None:
 def test_too_few_ranks_do_not_go_on(job: Job) -> None:
     job.start(3, least=2)
     job.kill(0, 1)
-    with pytest.raises(CommError, match="1 ranks are left, and --min-ranks is 2: this job ends"):
+    with pytest.raises(CommError, match="1 rank left, and --min-ranks is 2: this job ends"):
         job.ranks[2].renew(None)
 
 

@@ -32,6 +32,13 @@ def test_its_table_comes_from_the_committed_report() -> None:
     assert benchmarks.readme_part() in text
 
 
+def test_it_opens_with_the_gain_in_figures_of_that_report() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    begin = text.partition("\n## ")[0]
+    assert benchmarks.readme_gain() in " ".join(begin.split())
+    assert benchmarks.readme_part() in begin
+
+
 def test_committed_reports_name_command_commit_machine_and_load() -> None:
     for path in sorted(benchmarks.DATA.glob("*.json")):
         stored = benchmarks.read(path.stem)

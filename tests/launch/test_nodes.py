@@ -310,7 +310,7 @@ def test_too_few_ranks_end_the_job_in_one_line(run: Run) -> None:
     ran = run("AB", 4, {4: _lose("B")}, "--min-ranks", "3")
     assert ran.code == 2
     assert (
-        "dlio: error: 2 ranks are left (lost nodes: B), and --min-ranks is 3: this job ends\n"
+        "dlio: error: 2 ranks left (lost nodes: B), and --min-ranks is 3: this job ends\n"
         in ran.errors
     )
     assert ran.samples == {}

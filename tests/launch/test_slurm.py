@@ -118,7 +118,7 @@ def test_mpirun_and_srun_train_alike_on_all_nodes(lab: _Lab, pictures: Path) -> 
     own = ("salloc", "--nodes=2", "--ntasks-per-node=1")
     words = _train(pictures, "--tiers", "none", "--epochs", "1")
     said = lab.run(*own, "dlio", "launch", *words, "--save", "mpi")
-    assert "2 rank(s) on 2 node(s) of Slurm's job" in said
+    assert "2 ranks on 2 nodes of Slurm's job" in said
     assert "by mpirun" in said
     said = lab.run(*own, "dlio", "launch", "--backend", "torch", *words, "--save", "torch")
     assert "by srun" in said

@@ -53,6 +53,33 @@ def test_wrong_keys_and_values_are_refused(text: str, said: str) -> None:
         parse_slurm([text])
 
 
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("", 120),
+        ("time=2h", 120),
+        ("time=infinite", 120),
+        ("time=4m", 60),
+        ("time=1:00", 15),
+        ("time=0-00:02", 30),
+        ("time=2h,signal=3600", 3600),
+        ("time=2-00,signal=7200", 7200),
+    ],
+)
+def test_a_short_time_limit_has_a_warning_that_leaves_time_to_train(
+    text: str, warning: int
+) -> None:
+    assert parse_slurm([text] if text else []).warning_s == warning
+
+
+@pytest.mark.parametrize(
+    "text", ["time=2m,signal=120", "time=0:30,signal=USR1@31", "signal=65535,time=18h"]
+)
+def test_a_time_limit_no_longer_than_the_warning_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="requeued for ever: give a longer time, or a shorter sig"):
+        parse_slurm([text])
+
+
 @given(st.integers(1, 10**7))
 def test_times_keep_their_length(seconds: int) -> None:
     days, clock = parse_time("time", f"{seconds}s").split("-")
@@ -85,6 +112,7 @@ def test_a_run_with_checkpoints_is_requeued_and_resumes(pictures: Path) -> None:
     text = _script(pictures, "--checkpoint", "ck").text()
     assert "#SBATCH --requeue\n" in text
     assert "#SBATCH --signal=B:USR1@120\n" in text
+    assert "$(ls -1 ck " in text
     assert "dlio launch train --resume" in " ".join(text.replace("\\\n", " ").split())
     text = _script(pictures, "--checkpoint", "ck", "--resume").text()
     assert text.count("--resume") == 1
@@ -135,6 +163,7 @@ class Start(Protocol):
         staging: str = "true",
         state: str = "RUNNING",
         environment: Mapping[str, str] | None = None,
+        checkpoint: str | None = None,
     ) -> "subprocess.Popen[bytes]": ...
 
 
@@ -159,6 +188,7 @@ def _started(
     staging: str = "true",
     state: str = "RUNNING",
     environment: Mapping[str, str] | None = None,
+    checkpoint: str | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Run a script with false commands of Slurm's, which write a log."""
     for name in ("squeue", "scontrol", "srun"):
@@ -172,6 +202,7 @@ def _started(
         stage=(("sh", "-c", staging),),
         evict=("evict",),
         resumes=True,
+        checkpoint=checkpoint,
     )
     (folder / "job").write_text(script.text())
     own = {
@@ -196,6 +227,28 @@ def test_a_job_ends_with_its_commands_code_and_is_requeued_after_75(
 ) -> None:
     assert start("0", code, state=state).wait(60) == code
     assert _log(tmp_path) == (["scontrol"] if (code, state) == (75, "RUNNING") else ["srun"])
+
+
+def test_two_requeues_without_a_step_stop_the_job_with_the_reason(
+    tmp_path: Path, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "check points"
+
+    def run(step: int | None, code: int = 75, staging: str = "true") -> int:
+        if step is not None:
+            (folder / f"step-{step:08}").mkdir(parents=True, exist_ok=True)
+        return start("0", code, checkpoint="check points", staging=staging).wait(60)
+
+    # Steps between the requeues; a start of its own has not been a requeue.
+    assert [run(step) for step in (None, None, 8, None, 16, 120)] == [75] * 6
+    assert [run(None), run(None)] == [75, 1]
+    assert "requeued twice without a step of training" in capfd.readouterr().err
+    assert _log(tmp_path) == ["scontrol"] * 7 + ["srun"]
+    # Submitted again, it begins to count again; and so it does after another end.
+    assert [run(None), run(None), run(None, 0)] == [75, 75, 0]
+    assert [run(None), run(None), run(None)] == [75, 75, 1]
+    # Staging that is interrupted goes on where it was.
+    assert [run(None, staging="exit 75") for _ in range(4)] == [75] * 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

@@ -38,14 +38,21 @@ def _bytes(**given: int) -> dict[str, int]:
         {"stall_s": 0.0},
         {"stall_s": 0.4},
         {"stall_s": 0.5},
-        {"seconds": 0.1, "stall_s": 0.09},
-        {"seconds": 0.1, "stall_s": 0.09, "thread_s": {}},
         {"seconds": 0.0, "stall_s": 0.0, "samples": 0, "first_batch_s": None},
     ],
 )
 def test_it_is_silent_where_nothing_is_wrong(given: dict[str, Any]) -> None:
     line = diagnose(_pass(**given), cores=2)
     assert "the loader keeps up" in line
+    assert "remedy" not in line
+
+
+@pytest.mark.parametrize("given", [{}, {"thread_s": {}}])
+def test_it_does_not_say_that_a_loader_keeps_up_which_was_waited_for(given: dict[str, Any]) -> None:
+    line = diagnose(_pass(seconds=0.1, stall_s=0.09, **given), cores=2)
+    assert "waited 90%" in line
+    assert "90 ms, too little to tell a bottleneck by" in line
+    assert "keeps up" not in line
     assert "remedy" not in line
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 import dlio
+from dlio.errors import UsageError
 from dlio.testing import LoaderStateTests
 
 COUNT = 23
@@ -126,3 +127,27 @@ def test_what_lost_ranks_had_left_comes_at_the_end_of_the_epoch(pictures: Path, 
         assert sorted(left) == list(range(len(data)))
         for loader in (first, second, third):
             loader.close()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_state_of_another_order_is_refused_in_the_middle_of_an_epoch(
+    pictures: Path, shuffle: bool
+) -> None:
+    with dlio.open(str(pictures), image_size=16) as data:
+        with dlio.DataLoader(data, 2, shuffle=shuffle) as loader:
+            batches = iter(loader)
+            next(batches)
+            middle = loader.state_dict()
+            list(batches)
+            end = loader.state_dict()
+        with dlio.DataLoader(data, 2, shuffle=not shuffle) as other:
+            other.load_state_dict(middle)
+            with pytest.raises(UsageError, match=f"with shuffle={shuffle}, and this loader has"):
+                iter(other)
+        with dlio.DataLoader(data, 2, shuffle=not shuffle) as other:
+            other.load_state_dict(end)
+            assert len(list(other)) == 6
+        # States of before say nothing of it.
+        with dlio.DataLoader(data, 2, shuffle=shuffle) as again:
+            again.load_state_dict({key: middle[key] for key in middle if key != "shuffle"})
+            assert len(list(again)) == 5

@@ -66,7 +66,7 @@ def test_purged_targets_are_counted_in_an_error(
         purge(tmp_path)
         # Twice: the first listing is not kept.
         for _ in range(2):
-            with pytest.raises(SourceError, match=f"{count} files are links to missing files"):
+            with pytest.raises(SourceError, match=f"links to missing files: {count} file"):
                 open_reader(str(root))
     with pytest.raises(SourceError, match="links to missing files"):
         dlio.open(root, follow_links=True)

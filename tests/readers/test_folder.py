@@ -200,3 +200,15 @@ def test_a_file_that_changed_at_the_same_size_is_refused(folder: Path) -> None:
     (folder / "C" / "1.jpg").write_bytes(b"x" * 15)
     with pytest.raises(SourceError, match="has changed"):
         reader.read(np.array([0]))
+
+
+def test_a_cache_of_the_hub_is_not_to_be_removed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "0123" / "data"
+    snapshot.mkdir(parents=True)
+    (snapshot / "train-00000-of-00001.parquet").write_bytes(b"")
+    (tmp_path / "datasets--a--b" / "refs").mkdir()
+    (tmp_path / "datasets--a--b" / "refs" / "main").write_text("0123")
+    with pytest.raises(SourceError) as raised:
+        open_reader(str(tmp_path / "datasets--a--b"))
+    assert "remove" not in str(raised.value)
+    assert "name the folder of the data" in str(raised.value)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,7 +81,33 @@ def test_a_dry_run_moves_nothing(pictures: Path, scratch: Path) -> None:
     said = _dlio("stage", pictures, "--tiers", f"{scratch}:1GiB", "--dry-run")
     assert said.returncode == 0, said.stderr
     assert "would be brought" in said.stdout
-    assert not _blocks(scratch)
+    assert not list(scratch.iterdir())
+
+
+def test_a_dry_run_looks_at_earlier_data_and_changes_nothing(
+    pictures: Path, scratch: Path, tmp_path: Path
+) -> None:
+    """Not a time, a lease or a lock's file; and no data set is evicted."""
+
+    def entries() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in [scratch, *scratch.rglob("*")]}
+
+    size = stage(str(pictures), _options(scratch)).planned
+    (plans,) = size.values()
+    room = plans[0]["bytes"] + 1000
+    before = entries()
+    again = stage(str(pictures), _options(scratch), dry=True)
+    (plans,) = again.planned.values()
+    assert (plans[0]["missing_blocks"], entries()) == (0, before)
+    # Another data set for which the first has to go.
+    other = tmp_path / "other"
+    shutil.copytree(pictures, other)
+    os.utime(next(other.rglob("*.jpg")), (1, 1))
+    planned = stage(str(other), replace(_options(scratch), tiers=f"{scratch}:{room}B"), dry=True)
+    (plans,) = planned.planned.values()
+    assert plans[0]["missing_blocks"] == planned.blocks
+    assert [note.split()[:2] for note in planned.evicted] == [["would", "evict"]]
+    assert entries() == before
 
 
 def test_the_report_counts_samples_and_blocks(

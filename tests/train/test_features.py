@@ -231,7 +231,7 @@ def test_a_users_own_callback_and_model(dlio: Dlio, pictures: Path, here: Path) 
     done = dlio(*same, "--model", "nets:mlp(width=3)", "--callback", "nets:Stop", "--save", "w.pt")
     assert done.returncode == 0, done.stderr
     assert (here / "seen.txt").read_text().startswith("0 ")
-    assert "Stopped after 1 epoch(s): enough." in done.stdout
+    assert "Stopped after 1 epoch: enough." in done.stdout
     assert _weights(here / "w.pt")["1.weight"].shape == (3, 3 * 32 * 32)
 
 

@@ -156,7 +156,7 @@ def test_the_command_ends_with_1_if_the_trace_is_not_exact(
 
     code, output = run(_epoch(0))
     assert code == 0
-    assert "every sample exactly once in 1 epoch(s)" in output
+    assert "every sample exactly once in 1 epoch" in output
     code, output = run(_epoch(0), "--epochs", "2")
     assert code == 1
     assert "epoch 1 has no line" in output

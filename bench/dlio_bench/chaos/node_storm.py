@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.train.ledger_file import read_lines
+from dlio.util.units import counted
 from dlio_bench.bench_processes import command_line
 from dlio_bench.chaos.accounts import (
     UnevenEpoch,
@@ -108,7 +109,7 @@ def measure(case: ChaosCase) -> dict[str, object]:
         "max.",
     ]
     if clock.faults:
-        said.append(f"{len(clock.faults)} fault(s) were not made: jobs made no steps.")
+        said.append(f"{counted(len(clock.faults), 'fault')} left out: jobs made no steps.")
     said += [f"a job failed: {job.errors.splitlines()[-1:]}" for job in jobs if job.code]
     rows = shown_rows(_SHOWN, {"value": figures})
     return {**figures, "shared_memory_left": left, "rows": rows, "said": said}

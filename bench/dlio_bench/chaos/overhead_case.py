@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dlio.errors import UsageError
+from dlio.util.units import counted
 from dlio_bench.chaos.chaos_job import ChaosCase
 from dlio_bench.chaos.stamps import RankStamps
 from dlio_bench.chaos.torchft_job import torchft_argv
@@ -47,7 +48,8 @@ def measure(case: ChaosCase) -> dict[str, object]:
     return {
         "rows": rows,
         "said": [
-            f"{options.repeats} pair(s) of runs on {options.ranks} ranks, {options.exchange}. "
+            f"{options.repeats} pair(s) of runs on {counted(options.ranks, 'rank')}, "
+            f"{options.exchange}. "
             "shrink over off: median of the pairs' ratios of step times, and its 95 % confidence "
             "interval by the bootstrap. Memory is the largest of a rank. ddp: torch's "
             "DistributedDataParallel over gloo, which torchft has under it."

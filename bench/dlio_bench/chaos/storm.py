@@ -13,6 +13,7 @@ import torch
 from dlio.comm.survival.suspicion import FIRST_STEPS
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.ledger_file import read_lines
+from dlio.util.units import counted
 from dlio_bench.bench_processes import command_line
 from dlio_bench.chaos.accounts import uneven_epochs
 from dlio_bench.chaos.chaos_figures import JobRecord, RunRecord, figures_of, next_step, rows_of
@@ -51,7 +52,8 @@ def measure(case: ChaosCase) -> dict[str, object]:
     options, samples, before = case.options, case.samples(), shared_memory()
     result: dict[str, dict[str, object]] = {}
     said = [
-        f"{options.ranks} ranks a job; {options.kills} fault(s), one in {options.every:g} s of "
+        f"{counted(options.ranks, 'rank')} a job; {counted(options.kills, 'fault')}, one in "
+        f"{options.every:g} s of "
         f"steps; {samples:,} samples an epoch. {_REPLACED[options.spares > 0]}"
     ]
     others = {"restart": options.restart, "torchft": options.torchft is not None}
@@ -65,7 +67,9 @@ def measure(case: ChaosCase) -> dict[str, object]:
             jobs.append(job)
             idle = 0 if any(steps_of(run.ranks) for run in job.runs) else idle + 1
         if clock.faults:
-            said.append(f"{mode}: {len(clock.faults)} fault(s) were not made: jobs made no steps.")
+            said.append(
+                f"{mode}: not made: {counted(len(clock.faults), 'fault')}: jobs made no steps."
+            )
         result[mode] = figures_of(mode, jobs, samples)
         errors = [job.runs[-1].errors.splitlines() for job in jobs if job.failed]
         reasons = dict.fromkeys(lines[-1] if lines else "it said nothing" for lines in errors)

@@ -18,7 +18,7 @@ from dlio.errors import CorruptBlock, UsageError
 from dlio.launch.command_ranks import on_ranks
 from dlio.util.arguments import nearest
 from dlio.util.options import Option, check
-from dlio.util.units import format_bytes, parse_bytes
+from dlio.util.units import counted, format_bytes, parse_bytes
 from dlio_bench.bench_data import files_below
 from dlio_bench.checkpoint_cases.checkpoint_workload import (
     CheckpointWorkload,
@@ -220,7 +220,7 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOpt
         for name in METHODS
         if name != "dlio" and rates
     ]
-    notes = [f"{comm.size} ranks with {format_bytes(size)} each"]
+    notes = [f"{counted(comm.size, 'rank')} with {format_bytes(size)} each"]
     show_figures(f"{notes[0]}, in {case.path}", figures, ratios)
     if stalls:
         more, more_ratios = stall_figures(stalls, case.every)
@@ -270,7 +270,8 @@ def _check_room(folder: str, size: int, comm: Communicator) -> None:
     free = shutil.disk_usage(folder).free
     if free < 3 * size * comm.size:
         raise UsageError(
-            f"{folder}: checkpoints of {format_bytes(size)} from {comm.size} ranks need three "
+            f"{folder}: checkpoints of {format_bytes(size)} from {counted(comm.size, 'rank')} "
+            "need three "
             f"times their size, and {format_bytes(free)} are free: name another folder, or --size"
         )
 

@@ -10,12 +10,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from ctypes.util import find_library
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Annotated, Any, Final
 
 from dlio.comm.comm_protocol import Communicator
 from dlio.errors import UsageError
+from dlio.util.extras import how_to_install
 from dlio.util.options import Option, check
+from dlio.util.units import counted
 from dlio_bench.emulated.emulated_folder import STATS, EmulatedFolder
 from dlio_bench.emulated.profile import Profile, parse_profile
 
@@ -29,15 +33,22 @@ of parallel file systems do: otherwise each folder of a path would cost a reques
 
 
 def why_not() -> str | None:
-    """The reason why FUSE is missing here, in words; None if it is there."""
+    """All that FUSE lacks here, in words with the remedies; None if nothing."""
+    lacks = []
     if not os.path.exists("/dev/fuse"):
-        return "there is no /dev/fuse"
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "/dev/fuse cannot be opened by this user"
+        lacks.append("/dev/fuse (modprobe fuse; of a container: --device /dev/fuse)")
+    elif not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        lacks.append("permission for this user to open /dev/fuse")
+    if find_library("fuse3") is None:
+        lacks.append("libfuse 3 (Debian: apt install fuse3)")
+    if find_spec("mfusepy") is None:
+        lacks.append(f"mfusepy ({how_to_install('bench', 'mfusepy')})")
+    if lacks:
+        return f"this machine lacks {' and '.join(lacks)}"
     try:
         _fuse()
     except (ImportError, OSError, AttributeError) as error:
-        return f"{error}: install fuse3 (Debian: apt install fuse3) and mfusepy"
+        return str(error)
     return None
 
 
@@ -238,7 +249,8 @@ class Emulation:
         if nodes > 1:
             raise UsageError(
                 f"--emulate {self.emulate}: storage is emulated for the ranks of one machine, and "
-                f"the job has {nodes} nodes: start it on one, or leave the option out to measure "
+                f"the job has {counted(nodes, 'node')}: start it on one, or leave the option out "
+                "to measure "
                 "the storage that the nodes share"
             )
         reason = why_not()

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Final
 
+from dlio.util.units import counted
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.results.repeats import deviation
 from dlio_bench.results.terminal import steps
@@ -47,7 +48,8 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
     yardstick = reports.get(_YARDSTICK)
     rows = [_row(name, runs, finals[name], goal, yardstick) for name, runs in reports.items()]
     said = [
-        f"{options.ranks} ranks, {options.seeds} seed(s), {options.epochs} epoch(s): mean ± "
+        f"{counted(options.ranks, 'rank')}, {counted(options.seeds, 'seed')}, "
+        f"{counted(options.epochs, 'epoch')}: mean ± "
         "standard deviation. Accuracy lies on a line between the ends of epochs, for the time to "
         "it; seconds are of training, evaluation aside. Points are of one seed with both "
         "exchanges. Bytes are all ranks', over the run."

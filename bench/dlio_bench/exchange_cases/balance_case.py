@@ -13,6 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio.util.units import counted
 from dlio_bench.bench_data import draw_pictures
 from dlio_bench.bench_ranks import TIMEOUT_S, TaskValue, run
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
@@ -98,7 +99,8 @@ def measure_unequal(options: ExchangeBenchOptions) -> dict[str, object]:
             f"one takes {_FACTOR:g} times as long. Seconds of an epoch, median of the last "
             f"{_TIMED} of {_UNEQUAL_EPOCHS}, over the ideal's: all samples over the sum of the "
             "ranks' rates, without any other work. Accuracy is held out, in percent, mean and "
-            f"deviation over {options.seeds} seed(s) of a small perceptron: it shows harm, and is "
+            f"deviation over {counted(options.seeds, 'seed')} of a small perceptron: it shows "
+            "harm, and is "
             "not high."
         ],
     }

@@ -13,6 +13,7 @@ import xxhash
 
 from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
+from dlio.util.units import counted
 from dlio_bench.bench_data import payload_bytes
 from dlio_bench.exchange_cases.accuracy_case import final_accuracy
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
@@ -75,8 +76,9 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
             runs[mode][-1].append(_train(options, folder, seed, mode, placement))
     rows = [row for mode, seeds in runs.items() for row in _rows(mode, seeds)]
     said = [
-        f"Batches of {_GLOBAL_BATCH} samples over all ranks, {options.epochs} epoch(s), "
-        f"{options.seeds} seed(s), {_MODEL} at {_SIZE} pixels. Distances are root mean squares "
+        f"Batches of {_GLOBAL_BATCH} samples over all ranks, {counted(options.epochs, 'epoch')}, "
+        f"{counted(options.seeds, 'seed')}, {_MODEL} at {_SIZE} pixels. Distances are root mean "
+        "squares "
         "over the weights, relative to the weights, from the first placement's; the largest over "
         "seeds. Placements whose final weights are the same bit for bit have the same letter. "
         "Accuracies are means over seeds.",

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dlio.util.plot_files import picture
+from dlio.util.units import counted
 from dlio_bench.results.repeats import deviation
 from dlio_bench.trainings import first_at
 
@@ -62,7 +63,8 @@ def summary(variants: Mapping[str, Sequence[TrainingCurve]], tolerance: float) -
         "rows": rows,
         "raw": curves_told,
         "said": [
-            f"{len(unpruned)} seed(s): mean ± standard deviation. Sooner: seconds until the "
+            f"{counted(len(unpruned), 'seed')}: mean ± standard deviation. Sooner: seconds until "
+            "the "
             "unpruned network first was as good as it is in the end, over those until a variant "
             "was; medians with the least and largest, and of how many seeds. Seconds are of "
             "training, evaluation aside."

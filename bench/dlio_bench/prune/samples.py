@@ -26,6 +26,7 @@ from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer, usual_lr
 from dlio.util.input_files import as_usage, read_json
+from dlio.util.units import counted
 from dlio.util.whole_files import write_json
 from dlio_bench.bench_processes import one_thread
 from dlio_bench.prune.curves import TrainingCurve
@@ -181,7 +182,8 @@ def table(by_name: Mapping[str, Sequence[TrainingCurve]]) -> dict[str, object]:
         "rows": rows,
         "raw": {name: [asdict(run) for run in runs] for name, runs in by_name.items()},
         "said": [
-            f"{len(by_name[_ALL])} seed(s): mean ± standard deviation. Work: a forward pass is a "
+            f"{counted(len(by_name[_ALL]), 'seed')}: mean ± standard deviation. Work: a forward "
+            "pass is a "
             "third, a backward pass two thirds of an epoch of all samples. Times less: work or CPU "
             "time of a training on all samples that is as accurate, interpolated between trainings "
             "of different lengths, over the variant's; > and < where it is longer or shorter than "

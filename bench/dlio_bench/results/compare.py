@@ -31,6 +31,14 @@ _PLAIN: Final = (
 )
 
 
+_FREE: Final = {
+    *("path", "paths", "source", "repeats", "seed", "seeds", "loaders", "peers", "keep"),
+    *("report", "json", "backend"),
+}
+"""Settings that leave figures comparable: another storage is what is compared, others change how
+many values there are, and of what."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
     """The options of `dlio bench compare`."""
@@ -48,6 +56,14 @@ class CompareOptions:
             default_text="never",
         ),
     ] = None
+
+    vary: Annotated[
+        tuple[str, ...],
+        Option(
+            "Setting that may differ, because its effect is compared, such as workers. Repeatable.",
+            metavar="NAME",
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         check(self)
@@ -96,7 +112,8 @@ def command(compared: CompareOptions) -> None:
     """Compare reports of benchmarks, figure by figure.
 
     Figures are matched by name and labels: medians, ranges, and ratios to the first report with
-    95 % confidence intervals. Differences of the machines are printed first.
+    95 % confidence intervals. Differences of the machines are printed first. Reports of other
+    benchmarks, or settings, have no ratios: --vary names a setting whose effect is compared.
     """
     reports = [read_report(path) for path in compared.files]
     first, others = reports[0], reports[1:]
@@ -105,11 +122,14 @@ def command(compared: CompareOptions) -> None:
     changes = [change for other in others for change in changes_of(first, other)]
     if not any(change.ratio is not None for change in changes):
         show_notes(["no figure is in the first report and in another one"])
+    unlike = {other.path: unlike_settings(first, other, compared.vary) for other in others}
     for other in others:
         mine = [change for change in changes if change.file == other.path]
-        _show(first, other, mine)
+        _show(first, other, mine, unlike[other.path])
     if compared.worse_than is None:
         return
+    if any(unlike.values()):
+        raise UsageError("--worse-than: the settings of the reports differ, as said above")
     worse = [change for change in changes if is_worse(change, compared.worse_than)]
     show_notes(
         [
@@ -132,6 +152,27 @@ def changes_of(first: SavedReport, other: SavedReport) -> list[FigureChange]:
         FigureChange(ours.get(key), theirs.get(key), other.path)
         for key in dict.fromkeys([*ours, *theirs])
     ]
+
+
+def unlike_settings(
+    first: SavedReport, other: SavedReport, varied: Sequence[str] = ()
+) -> list[str]:
+    """Return a phrase for each setting, or benchmark, with which figures are of other things.
+
+    A setting that only one of the reports has is of another version of dlio, and is left alone.
+    """
+    if first.benchmark != other.benchmark:
+        return [f"benchmark {first.benchmark} and {other.benchmark}"]
+    free = _FREE | {name.replace("-", "_") for name in varied}
+    return [
+        f"{key} {_setting(first.settings[key])} and {_setting(other.settings[key])}"
+        for key in first.settings
+        if key in other.settings and key not in free and first.settings[key] != other.settings[key]
+    ]
+
+
+def _setting(value: object) -> str:
+    return "none" if value is None else str(value) or "''"
 
 
 def is_worse(change: FigureChange, factor: float) -> bool:
@@ -190,7 +231,12 @@ def _by_key(report: SavedReport) -> dict[Key, Figure | Ratio]:
     return values
 
 
-def _show(first: SavedReport, other: SavedReport, changes: Sequence[FigureChange]) -> None:
+def _show(
+    first: SavedReport,
+    other: SavedReport,
+    changes: Sequence[FigureChange],
+    unlike: Sequence[str],
+) -> None:
     rows = [
         (
             printable(change.title),
@@ -199,8 +245,7 @@ def _show(first: SavedReport, other: SavedReport, changes: Sequence[FigureChange
                 "-" if each is None else range_text(each.values)
                 for each in (change.first, change.other)
             ),
-            f"{change.ratio:.3f}",
-            _interval(change),
+            *(("", "") if unlike else (f"{change.ratio:.3f}", _interval(change))),
         )
         for change in changes
         if change.ratio is not None
@@ -212,6 +257,17 @@ def _show(first: SavedReport, other: SavedReport, changes: Sequence[FigureChange
             rows,
             left=2,
         )
+        if unlike:
+            names = [words.split()[0] for words in unlike]
+            remedy = "" if names == ["benchmark"] else f" (--vary {' --vary '.join(names)} if so)"
+            show_notes(
+                [
+                    printable(
+                        f"without ratios, as the reports differ in {'; '.join(unlike)}: figures "
+                        f"are of other things, unless that is what you compare{remedy}"
+                    )
+                ]
+            )
         if any(row[-1].endswith("*") for row in rows):
             show_notes([f"*: fewer than {ENOUGH} repeats: too few for 95 %, the range of draws"])
     for file, missing in (

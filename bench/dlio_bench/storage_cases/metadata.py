@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 from dlio.util.threads import Workers
+from dlio.util.units import counted
 
 OPERATIONS: Final = ("create", "stat", "open", "list", "remove")
 """create: create and close. open: open and close. list: entries of a folder."""
@@ -62,7 +63,9 @@ def measure_metadata(path: str, *, files: int = 1000, threads: int = 4) -> list[
     Raises UsageError if the folder cannot be written.
     """
     if files < 1 or threads < 1:
-        raise UsageError(f"{files} files by {threads} threads: give at least one of each")
+        raise UsageError(
+            f"{counted(files, 'file')} by {counted(threads, 'thread')}: give at least one of each"
+        )
     try:
         scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=path)
     except OSError as error:

@@ -19,6 +19,7 @@ import numpy as np
 
 from dlio.errors import UsageError
 from dlio.util.trusted_files import closing_descriptor
+from dlio.util.units import counted
 from dlio_bench.file_systems import FileSystem, file_system_of
 
 DROP_CACHES: Final = "/proc/sys/vm/drop_caches"
@@ -159,7 +160,8 @@ def _notes(kinds: Iterable[FileSystem], left: Residency) -> Iterable[str]:
             )
     if left.unknown_files:
         yield (
-            f"the pages of {left.unknown_files} files cannot be asked for: only their owner may, "
+            f"the pages of {counted(left.unknown_files, 'file')} cannot be asked for: only their "
+            "owner may, "
             "on file systems that map files"
         )
 

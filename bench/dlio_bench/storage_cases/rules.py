@@ -38,8 +38,8 @@ VERSIONS: Final[Mapping[str, _Version]] = {
     ),
 }
 """Rounds by version."""
-_MEMORY_RATIO: Final = 5
-_LEAST_STEPS: Final = 500
+MEMORY_RATIO: Final = 5
+RULE_STEPS: Final = 500
 _RUNS: Final = 5
 _CACHE_SHARE: Final = 0.1
 _CLOSED: Final = (
@@ -72,7 +72,7 @@ class TrainingFacts:
     ranks: int
     """Emulated accelerators."""
     au: Sequence[float | None]
-    """Mean utilisation over the ranks in each epoch, 0 to 1; None for an epoch of one step."""
+    """Mean utilisation over the ranks in each epoch, 0 to 1; None for too few steps."""
     memory_bytes: int | None
     """Memory of all hosts together."""
     overridden: Sequence[str] = ()
@@ -135,19 +135,19 @@ def check_training(facts: TrainingFacts, version: str = "v2.0") -> list[Check]:
         check(
             "accelerator utilisation, mean of the epochs",
             None if least is None or not known else mean >= least,
-            f"{mean:.1%}" if known or not facts.au else "epochs of one step",
+            f"{mean:.1%}" if known or not facts.au else "too few steps",
             f"at least {least:.0%}" if least is not None else "not defined",
             "4 / 3.3.2",
             applies=least is not None,
         ),
         check(
             "data of 5 times the hosts' memory",
-            None if memory is None else size >= _MEMORY_RATIO * memory,
+            None if memory is None else size >= MEMORY_RATIO * memory,
             format_bytes(size),
-            "unknown memory" if memory is None else f"{format_bytes(_MEMORY_RATIO * memory)}",
+            "unknown memory" if memory is None else f"{format_bytes(MEMORY_RATIO * memory)}",
             "7 / 3.1",
         ),
-        check("steps in an epoch", steps >= _LEAST_STEPS, f"{steps:,}", "at least 500", "7"),
+        check("steps in an epoch", steps >= RULE_STEPS, f"{steps:,}", "at least 500", "7"),
         check(
             "parameters of the closed division",
             not strange,

@@ -20,7 +20,7 @@ from dlio.launch.mpi_launch import launch
 from dlio.util.child_processes import module_command
 from dlio.util.input_files import read_json
 from dlio.util.options import Option, check
-from dlio.util.units import parse_bytes
+from dlio.util.units import counted, parse_bytes
 from dlio_bench.peers.environments import folder, missing, shared_environment
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.repeats import ratio
@@ -63,7 +63,8 @@ class AgreementOptions:
         check(self)
         if self.files // (self.batch_size * self.ranks) < 4:
             raise UsageError(
-                f"--files {self.files}: an epoch needs 4 steps of {self.ranks} ranks and batches "
+                f"--files {self.files}: an epoch needs 4 steps of {counted(self.ranks, 'rank')} "
+                "and batches "
                 f"of {self.batch_size}: give at least {4 * self.batch_size * self.ranks}"
             )
 
@@ -183,7 +184,7 @@ def _storage(case: AgreementOptions, loader: str, place: str) -> ProgramFigures:
     au = by_epoch("accelerator utilisation")
     rates = by_epoch("throughput as DLIO counts it")
     if not au or not rates:
-        raise UsageError("epochs of one or two steps have no utilisation: give more files")
+        raise UsageError("epochs of few steps have no utilisation: give more files")
     return ProgramFigures(fmean(au), fmean(rates), tuple(au))
 
 

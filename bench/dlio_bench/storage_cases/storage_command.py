@@ -14,16 +14,21 @@ from rich.table import Table
 from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.world import world
 from dlio.launch.command_ranks import on_ranks
-from dlio.util.units import format_bytes
+from dlio.util.machine_memory import usable_memory
+from dlio.util.printable import print_line
+from dlio.util.units import counted, format_bytes, parse_bytes
+from dlio.util.whole_files import check_writable
 from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import console, show_notes, table
 from dlio_bench.storage_cases.claim import remove_unclaimed
+from dlio_bench.storage_cases.data_size import DataSize, data_size
 from dlio_bench.storage_cases.dlio_keys import checkpoint_note
 from dlio_bench.storage_cases.latencies import PERCENTILES, Latencies
 from dlio_bench.storage_cases.metadata import MetadataRate, measure_metadata
+from dlio_bench.storage_cases.requests_table import show_requests, write_csv
 from dlio_bench.storage_cases.rules import DISCLAIMER, Check, Outcome, TrainingFacts, check_training
 from dlio_bench.storage_cases.storage_job import StorageMeasurements, data_folder, measure
 from dlio_bench.storage_cases.storage_options import StorageCase
@@ -37,7 +42,7 @@ from dlio_bench.storage_cases.summary import (
     ratios,
     waterfalls,
 )
-from dlio_bench.storage_cases.utilisation import LEFT_OUT
+from dlio_bench.storage_cases.utilisation import LEAST_STEPS, LEFT_OUT
 
 
 def command(
@@ -52,6 +57,15 @@ def command(
     """
     output.check_writable()
     workload = case.asked().workload
+    if case.plan:
+        memory = usable_memory() if case.memory is None else parse_bytes(case.memory)
+        size = data_size(workload, ranks.ranks or 1, memory)
+        print_line(size.describe())
+        print_line(f"measure it by: dlio bench storage {case.path} {_again(case, size)}")
+        output.write(asdict(size))
+        return
+    if case.csv is not None:
+        check_writable("--csv", case.csv)
     emulation.check_possible()
     check_folder(case.path)
     folder = data_folder(case.path, workload)
@@ -65,6 +79,12 @@ def command(
         if ranks.ranks is not None and not existed and not case.keep:
             remove_unclaimed(folder)
         raise
+
+
+def _again(case: StorageCase, size: DataSize) -> str:
+    """Return the options of a run with the data of a plan."""
+    named = f"--workload {case.workload} " if case.workload else ""
+    return f"{named}--files {size.files} -n {size.ranks}"
 
 
 def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) -> None:
@@ -89,6 +109,8 @@ def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) 
         }
         results.details = {**results.details, "rules": rules}
     _show(case, measured, epochs, rates, checked, results)
+    if case.csv is not None:
+        write_csv(case.csv, epochs)
     finish(output, results, started)
 
 
@@ -195,17 +217,18 @@ def _notes(
     if not measured.compared:
         notes.append("the data is large: numbers of samples were compared, their bytes not")
     workload = measured.data.workload
-    counted = min(run.steps for run in measured.runs) - LEFT_OUT
-    if counted < 1:
+    steps = min(run.steps for run in measured.runs)
+    if steps - LEFT_OUT < LEAST_STEPS:
+        unknown = "utilisation and throughput are" if steps <= LEFT_OUT else "utilisation is"
         notes.append(
-            "an epoch has one step, which does not count: utilisation and throughput are unknown; "
-            "give more files, or smaller batches"
+            f"an epoch has {counted(steps, 'step')}, of which the first does not count: {unknown} "
+            f"unknown below {LEFT_OUT + LEAST_STEPS}; give more files, or smaller batches"
         )
     ranks = len(measured.runs[0].ranks)
     if rest := workload.samples % (workload.batch_size * ranks):
         notes.append(
             f"{rest:,} of {workload.samples:,} samples are left out of each epoch: they fill no "
-            f"batch of {workload.batch_size} on {ranks} rank(s)"
+            f"batch of {workload.batch_size} on {counted(ranks, 'rank')}"
         )
     notes += [
         f"{run.loader} leaves out {run.left_out:,} samples of each epoch: its workers fill "
@@ -227,6 +250,7 @@ def _show(
     for line in headline(measured):
         print(line)
     show_epochs(epochs)
+    show_requests(epochs)
     for each in results.ratios:
         shown = ", ".join(f"{value:.2f}" for value in each.values)
         print(f"{each.name}, epoch {each.labels.get('epoch', '')}: {shown}")
@@ -248,9 +272,10 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
     workload = measured.data.workload
     ranks = len(measured.runs[0].ranks)
     yield (
-        f"{workload.name}: {workload.files:,} {workload.format} files of "
+        f"{workload.name}: {counted(workload.files, f'{workload.format} file')} of "
         f"{workload.samples_per_file:,} samples, {format_bytes(measured.data.file_bytes)}; "
-        f"{ranks} ranks on {len(measured.nodes.names)} nodes, batches of {workload.batch_size}, "
+        f"{counted(ranks, 'rank')} on {counted(len(measured.nodes.names), 'node')}, batches of "
+        f"{workload.batch_size}, "
         f"steps of {1e3 * workload.step_s:.0f} ms"
     )
     if workload.step_s:
@@ -259,7 +284,8 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
     if measured.bare:
         threads, rate = max(measured.bare.items(), key=lambda each: each[1])
         yield (
-            f"the storage gives {format_bytes(int(rate))}/s to bare reads by {threads} threads "
+            f"the storage gives {format_bytes(int(rate))}/s to bare reads by "
+            f"{counted(threads, 'thread')} "
             "a rank"
         )
 
@@ -267,8 +293,8 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
 def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
     """Print a row for each loader and epoch: medians over the repeats."""
     heads = (
-        *("loader", "epoch", "AU, %", "samples/s", "MiB/s", "epoch, s", "of least, %"),
-        *("first, s", "p50, ms", "p99", "p99.9", "cached"),
+        *("loader", "epoch", "AU, %", "samples/s", "MiB/s", "epoch, s", "other ranks, s"),
+        *("of least, %", "first, s", "p50, ms", "p99", "p99.9", "cached"),
     )
     rows = []
     for (loader, number), group in grouped(epochs).items():
@@ -282,6 +308,7 @@ def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
                 _middle([each.samples_per_s for each in group], 1),
                 _middle([each.mib_per_s for each in group], 1),
                 _middle([each.seconds for each in group], 2),
+                _middle([each.other_ranks_s for each in group], 2),
                 _middle(possible, 1),
                 _middle([each.first_batch_s for each in group], 2),
                 *(

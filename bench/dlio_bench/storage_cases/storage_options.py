@@ -144,9 +144,36 @@ class StorageCase:
         bool, Option("Keep the generated data, for further runs of the same workload.")
     ] = False
 
+    csv: Annotated[
+        str | None,
+        Option(
+            "Write the requests of each loader, repeat and epoch to this file, as CSV: IOPS, "
+            "bandwidth, and fio's percentiles of latencies in microseconds.",
+            metavar="FILE",
+        ),
+    ] = None
+    plan: Annotated[
+        bool,
+        Option(
+            "Say how many files and bytes the rules of MLPerf Storage ask for, on -n ranks and "
+            "--memory, and measure nothing."
+        ),
+    ] = False
+    memory: Annotated[
+        str | None,
+        Option(
+            "Memory of all hosts together, for --plan, such as 512GiB.",
+            metavar="SIZE",
+            default_text="this machine's",
+            needs="plan",
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         check(self)
         self.names()
+        if self.memory is not None:
+            parse_bytes(self.memory)
 
     def names(self) -> tuple[str, ...]:
         """Return the loaders to measure. Raises UsageError for an unknown one."""

@@ -11,7 +11,7 @@ from dlio_bench.results.report_values import Better, Figure, PlotCurve, Ratio, W
 from dlio_bench.storage_cases.latencies import PERCENTILES, Latencies
 from dlio_bench.storage_cases.served_bytes import ServedBytes, Verdict
 from dlio_bench.storage_cases.storage_job import LoaderRun, StorageMeasurements
-from dlio_bench.storage_cases.utilisation import LEFT_OUT, StepTimes, least_seconds
+from dlio_bench.storage_cases.utilisation import LEAST_STEPS, LEFT_OUT, StepTimes, least_seconds
 
 EpochRecord = Mapping[str, Any]
 """One rank's epoch; see `StorageRankEpoch.to_json`."""
@@ -29,8 +29,8 @@ class LoaderEpochFigures:
     epoch: int
     """From 1."""
     au: float | None
-    """Accelerator utilisation, mean over the ranks, in percent; None if no step counts, as in an
-    epoch of one."""
+    """Accelerator utilisation, mean over the ranks, in percent; None of fewer steps than
+    LEAST_STEPS."""
     samples_per_s: float | None
     """Throughput without the first step; None if no step counts."""
     dlio_samples_per_s: float | None
@@ -38,6 +38,8 @@ class LoaderEpochFigures:
     mib_per_s: float | None
     seconds: float
     """Time of the slowest rank, first batch included."""
+    other_ranks_s: float
+    """Time that a rank waited for others, and for the end of its loader's pass; mean."""
     first_batch_s: float
     """Time until the slowest rank's first batch."""
     of_possible: float | None
@@ -54,6 +56,11 @@ class LoaderEpochFigures:
     cpu_s: float
     """Processor seconds of the whole run of this loader, all epochs."""
     memory_bytes: int
+
+    @property
+    def iops(self) -> float:
+        """Requests per second of all ranks, over the whole epoch."""
+        return len(self.requests) / self.seconds
 
     @property
     def cached_percent(self) -> float | None:
@@ -82,7 +89,7 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
     )
     counted = run.steps - LEFT_OUT
     samples_per_s = sum(each.throughput for each in steps) if counted > 0 else None
-    au = 100 * sum(each.utilisation for each in steps) / ranks if counted > 0 else None
+    au = 100 * sum(each.utilisation for each in steps) / ranks if counted >= LEAST_STEPS else None
     seconds = max(each.seconds for each in steps)
     mean_bytes = measured.data.data_bytes / workload.samples
     possible = None
@@ -100,6 +107,7 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
         dlio_samples_per_s=sum(each.dlio_throughput for each in steps) if counted > 1 else None,
         mib_per_s=None if samples_per_s is None else samples_per_s * mean_bytes / _MIB,
         seconds=seconds,
+        other_ranks_s=_parts(steps)["other ranks"],
         first_batch_s=max(each.load_s[0] for each in steps),
         of_possible=possible,
         batches=batches,
@@ -144,6 +152,7 @@ _FIGURES: Final[
     ("throughput as DLIO counts it", "samples/s", "higher", lambda each: each.dlio_samples_per_s),
     ("bandwidth", "MiB/s", "higher", lambda each: each.mib_per_s),
     ("epoch", "s", "lower", lambda each: each.seconds),
+    ("other ranks", "s", "lower", lambda each: each.other_ranks_s),
     ("first batch", "s", "lower", lambda each: each.first_batch_s),
     ("least time over epoch", "%", "higher", lambda each: each.of_possible),
     ("page cache", "%", "", lambda each: each.cached_percent),
@@ -159,6 +168,10 @@ def figures(epochs: Sequence[LoaderEpochFigures]) -> list[Figure]:
             values = tuple(each for each in map(value, group) if each is not None)
             if values:
                 result.append(Figure(name, unit, values, labels, better))
+        rates = tuple(each.iops for each in group if len(each.requests))
+        if rates:
+            name = "IOPS" if group[0].request_kind == "request" else "samples asked for"
+            result.append(Figure(name, "1/s", rates, labels, "higher"))
         for kind in ("batch", group[0].request_kind):
             for share in PERCENTILES:
                 latencies = [each.batches if kind == "batch" else each.requests for each in group]
@@ -244,16 +257,21 @@ def waterfalls(measured: StorageMeasurements) -> Iterator[Waterfall]:
     for run in measured.runs:
         for number in range(measured.data.workload.epochs if run.repeat == 0 else 0):
             steps = [_steps(rank["epochs"][number]) for rank in run.ranks]
-            parts = {
-                "first batch": mean(each.load_s[0] for each in steps),
-                "other batches": mean(sum(each.load_s[1:]) for each in steps),
-                "computing": mean(sum(each.compute_s) for each in steps),
-                "comparing samples": mean(sum(each.over_s) for each in steps),
-            }
-            seconds = mean(each.seconds for each in steps)
-            parts["other ranks"] = max(0.0, seconds - sum(parts.values()))
             labels = {"loader": run.loader, "epoch": str(number + 1)}
-            yield Waterfall("Time of an epoch", parts, labels)
+            yield Waterfall("Time of an epoch", _parts(steps), labels)
+
+
+def _parts(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """Return where the time of an epoch went, in seconds, mean over the ranks."""
+    parts = {
+        "first batch": mean(each.load_s[0] for each in steps),
+        "other batches": mean(sum(each.load_s[1:]) for each in steps),
+        "computing": mean(sum(each.compute_s) for each in steps),
+        "comparing samples": mean(sum(each.over_s) for each in steps),
+    }
+    seconds = mean(each.seconds for each in steps)
+    parts["other ranks"] = max(0.0, seconds - sum(parts.values()))
+    return parts
 
 
 def grouped(

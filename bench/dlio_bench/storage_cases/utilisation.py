@@ -22,6 +22,9 @@ import numpy as np
 
 LEFT_OUT = 1
 """Steps at the beginning of an epoch that do not count."""
+LEAST_STEPS = 10
+"""Steps that have to count for a utilisation: of fewer, one that is late by its own time is more
+than 10 points, and so is the end of a loader's pass, which counts, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from dlio.util.cores import available_cores
+from dlio.util.units import counted
 from dlio_bench.results.report_values import Figure, PlotCurve, Results, Waterfall
 from dlio_bench.results.terminal import console, table
 from dlio_bench.training.forecast_check import Cell, cells, link_between_nodes
@@ -28,7 +29,8 @@ def measure(options: TrainingBenchOptions, results: Results) -> None:
     cores = available_cores()
     link = link_between_nodes(options, measured)
     results.notes += [
-        f"{cores} cores; a rank computes with one thread. On more ranks than cores, ranks take "
+        f"{counted(cores, 'core')}; a rank computes with one thread. On more ranks than cores, "
+        "ranks take "
         "turns, and efficiency is relative to the cores.",
         "The forecast is made from one and two ranks and from links alone. With more ranks than "
         f"measured, each has a core of its own, on nodes of {options.per_node}: messages within a "

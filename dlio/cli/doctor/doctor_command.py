@@ -9,6 +9,7 @@ from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.launch_environment import shows_terminal
 from dlio.errors import CommError, UsageError, printable
 from dlio.launch.command_ranks import on_ranks
+from dlio.util.units import counted
 
 _RANK_VARIABLES: Final = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 _STYLES: Final = {"ok": "green", "warning": "yellow", "error": "bold red"}
@@ -87,7 +88,9 @@ def show(examination: Examination) -> None:
         if (count := sum(each["state"] == state for each in examination["findings"]))
     ]
     nodes, ranks = len(examination["nodes"]), examination["ranks"]
-    print(f"{nodes} node(s), {ranks} rank(s): {', '.join(counts) or 'all is well'}")
+    print(
+        f"{counted(nodes, 'node')}, {counted(ranks, 'rank')}: {', '.join(counts) or 'all is well'}"
+    )
 
 
 def _nodes(names: list[str]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dlio.cli.doctor.findings import Finding, FindingTopic
 from dlio.data.reader import Reader, open_reader
-from dlio.data.source import is_remote, redact
+from dlio.data.source import local_path, redact
 from dlio.errors import DlioError
 from dlio.storage.file_system_kind import FileSystemKind, file_system_of
 from dlio.storage.tier_spec import TierSpec
@@ -177,7 +177,7 @@ def check_source(path: str) -> Iterator[Finding]:
 
 def check_place(shown: str, place: FileSystemKind, largest: int) -> Iterator[Finding]:
     """Yield the file system of a source, `shown`, whose largest file has `largest` bytes."""
-    mounted = None if is_remote(place.path) else holding(place.mount, read_mounts())
+    mounted = None if place.kind == "remote" else holding(place.mount, read_mounts())
     options = "" if mounted is None else f" ({mounted.options})"
     text = f"{place.filesystem} at {place.mount}{options}"
     text += f", {place.stripes}" if place.stripes else ""
@@ -216,12 +216,13 @@ def _requests(shown: str, reader: Reader, place: FileSystemKind) -> Iterator[Fin
 
 def _largest_file(path: str, most: int = 10_000) -> int:
     """Return the bytes of the largest of the first files of a data set."""
-    if is_remote(path):
+    local = local_path(path)
+    if local is None:
         return 0
-    if os.path.isfile(path):
-        return os.stat(path).st_size
+    if os.path.isfile(local):
+        return os.stat(local).st_size
     largest = seen = 0
-    for folder, _, names in os.walk(path):
+    for folder, _, names in os.walk(local):
         for name in names:
             with suppress(OSError):
                 largest = max(largest, os.lstat(os.path.join(folder, name)).st_size)

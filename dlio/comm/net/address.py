@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from dlio.errors import CommError
+from dlio.util.units import counted
 
 LOOPBACK: Final = "127.0.0.1"
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
@@ -64,7 +65,8 @@ def candidates(places: Sequence[str], master: str | None = None) -> list[str]:
     outside = [address for address in addresses if address and not address.startswith("127.")]
     if not outside:
         raise CommError(
-            f"the ranks are on {len(set(places))} nodes, and {socket.gethostname()} knows no "
+            f"the ranks are on {counted(len(set(places)), 'node')}, and {socket.gethostname()} "
+            "knows no "
             f"address of its own but loopback: set {INTERFACE} to the network interface that the "
             "ranks use"
         )

@@ -23,6 +23,7 @@ from typing import Final
 
 from dlio.errors import CommError
 from dlio.util.settings import SECRET
+from dlio.util.units import counted
 
 _PRIME: Final = int(
     "FFFFFFFFFFFFFFFFC90FDAA22168C234C4C6628B80DC1CD129024E088A67CC74020BBEA63B139B22514A08798E3404DD"
@@ -82,7 +83,7 @@ class Keys:
         """Return the key with a rank. Raises RefusedConnection for an unknown rank."""
         if not 0 <= peer < len(self._values):
             raise RefusedConnection(
-                f"this job has {len(self._values)} ranks, and none is number {peer}"
+                f"this job has {counted(len(self._values), 'rank')}, and none is number {peer}"
             )
         if peer not in self._keys:
             # Both sides mix in the same words in the same order, and the numbers of both ranks: a

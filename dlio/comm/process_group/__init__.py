@@ -22,6 +22,7 @@ from dlio.comm.world import world
 from dlio.errors import CommError, CommTimeout, UsageError
 from dlio.util.extras import how_to_install
 from dlio.util.settings import settings
+from dlio.util.units import counted
 
 _LEAST_TAG_UB: Final = 32767
 """Largest tag that every MPI library accepts."""
@@ -120,7 +121,7 @@ def _meet(store: Store, name: str, size: int, timeout_s: float) -> None:
     except RuntimeError as error:
         raise CommTimeout(
             f"rank {MPI.COMM_WORLD.rank} waited {timeout_s:.0f} s to create a process group: "
-            f"{size - store.add(arrived, 0)} of its {size} ranks did not join "
+            f"{size - store.add(arrived, 0)} of its {counted(size, 'rank')} did not join "
             "(DLIO_TIMEOUT sets the deadline)"
         ) from error
 

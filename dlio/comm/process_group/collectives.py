@@ -24,6 +24,7 @@ from dlio.comm.process_group.mpi_group import MpiGroup, Start, Tensors
 from dlio.comm.process_group.mpi_reductions import Reduction
 from dlio.comm.process_group.mpi_work import MpiCall, MpiWork
 from dlio.errors import CommError, UsageError
+from dlio.util.units import counted
 
 _SMALL_BYTES: Final = 1 << 15
 """Size up to which a reduction in a type unknown to MPI is converted to float32 and reduced by MPI
@@ -324,7 +325,7 @@ class MpiProcessGroup(MpiGroup):
         if not 0 <= tag <= most:
             raise UsageError(f"{what}: MPI has the tags 0 to {most}")
         if rank != MPI.ANY_SOURCE and not 0 <= rank < self._size:
-            raise UsageError(f"{what}: the group {self._name!r} has {self._size} ranks")
+            raise UsageError(f"{what}: the group {self._name!r} has {counted(self._size, 'rank')}")
         return MpiCall(self._mail, start)
 
     def _reduction(self, what: str, tensors: Tensors, opts: Any) -> Reduction:

@@ -31,6 +31,7 @@ from dlio.comm.process_group.mpi_work import (
 )
 from dlio.errors import CommError, UsageError
 from dlio.util.buffer_pool import BufferPool
+from dlio.util.units import counted
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -231,7 +232,9 @@ class MpiGroup(dist.ProcessGroup):
 
     def _fit_ranks(self, what: str, items: Sequence[Any]) -> None:
         if len(items) != self._size:
-            raise UsageError(f"{what}: {len(items)} tensors or sizes for {self._size} ranks")
+            raise UsageError(
+                f"{what}: {len(items)} tensors or sizes for {counted(self._size, 'rank')}"
+            )
 
 
 _open_groups: list[MpiGroup] = []

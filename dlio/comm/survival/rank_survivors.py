@@ -8,6 +8,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from dlio.comm.comm_protocol import Json
 from dlio.errors import CommError
+from dlio.util.units import counted
 
 _MOST_ROUNDS: Final = 20
 """Losses within one recovery after which a job is given up."""
@@ -63,7 +64,7 @@ class RankSurvivors(Generic[_H]):
         """Raise CommError if too few ranks are alive."""
         if alive < self._least:
             raise CommError(
-                f"{alive} ranks are left, and --min-ranks is {self._least}: this job ends"
+                f"{counted(alive, 'rank')} left, and --min-ranks is {self._least}: this job ends"
             )
 
 

@@ -18,6 +18,7 @@ from dlio.comm.survival.membership import AllLeave, AllPause, Elastic, Membershi
 from dlio.comm.survival.reports import Report, report_from_json
 from dlio.errors import CommError, PeerLost, UsageError
 from dlio.util.printable import log_warning
+from dlio.util.units import counted
 
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Report)
@@ -411,7 +412,8 @@ def check_survival(comm: Communicator, choice: str, min_ranks: int) -> None:
         return
     if comm.size < min_ranks:
         raise UsageError(
-            f"--min-ranks {min_ranks} with {comm.size} ranks: start more, or let fewer go on"
+            f"--min-ranks {min_ranks} with {counted(comm.size, 'rank')}: start more, or let fewer "
+            "go on"
         )
     if comm.size > 1 and not survives:
         raise UsageError(

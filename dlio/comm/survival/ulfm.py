@@ -37,6 +37,7 @@ from dlio.comm.survival.rank_survivors import RankSurvivors, processes_here, thi
 from dlio.errors import PeerLost, UsageError
 from dlio.util.child_processes import die
 from dlio.util.settings import settings
+from dlio.util.units import counted
 
 _ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
 """Variable that mpirun sets for ranks with fault tolerance."""
@@ -72,7 +73,8 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
         size = MPI.COMM_WORLD.size
         if not 0 <= spares < size:
             raise UsageError(
-                f"{spares} spares of {size} ranks: start more ranks, or give fewer spares"
+                f"{spares} spares of {counted(size, 'rank')}: start more ranks, or give fewer "
+                "spares"
             )
         super().__init__(MPI.COMM_WORLD.rank, size, least)
         self.spares = spares

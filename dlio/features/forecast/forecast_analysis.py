@@ -9,7 +9,7 @@ from dlio.features.forecast.epoch_simulation import Machine, Timeline, run
 from dlio.loader.planned_traffic import ForecastJob, traffic
 from dlio.plan.placement import HomeNode
 from dlio.util.plot_files import picture
-from dlio.util.units import format_bytes, format_seconds
+from dlio.util.units import counted, format_bytes, format_seconds
 
 # Analysis
 _NEGLIGIBLE: Final = 0.02
@@ -163,7 +163,8 @@ def show_forecast(figures: Forecast) -> None:
     """Print the forecast of one job, one line per figure."""
     print(
         f"{figures.samples:,} samples, {format_bytes(figures.bytes)}; "
-        f"{figures.nodes:,} nodes, {figures.ranks:,} ranks of {figures.batch_size}: "
+        f"{counted(figures.nodes, 'node')}, {counted(figures.ranks, 'rank')} of "
+        f"{figures.batch_size}: "
         f"{figures.steps:,} steps an epoch, mode {figures.mode}"
     )
     held = figures.held_bytes / max(1, figures.bytes)

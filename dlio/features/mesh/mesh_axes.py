@@ -7,6 +7,7 @@ from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
+from dlio.util.units import counted
 
 AXES: Final = ("data", "model", "space")
 """`data`: ranks of different samples. `model`: ranks that share the weights of layers. `space`:
@@ -56,13 +57,15 @@ def parse_axes(given: str | Mapping[str, int], ranks: int) -> Axes:
     if "data" not in sizes:
         if ranks % rest:
             raise UsageError(
-                f"--mesh {_text(sizes)} needs a multiple of {rest} ranks, and there are {ranks}: "
+                f"--mesh {_text(sizes)} needs a multiple of {counted(rest, 'rank')}, and there "
+                f"are {ranks}: "
                 f"start {rest * max(1, ranks // rest)}, or give other sizes"
             )
         sizes = {"data": ranks // rest, **sizes}
     elif rest != ranks:
         raise UsageError(
-            f"--mesh {_text(sizes)} needs {rest} ranks, and there are {ranks}: start {rest}, or "
+            f"--mesh {_text(sizes)} needs {counted(rest, 'rank')}, and there are {ranks}: start "
+            f"{rest}, or "
             "give other sizes"
         )
     return Axes(tuple(sizes), tuple(sizes.values()))

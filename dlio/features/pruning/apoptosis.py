@@ -41,6 +41,7 @@ from dlio.features.pruning.pruning_pace import TOLERANCE, PruningPace, Schedule
 from dlio.features.pruning.pruning_report import Round
 from dlio.features.pruning.removal_plan import Limits
 from dlio.util.closable import Closable
+from dlio.util.units import counted
 
 
 class ApoptosisState(TypedDict):
@@ -138,7 +139,8 @@ class Apoptosis(Closable):
             check_data_parallel(self._ddp, comm)
         elif comm.size > 1 and not self._exchanges:
             raise UsageError(
-                f"Apoptosis on {comm.size} ranks needs the exchange that keeps their weights "
+                f"Apoptosis on {counted(comm.size, 'rank')} needs the exchange that keeps their "
+                "weights "
                 "together: make it after dlio.distribute, or pass exchange="
             )
         together = self._exchanges or self._ddp is not None

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlio.comm import Communicator
 from dlio.errors import UsageError
+from dlio.util.units import counted
 
 # torch.compile
 #
@@ -66,7 +67,8 @@ def check_data_parallel(ddp: DistributedDataParallel, comm: Communicator) -> Non
         )
     if dist.get_world_size() != comm.size:
         raise UsageError(
-            f"Apoptosis has {comm.size} rank(s), and torch.distributed {dist.get_world_size()}: "
+            f"Apoptosis has {counted(comm.size, 'rank')}, and torch.distributed "
+            f"{dist.get_world_size()}: "
             "start the ranks with `dlio run`, `dlio launch` or torchrun"
         )
     options = {

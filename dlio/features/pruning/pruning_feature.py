@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 from dlio.train.config_rules import refuse_spares_and_replay
 from dlio.train.feature_spec import FeatureSpec
+from dlio.util.extras import how_to_install
 from dlio.util.options import CheckedOptions, Option
+from dlio.util.units import counted
 
 if TYPE_CHECKING:
     from dlio.train.report import EpochReport
@@ -75,6 +78,11 @@ class PruningFeature(FeatureSpec):
                 "--prune-target does not go with --prune-tolerance: leave one of them out"
             )
         refuse_spares_and_replay(config, {label: True})
+        if find_spec("torch_pruning") is None:  # Now, and not when all ranks have their data.
+            raise UsageError(
+                f"{label} finds layers that depend on each other with torch-pruning, which is not "
+                f"installed: {how_to_install('prune')}"
+            )
 
     def check_saved(self, about: Mapping[str, Any], path: str, is_on: bool) -> None:
         pruned = about.get("pruning")
@@ -99,7 +107,8 @@ class PruningFeature(FeatureSpec):
         undone = sum(each["undone"] for each in reports)
         return [
             f"{last['parameters']:,} of {last['parameters_at_first']:,} parameters are left, after "
-            f"{rounds} round(s), {undone} of them undone in part or whole; neurons removed: "
+            f"{counted(rounds, 'round')}, {undone} of them undone in part or whole; neurons "
+            "removed: "
             f"{gone}. Statistics took {last['statistics']['share']:.2%} of the time."
         ]
 

@@ -36,7 +36,7 @@ from dlio.util.cores import available_cores
 from dlio.util.json_output import json_text
 from dlio.util.options import as_mapping, options_of
 from dlio.util.printable import print_line
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import check_writable
 
@@ -241,7 +241,7 @@ def _search(
             print(json_text({**results(study, command), "starts_s": searcher.starts_s}))
         if not is_done:
             left = trials - sum(record.has_ended for record in study.records)
-            print_line(f"told to end with {left} trials left: the same command goes on")
+            print_line(f"told to end with {counted(left, 'trial')} left: the same command goes on")
             raise SystemExit(STOPPED)
 
 
@@ -252,8 +252,8 @@ def _halving(search: SearchOptions, epochs: int) -> SuccessiveHalving | None:
     halving = make(epochs, search.first_look, search.reduction)
     if not halving.looks(0):
         raise UsageError(
-            f"--pruner {search.pruner} --first-look {search.first_look}: there are only {epochs} "
-            "epochs: give more --epochs"
+            f"--pruner {search.pruner} --first-look {search.first_look}: there are {epochs} "
+            "--epochs: give more"
         )
     return halving
 

@@ -15,7 +15,7 @@ from dlio.util.extras import how_to_install
 from dlio.util.json_output import json_text
 from dlio.util.live_figures import publish
 from dlio.util.printable import print_line
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio.util.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class TrialTable:
         values = _values(record, self._study.objectives)
         more = f" ({record.note})" if record.note else ""
         return (
-            f"trial {record.number} {record.state} after {len(record.epochs)} epoch(s): {values}; "
+            f"trial {record.number} {record.state} after {counted(len(record.epochs), 'epoch')}: "
+            f"{values}; "
             f"{_point(record)}{more}"
         )
 
@@ -98,7 +99,9 @@ class TrialTable:
         records = self._study.records
         best = {record.number for record in self._study.best()}
         ended = [record for record in records if record.has_ended]
-        table = Table(title=f"{len(ended)} of {self._trials} trials", title_justify="left")
+        table = Table(
+            title=f"{len(ended)} of {counted(self._trials, 'trial')}", title_justify="left"
+        )
         for name in ("trial", "state", "epochs"):
             table.add_column(name)
         for objective in self._study.objectives:
@@ -164,7 +167,7 @@ def show_results(
     }
     counts = ", ".join(f"{count} {state}" for state, count in states.items() if count)
     epochs = sum(len(record.epochs) for record in records)
-    print_line(f"{len(records)} trials ({counts}), {epochs} epochs")
+    print_line(f"{counted(len(records), 'trial')} ({counts}), {counted(epochs, 'epoch')}")
     if study.staged_bytes:
         print_line(
             f"read from the source: {format_bytes(study.staged_bytes)} to stage, "

@@ -21,6 +21,7 @@ from dlio.integrations.script.step_comparison import Comparison, compare
 from dlio.integrations.script.step_records import ScriptRecord, load_record, recorded
 from dlio.launch.command_ranks import captured_ranks
 from dlio.util.printable import print_line
+from dlio.util.units import counted
 
 _ALONE_S: Final = 3600.0
 """Deadline of the steps in one process."""
@@ -158,7 +159,7 @@ def _say(
     if done < steps:
         print_line(f"the script makes {done} optimizer steps, fewer than {steps}")
     if reason is not None:
-        print_line(f"on {ranks} ranks it stopped: {reason}")
+        print_line(f"on {counted(ranks, 'rank')} it stopped: {reason}")
     for line in comparison.lines:
         print_line(line)
     for cause in comparison.causes:

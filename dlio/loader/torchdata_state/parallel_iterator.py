@@ -12,6 +12,7 @@ from dlio.loader.torchdata_state.state_format import MismatchedState, worker_key
 from dlio.loader.torchdata_state.transports import Transport
 from dlio.loader.torchdata_state.worker_server import TaskSampler, WorkerReply
 from dlio.util.printable import warn_user
+from dlio.util.units import counted
 
 
 class ResumeState:
@@ -32,7 +33,7 @@ class ResumeState:
         before = self.main[keys.NUM_WORKERS]
         if before != workers:
             raise MismatchedState(
-                f"the state of a loader with {before} workers, and this one has "
+                f"the state of a loader with {counted(before, 'worker')}, and this one has "
                 f"{workers}: set num_workers to the number that it was saved with"
             )
         states = self.snapshot.get(keys.WORKER_SNAPSHOTS, {})

@@ -4,6 +4,7 @@ from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.feature_spec import find_features
 from dlio.train.report import EpochReport
 from dlio.train.tasks.metrics import goodness, label, show_metric
+from dlio.util.units import counted
 
 
 class EarlyStopping(Callback):
@@ -24,5 +25,5 @@ class EarlyStopping(Callback):
             run.stop(
                 f"held-out {label(first.watch)} has not been better than "
                 f"{show_metric(first.watch, first.watched)}, of epoch {best + 1}, for "
-                f"{patience} epoch(s)"
+                f"{counted(patience, 'epoch')}"
             )

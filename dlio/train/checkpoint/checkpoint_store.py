@@ -44,6 +44,7 @@ from dlio.train.report import CheckpointReport
 from dlio.util.limits import parsing
 from dlio.util.printable import print_line
 from dlio.util.threads import Workers
+from dlio.util.units import counted
 from dlio.util.whole_files import write_whole
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
@@ -405,7 +406,9 @@ def open_checkpoint(path: str) -> StoredCheckpoint:
         raise SourceError(f"{path}: not a complete checkpoint: {error}") from error
     names = frozenset(contents(path))
     if ranks > len(names):
-        raise SourceError(f"{path}: the checkpoint lacks the tensors of most of its {ranks} ranks")
+        raise SourceError(
+            f"{path}: the checkpoint lacks the tensors of most of its {counted(ranks, 'rank')}"
+        )
     return StoredCheckpoint(path, ranks, about, names)
 
 

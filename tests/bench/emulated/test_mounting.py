@@ -129,3 +129,14 @@ def test_writes_pass_through_and_are_counted(source: Path) -> None:
 def test_without_a_profile_the_folder_is_used_as_it_is(source: Path) -> None:
     with emulated(str(source), "none+seed(3)") as mounted:
         assert mounted == str(source)
+
+
+def test_all_that_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "dlio_bench.emulated.emulated_mount"
+    monkeypatch.setattr(f"{place}.find_library", lambda name: None)
+    monkeypatch.setattr(f"{place}.find_spec", lambda name: None)
+    reason = why_not()
+    assert reason is not None
+    assert "apt install fuse3" in reason
+    assert "pip install" in reason
+    assert "mfusepy" in reason

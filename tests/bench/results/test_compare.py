@@ -14,9 +14,16 @@ from dlio_bench.results.report_values import Figure, Ratio, Results
 from dlio_bench.results.saved_report import read_report
 
 
-def _written(path: Path, rates: tuple[float, ...], **environment: object) -> Path:
+def _written(
+    path: Path,
+    rates: tuple[float, ...],
+    settings: dict[str, object] | None = None,
+    benchmark: str = "loader",
+    **environment: object,
+) -> Path:
     results = Results(
-        "loader",
+        benchmark,
+        settings=settings or {},
         figures=[
             Figure("throughput", "samples/s", rates, {"loader": "dlio"}, "higher"),
             Figure("wait", "s", tuple(1 / rate for rate in rates), {"loader": "dlio"}, "lower"),
@@ -95,6 +102,29 @@ def test_differences_of_machines_are_said_first(
         assert 0 <= shown.index(f"warning: another {name}") < shown.index("compared with")
     assert "Abacus" in shown
     assert "lustre (rw)" in shown
+
+
+def test_unlike_settings_have_no_ratios_unless_they_are_what_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one: dict[str, object] = {"batch_size": 7, "workers": 2, "path": "/a", "seed": 0}
+    two: dict[str, object] = {"batch_size": 50, "workers": 4, "path": "/b", "seed": 1, "new": 3}
+    first = str(_written(tmp_path / "a.json", FAST, one))
+    other = str(_written(tmp_path / "b.json", SLOW, two))
+    assert _run(first, other) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "200 (198 to 202)" in shown
+    assert "0.500" not in shown
+    assert "differ in batch_size 7 and 50; workers 2 and 4:" in shown
+    assert "--vary batch_size --vary workers" in shown
+    assert _run(first, other, "--worse-than", "1.1") == 2
+    assert _run(first, other, "--vary", "batch-size", "--vary", "workers") == 0
+    assert "0.500" in capsys.readouterr().out
+    assert _run(first, other, "--vary", "workers", "--vary", "batch_size", "--worse-than", "9") == 0
+    third = str(_written(tmp_path / "c.json", SLOW, one, "storage"))
+    capsys.readouterr()
+    assert _run(first, third) == 0
+    assert "differ in benchmark loader and storage" in " ".join(capsys.readouterr().out.split())
 
 
 def test_missing_figures_and_too_few_repeats_are_named(

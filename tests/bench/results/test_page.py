@@ -175,3 +175,17 @@ def test_numbers_are_short() -> None:
     assert [format_number(x) for x in (0, 0.00012, 0.5, 12.34, 1234.5, 1.5e9)] == [
         *("0", "1.2e-4", "0.5", "12.3", "1,234", "1.5e9"),
     ]
+
+
+def test_the_main_figure_of_a_long_report_is_not_folded(tmp_path: Path) -> None:
+    figures = [
+        Figure(f"figure {number}", "s", (1.0,), {"loader": name})
+        for number in range(40)
+        for name in ("a", "b")
+    ]
+    figures[:2] = [Figure("accelerator utilisation", "%", (91.0,), {"loader": n}) for n in "ab"]
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(envelope(Results("storage", figures=figures))))
+    shown = page([read_report(str(path))], "x").partition("<details>")[0]
+    assert shown.count("accelerator utilisation") == 2
+    assert "figure 7" not in shown

@@ -1,5 +1,6 @@
 """`dlio bench storage`: a tiny run from end to end, and its refusals."""
 
+import csv
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from dlio_bench.storage_cases.storage_options import StorageCase
 from tests.conftest import in_time
 
 TINY = (
-    *("--files", "24", "--sample-size", "4KiB", "--batch-size", "3", "--step-ms", "2"),
+    *("--files", "66", "--sample-size", "4KiB", "--batch-size", "3", "--step-ms", "2"),
     *("--workers", "1", "--bare-seconds", "0.1", "--metadata-files", "5", "--tiers", "ram:4MiB"),
 )
 
@@ -30,7 +31,7 @@ def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.mpi
 def test_two_ranks_report_both_loaders_by_epoch(tmp_path: Path) -> None:
-    done = _run(tmp_path, "-n", "2", "--report", "r.json", "--rules", "v2.0")
+    done = _run(tmp_path, "-n", "2", "--csv", "r.csv", "--report", "r.json", "--rules", "v2.0")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["benchmark"] == "storage"
@@ -61,14 +62,30 @@ def test_two_ranks_report_both_loaders_by_epoch(tmp_path: Path) -> None:
     assert [row["rank"] for row in report["by_rank"]] == [0, 1, 0, 1]
     # Each byte of each sample passed through a rank, and dlio's second epoch asked for none.
     served = {(each["loader"], each["epoch"]): each for each in report["served"]}
-    assert served["torch", 1]["asked_bytes"] >= 24 * 4096
+    assert served["torch", 1]["asked_bytes"] >= 66 * 4096
+    assert "other ranks" in done.stdout.replace("\n", " ")
+    assert "IOPS" in done.stdout
+    rows = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
+    assert [(row["loader"], row["epoch"], row["of"]) for row in rows] == [
+        *(("torch", "1", "sample"), ("torch", "2", "sample")),
+        *(("dlio", "1", "request"), ("dlio", "2", "request")),
+    ]
+    assert int(rows[0]["count"]) == 66
+    times = [float(value) for key, value in rows[2].items() if key.startswith("lat_")]
+    assert len(times) == 18
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert float(rows[2]["iops"]) == pytest.approx(
+        int(rows[2]["count"]) / float(rows[2]["runtime_s"]), rel=0.01
+    )
+    (tmp_path / "r.csv").unlink()
     assert "rules of MLPerf Storage v2.0" in done.stdout
     assert "Not an MLPerf result" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
 def test_data_is_kept_on_demand_and_used_again(tmp_path: Path) -> None:
-    for written in (24, 0):
+    for written in (66, 0):
         done = _run(tmp_path, "--keep", "--loaders", "dlio", "--report", "r.json")
         assert done.returncode == 0, done.stderr
         assert json.loads((tmp_path / "r.json").read_text())["generated_files"] == written
@@ -118,7 +135,37 @@ def test_an_epoch_of_one_step_has_no_utilisation(tmp_path: Path) -> None:
     assert "epoch" in names
     assert not names & {"accelerator utilisation", "throughput", "bandwidth"}
     notes = " ".join(report["notes"])
-    assert "an epoch has one step, which does not count" in notes
+    assert (
+        "1 step, of which the first does not count: utilisation and throughput are unknown" in notes
+    )
     assert "1 of 3 samples are left out of each epoch" in notes
     (row,) = [line for line in done.stdout.splitlines() if line.split()[:1] == ["torch"]][:1]
     assert row.split()[2:5] == ["-", "-", "-"]
+
+
+def test_few_steps_have_no_utilisation_and_no_verdict(tmp_path: Path) -> None:
+    few = ("--files", "20", "--batch-size", "2", "--loaders", "dlio", "--metadata-files", "0")
+    more = ("--epochs", "1", "--rules", "v2.0", "--report", "r.json", "--workload", "resnet50_h100")
+    done = _run(tmp_path, *few, *more, "--samples-per-file", "1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert not [each for each in report["figures"] if each["name"] == "accelerator utilisation"]
+    assert any("10 steps, of which the first" in note for note in report["notes"])
+    rows = report["rules"]["checks"] if "checks" in report["rules"] else report["rules"]["dlio"]
+    checks = rows["checks"] if isinstance(rows, dict) else rows
+    (verdict,) = [each for each in checks if each["rule"].startswith("accelerator utilisation")]
+    assert (verdict["outcome"], verdict["measured"]) == ("unknown", "too few steps")
+
+
+def test_a_plan_says_how_much_data_the_rules_ask_for(tmp_path: Path) -> None:
+    done = _run(
+        tmp_path,
+        *("--plan", "--memory", "1GiB", "--workload", "unet3d_h100", "-n", "8", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+    plan = json.loads(done.stdout.splitlines()[-1])
+    # TINY overrides files of 4 KiB and batches of 3: 5 GiB are more than 500 steps of 8 ranks.
+    assert plan["files"] == 5 * 2**30 // 4096
+    assert plan["files_by_steps"] == 500 * 8 * 3
+    assert f"--workload unet3d_h100 --files {plan['files']} -n 8" in done.stdout

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dlio.cli import main
 from dlio.errors import UsageError
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.neuron_groups import PrunableGroups
@@ -254,3 +255,16 @@ def test_without_torch_pruning_the_remedy_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torch_pruning", None)
     with pytest.raises(UsageError, match="pip install 'torch-pruning"):
         find_groups(*make("mlp", "relu", 0))
+
+
+def test_a_missing_package_is_said_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dlio.features.pruning.pruning_feature.find_spec", lambda name: None)
+    monkeypatch.setattr("dlio.cli.train_command.on_ranks", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "data", "-n", "2", "--prune", "apoptosis"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--prune apoptosis finds layers" in said
+    assert "pip install" in said

@@ -72,7 +72,7 @@ def test_a_loss_is_in_report_and_tensorboard_if_rank_0_is_lost(run: Run, tmp_pat
     assert loss.items() >= {"ranks": [0], "epoch": 0, "step": 2, "left": 2}.items()
     assert loss["samples_again"] == 4
     assert loss["nodes"] == [socket.gethostname()]
-    assert "1 rank(s) were lost (0); 2 went on" in ran.output
+    assert "1 rank lost (0); 2 went on" in ran.output
     scalars: dict[str, list[tuple[int, float]]] = {}
     for path in (tmp_path / "tb").iterdir():
         events = reading.EventAccumulator(str(path))
@@ -144,7 +144,7 @@ def test_a_rank_with_a_bug_tells_it_and_is_lost(run: Run, backend: str, rank: in
 def test_too_few_ranks_end_the_run_in_one_line(run: Run, backend: str) -> None:
     ran = run(3, {1: ["kill", 4, -1]}, "--min-ranks", "3", "--backend", backend)
     assert ran.code == 2
-    assert ran.errors == "dlio: error: 2 ranks are left, and --min-ranks is 3: this job ends\n"
+    assert ran.errors == "dlio: error: 2 ranks left, and --min-ranks is 3: this job ends\n"
     assert ran.samples == {}
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Final
 
 from dlio.errors import UsageError, printable
 from dlio.util.options import Option, check
+from dlio.util.units import counted
 from dlio.util.whole_files import check_writable, write_whole
 from dlio_bench.results.html.plots import format_number, plain_labels, plot, strip, waterfall
 from dlio_bench.results.repeats import ENOUGH, interval_of_median
@@ -23,7 +24,8 @@ from dlio_bench.results.report_values import Figure, PlotCurve, Ratio
 from dlio_bench.results.saved_report import SavedReport, find_reports, read_report
 
 _ROWS_OPEN: Final = 40
-"""Figures of a report from which on their table is folded."""
+"""Figures of a report from which on their table is folded, but for those of the first name: the
+benchmark's main figure."""
 
 
 def page(reports: Sequence[SavedReport], title: str) -> str:
@@ -53,7 +55,7 @@ def _overview(reports: Sequence[SavedReport]) -> str:
             report.benchmark,
             report.started.replace("T", " ").replace("+00:00", " UTC"),
             "" if report.seconds is None else f"{report.seconds:,.0f} s",
-            f"{environment.get('processor', '')}, {environment.get('cores', '?')} cores",
+            f"{environment.get('processor', '')}, {counted(environment.get('cores', '?'), 'core')}",
             str(environment.get("commit") or ""),
         )
         link = f'<a href="#r{k}">{html.escape(report.name)}</a>'
@@ -89,8 +91,12 @@ def _section(number: int, report: SavedReport, numbers: Iterator[int]) -> str:
         parts.append(f'<h3>Plots</h3><div class="figures">{"".join(drawn)}</div>')
     if report.figures:
         table, count = _figures(report.figures), len(report.figures)
-        folded = f"<details><summary>Figures ({count})</summary>{table}</details>"
-        parts.append(folded if count > _ROWS_OPEN else f"<h3>Figures</h3>{table}")
+        if count > _ROWS_OPEN:
+            first = [each for each in report.figures if each.name == report.figures[0].name]
+            parts.append(f"<h3>Figures</h3>{_figures(first)}")
+            parts.append(f"<details><summary>All figures ({count})</summary>{table}</details>")
+        else:
+            parts.append(f"<h3>Figures</h3>{table}")
     parts += [_environment(report), "</section>"]
     return "".join(parts)
 

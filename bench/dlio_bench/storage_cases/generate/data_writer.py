@@ -17,7 +17,7 @@ import xxhash
 
 from dlio.errors import UsageError
 from dlio.util.trusted_files import closing_descriptor
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio_bench.results.terminal import advance, working
 from dlio_bench.storage_cases.generate.content import sample_sizes
 from dlio_bench.storage_cases.generate.format_writers import WRITERS, FilePart, make_store
@@ -123,7 +123,8 @@ def generate(
 def _check_shape(workload: Workload) -> None:
     if workload.files < 1 or workload.samples_per_file < 1:
         raise UsageError(
-            f"workload {workload.name}: {workload.files} files of {workload.samples_per_file} "
+            f"workload {workload.name}: {counted(workload.files, 'file')} of "
+            f"{workload.samples_per_file} "
             "samples hold nothing: give at least one of each"
         )
     if workload.format == "folder" and workload.samples_per_file != 1:
@@ -192,7 +193,7 @@ class _DataFiles:
         # Some file systems make inodes as they need them, and name none.
         if status.f_files and len(missing) > status.f_favail:
             raise UsageError(
-                f"{self._folder}: {len(missing):,} files are to be written, but "
+                f"{self._folder}: {counted(len(missing), 'file')} to write, but "
                 f"{status.f_favail:,} inodes are free: name another folder, or fewer files "
                 "(dataset.num_files_train)"
             )

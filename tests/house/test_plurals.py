@@ -1,0 +1,19 @@
+"""Messages say `1 node` and `2 nodes`."""
+
+from dlio.util.units import counted
+from tests.house.plurals import in_room, wrong_plurals
+
+
+def test_one_is_not_several() -> None:
+    assert [counted(k, "rank") for k in (0, 1, 2, 1024)] == [
+        *("0 ranks", "1 rank", "2 ranks", "1,024 ranks")
+    ]
+
+
+def test_no_message_has_a_plural_that_may_stand_after_one() -> None:
+    assert list(in_room()) == []
+
+
+def test_the_search_finds_both_forms() -> None:
+    found = wrong_plurals('a = f"{n} nodes"\nb = f"{n} rank(s)"\nc = f"{N} nodes, {n} nodesets"')
+    assert list(found) == [1, 2]
