@@ -180,7 +180,7 @@ def _frame(file: File, start: int) -> tuple[list[int], list[int], list[int], int
 
 _WHOLE: Final = (*(f".tar{packed}" for packed in COMPRESSED), ".tgz", ".tbz2", ".txz")
 SUFFIXES: Final = (".tar", ".tar.lz4", *_WHOLE)
-_VERSION: Final = 3
+_VERSION: Final = 4
 _SCAN_THREADS: Final = 8
 _INTEGER: Final = re.compile(r"-?[0-9]+")
 _MAX_NUMBER: Final = 64
