@@ -12,7 +12,14 @@ from typing import Any, Final
 
 from dlio.data.reader_contract import Fit, path_rules_of
 from dlio.data.source import Source, inside, last_name, redact
-from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, splits_among
+from dlio.data.splits import (
+    SPLITS,
+    WHOLE,
+    chosen_split,
+    how_to_choose,
+    split_of,
+    splits_among,
+)
 from dlio.errors import SourceError, UsageError
 from dlio.util.printable import log_warning
 
@@ -222,13 +229,9 @@ def _several(path: str, counts: dict[str, int]) -> str:
     names = [name for name in SPLITS if name in counts]
     shown = ", ".join(f"{n} ({counts[n]} file{'s' * (counts[n] != 1)})" for n in names)
     return (
-        f"{redact(path)} holds the splits {shown}: {_choose(names[0])}, or split={WHOLE!r} for all "
-        "of them as one data set"
+        f"{redact(path)} holds the splits {shown}: {how_to_choose(names[0])}, or split={WHOLE!r} "
+        "for all of them as one data set"
     )
-
-
-def _choose(split: str) -> str:
-    return f"choose one with split={split!r} (--split {split}; of dlio pack --source-split {split})"
 
 
 def check_pattern(pattern: str, paths: Sequence[str]) -> None:
@@ -265,7 +268,7 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
         return source.inner(full[0]), full[0]
     first = next((name for name in splits if split_of(name, folder=True) == "train"), splits[0])
     raise UsageError(
-        f"{redact(path)} holds the splits {', '.join(splits)}: {_choose(first)}, or open "
+        f"{redact(path)} holds the splits {', '.join(splits)}: {how_to_choose(first)}, or open "
         f"{inside(redact(path), first)}"
     )
 

@@ -34,7 +34,7 @@ from dlio.data.source import (
     redact,
     split_fields,
 )
-from dlio.data.splits import WHOLE, chosen_split, splits_among
+from dlio.data.splits import WHOLE, chosen_split, no_splits, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
@@ -202,7 +202,7 @@ def _understood(
         raise _unknown(shown, reasons, named=True)
     own = "split" in inspect.signature(kind).parameters
     if split is not None and split != WHOLE and not own:
-        raise UsageError(f"split={split!r}: {shown} has no splits: leave split= out")
+        raise no_splits(split, shown)
     return Interpretation(
         name, kind, path, {**options, "split": split} if own and split else options
     )
@@ -258,7 +258,7 @@ def _of_folder(
         if reading is None or (path_rules_of(reading.kind).is_fallback and not reading.weight):
             _check_several(url, kinds)
         if split is not None and split != WHOLE:
-            raise UsageError(f"split={split!r}: {redact(url)} has no splits: leave split= out")
+            raise no_splits(split, redact(url))
     if reading is None:
         raise _unknown(redact(url + fields), reasons, named=True)
     return reading

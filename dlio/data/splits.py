@@ -49,6 +49,19 @@ def reading_options(split: str | None, reader: str | None) -> dict[str, object]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def how_to_choose(split: str) -> str:
+    """Return the words by which an error tells how to choose a split."""
+    return f"choose one with split={split!r} (--split {split}; of dlio pack --source-split {split})"
+
+
+def no_splits(split: str, where: str) -> UsageError:
+    """Return the error for a split of a data set, given as text, that has none."""
+    return UsageError(
+        f"split={split!r}: {where} has no splits: leave split= out (on the command line --split, "
+        "of dlio pack --source-split)"
+    )
+
+
 def split_of(name: str, *, folder: bool = False) -> str | None:
     """Return the part of a data set that a file or folder holds by its name: `train`, `validation`
     or `test`; None if its name does not say so.
@@ -89,8 +102,9 @@ def chosen_split(split: str, have: Sequence[str], where: str) -> str:
         fits = [name for name in have if meant and split_of(name, folder=folder) == meant]
         if len(fits) == 1:
             return fits[0]
-    shown = ", ".join(filter(None, have)) or "no splits"
+    if not any(have):
+        raise no_splits(split, where)
+    shown = ", ".join(filter(None, have))
     raise UsageError(
-        f"split={split!r}: {where} has {shown}: "
-        + (f"choose one of these{nearest(split, have)}" if any(have) else "leave split= out")
+        f"split={split!r}: {where} has {shown}: choose one of these{nearest(split, have)}"
     )

@@ -70,6 +70,7 @@ from dlio.image.jpeg import (
     with_kept_starts,
     without_markers,
 )
+from dlio.image.repairs import repaired
 from dlio.image.tiff_strips import strips_are_whole
 from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
@@ -692,13 +693,17 @@ def opencv_pixels(image: Buffer, name: object, as_stored: bool = False) -> Store
     Raises DecodeError."""
     cv2 = opencv()
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-    data = np.frombuffer(image, np.uint8)
+    flags = cv2.IMREAD_UNCHANGED if as_stored else flags
     try:
-        pixels = cv2.imdecode(data, cv2.IMREAD_UNCHANGED if as_stored else flags)
+        pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
     except cv2.error as error:
         raise damaged(name, str(error).strip().splitlines()[-1]) from error
     if pixels is None:
-        raise damaged(name, "OpenCV cannot decode it")
+        whole = repaired(image)
+        pixels = None if whole is None else cv2.imdecode(np.frombuffer(whole, np.uint8), flags)
+        if pixels is None:
+            raise damaged(name, "OpenCV cannot decode it")
+        WARNINGS.note(name, "its pixels are complete, and the file is damaged or cut off")
     decoded: StoredPixels = pixels
     return decoded
 

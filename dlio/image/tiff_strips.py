@@ -94,8 +94,9 @@ def _packed(data: memoryview, need: int) -> bool:
         run = data[at]
         at += 1
         if run < 128:
-            at += run + 1
-            have += run + 1
+            taken = min(run + 1, need - have)  # Libtiff does not look at the rest.
+            at += taken
+            have += taken
         elif run > 128:
             at += 1
             have += 257 - run

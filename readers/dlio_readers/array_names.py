@@ -8,10 +8,20 @@ X_train.npy, y_train.npy
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
-from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, split_word
+from dlio.data.interpretation import tell_once
+from dlio.data.splits import (
+    SPLITS,
+    WHOLE,
+    chosen_split,
+    how_to_choose,
+    no_splits,
+    split_of,
+    split_word,
+)
 from dlio.errors import SourceError, UsageError
 
 # fmt: off
@@ -21,6 +31,9 @@ _PARTS: Final = frozenset((
 ))
 # fmt: on
 """Words that say which part of samples a file holds, in lower case."""
+_DIGITS: Final = re.compile(r"[0-9]+")
+_FEW_ARRAYS: Final = 3
+"""Numbered arrays that may well be fields."""
 _BETWEEN: Final = re.compile(r"[-._ /]+")
 T = TypeVar("T")
 
@@ -62,18 +75,57 @@ def chosen_arrays(
         return [dict(arrays)]
     if not splits:
         if split not in (None, WHOLE):
-            raise UsageError(f"split={split!r}: {where} has no splits: leave split= out")
+            raise no_splits(split, where)
         return [dict(arrays)]
     chosen = list(splits)
     if split is None and len(splits) > 1:
         first = chosen[0]
         raise UsageError(
             f"{where} holds the splits {', '.join(chosen)}, each with {', '.join(splits[first])}: "
-            f"choose one, as with split={first!r}, or split={WHOLE!r} for all of them together"
+            f"{how_to_choose(first)}, or split={WHOLE!r} for all of them together"
         )
     if split not in (None, WHOLE):
         chosen = [chosen_split(split or "", chosen, where)]
     return [{field: arrays[name] for field, name in splits[each].items()} for each in chosen]
+
+
+def check_groups(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Tell of arrays, by their paths, of which each group or each one may be a sample; they would
+    be read as fields, with rows as samples.
+
+    Raises UsageError if groups surely are: they are numbered, and hold arrays of the same names, or
+    single values.
+    """
+    groups: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        group, _, own = name.rpartition("/")
+        groups.setdefault(group, {})[own] = shape
+    patterns = Counter(_DIGITS.sub("0", group) for group in groups)
+    common = set.intersection(*map(set, groups.values())) if groups else set()
+    is_numbered = min(patterns.values(), default=0) > 1
+    alike = len(groups) > 1 and "" not in groups and bool(common or is_numbered)
+    single = any(() in each.values() for each in groups.values())
+    same = all(each.keys() == common for each in groups.values())
+    if alike and (is_numbered or (single and same)):
+        kind = _DIGITS.sub("0", next(iter(groups)))
+        like = [group for group in groups if same or _DIGITS.sub("0", group) == kind]
+        first, second = like[:2]
+        raise UsageError(
+            f"{where}: {len(like)} groups, such as {first} and {second}, hold "
+            f"{', '.join(groups[first])} each: dlio does not read groups as samples. Store "
+            "sample i as row i of data sets, or name data sets to read rows of, as in "
+            f"{where}::{first}/{next(iter(groups[first]))}"
+        )
+    several = {_DIGITS.sub("0", name) for name in shapes}
+    rows = {shape[0] for shape in shapes.values() if shape}
+    deep = all(len(shape) > 1 for shape in shapes.values())
+    numbered = len(shapes) > _FEW_ARRAYS and len(several) <= len(groups) and deep
+    if len(rows) == 1 and ((alike and same) or numbered):
+        first, *_ = shapes
+        tell_once(
+            f"{where}: {len(shapes)} arrays named alike, such as {first}, are read as fields of "
+            f"{rows.pop()} samples: if each is a sample, store them as rows of one array"
+        )
 
 
 def side_by_side(names: Sequence[str]) -> list[list[tuple[str, int]]]:

@@ -84,7 +84,7 @@ def dicom_array(file: File) -> ChunkedArray:
             whole = pydicom.dcmread(io.BytesIO(file.read()))
             _check_frames(whole, frames, file.name)
             pixels = whole.pixel_array
-        if pixels.shape != shape or pixels.dtype != dtype:
+        if pixels.shape != shape or pixels.dtype.newbyteorder("=") != dtype:
             raise SourceError(
                 f"{file.name} holds {pixels.dtype}{list(pixels.shape)}, and its header says "
                 f"{dtype}{list(shape)}: restore it"

@@ -26,7 +26,7 @@ from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, FilePlace, Source, expand, file_at, last_name, own_name
-from dlio.data.splits import chosen_split
+from dlio.data.splits import chosen_split, no_splits
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import shuffled_layout
 from dlio.util.decompression_limits import streamed, windowed
@@ -518,7 +518,7 @@ def _find(
     urls = expand(path)
     splits = FilesReader.own_splits(urls[0], {}) if Source(urls[0]).is_folder() else []
     if split is not None and not splits:
-        raise UsageError(f"split={split!r}: {urls[0]} has no splits: leave split= out")
+        raise no_splits(split, urls[0])
     if split is not None and chosen_split(split, splits, urls[0]) == "test":
         source, url = Source(urls[0]), urls[0]
         if source.is_folder(_TEST_TARGETS):

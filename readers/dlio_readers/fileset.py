@@ -18,7 +18,7 @@ from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_in
 from dlio.data.links import links_followed
 from dlio.data.requests import request
 from dlio.data.source import ReadErrors, Source
-from dlio.data.splits import chosen_split, split_of
+from dlio.data.splits import chosen_split, how_to_choose, split_of
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
@@ -117,7 +117,7 @@ def side_folders(path: str, wanted: Sequence[str], split: str | None) -> SideFol
     if len(sides) > 1:
         first = sides[0][1]
         raise SourceError(
-            f"{path} has the splits {', '.join(names)}: choose with split={names[0]!r}, or open "
+            f"{path} has the splits {', '.join(names)}: {how_to_choose(names[0])}, or open "
             f"{first.root.rstrip('/')}/{first.images}"
         )
     return sides[0][1]

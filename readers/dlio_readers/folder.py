@@ -52,10 +52,12 @@ from dlio_readers.picture_lists import (
     FILE_COLUMNS,
     MAX_TABLE,
     PictureLists,
+    delimiter_of,
     find_lists,
     has_lists,
     names_of_lists,
 )
+from dlio_readers.unread_labels import unread_labels, write_them
 
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
@@ -314,8 +316,12 @@ def plan_of(
     if not folders:
         words = f"{len(here):,} pictures" + (f" with {table}" if table else "")
         weight = len(here) if table else len(here) / 2
-        above = () if table or layout or not here else _lists_above(source)
-        fit = Fit(words, weight, left_out=above, used=(table,))
+        notes: tuple[str, ...] = ()
+        files: list[str] = []
+        if here and not table and not layout:
+            notes, files = unread_labels(source, here)
+            notes = notes or _lists_above(source)
+        fit = Fit(words, weight, left_out=notes, used=(table, *files))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)
     others = [f"{table}, which has no labels of the pictures"] if table and not here else []
@@ -364,8 +370,8 @@ def _lists_above(source: Source) -> tuple[str, ...]:
     matlab = [name for name in others if "label" in name.lower() and name.endswith(".mat")]
     if matlab:
         return (
-            f"the labels of {above}/{matlab[0]}, which dlio does not read: write them to "
-            f"{source.path('labels.csv')} (file_name, label)",
+            f"the labels of {above}/{matlab[0]}, which dlio does not read: "
+            f"{write_them(source, matlab[0])}",
         )
     if not lists:
         return ()
@@ -523,7 +529,7 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
                 parse_json(line, source.path(table)) for line in text.splitlines() if line.strip()
             ]
         else:
-            delimiter = "\t" if table.endswith(".tsv") else ","
+            delimiter = delimiter_of(table, text)
             check_cells(data, f"\n{delimiter}".encode(), source.path(table))
             reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
             names = list(reader.fieldnames or ())

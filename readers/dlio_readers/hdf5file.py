@@ -6,7 +6,6 @@ through the library, one read at a time because of its global lock.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -24,7 +23,7 @@ from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.decompression_limits import exceeds
 from dlio.util.forks import new_rlock
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, is_trusted, parsing
-from dlio_readers.array_names import chosen_arrays, splits_of_arrays
+from dlio_readers.array_names import check_groups, chosen_arrays, splits_of_arrays
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -144,7 +143,6 @@ _WRITTEN: Final = ("unable to lock file", "already open for write", "already ope
 """Parts of the library's errors for files that are being written."""
 _MAX_SETS: Final = 1 << 12
 _MAX_GROUPS: Final = 1 << 12
-_DIGITS: Final = re.compile(r"[0-9]+")
 
 
 def is_old_matlab(source: Source, name: str) -> bool:
@@ -249,7 +247,8 @@ class Hdf5File:
                 (sets,) = chosen_arrays(self.file.name, sets, self.split)
                 shapes = {name: tuple(each.shape or ()) for name, each in sets.items()}
             elif not names:
-                _check_groups(self.file.name, sets)
+                every = {name: tuple(each.shape or ()) for name, each in sets.items()}
+                check_groups(self.file.name, every)
             chosen, self.count = choose(self.file.name, shapes, names)
             columns: dict[str, Column] = {}
             for name in chosen:
@@ -424,28 +423,6 @@ def _linked(root: Any, group: Any, key: str, link: Any) -> Any:
             return None
         node = node[step]
     return node if isinstance(node, h5py.Dataset) else None
-
-
-def _check_groups(file: str, sets: Mapping[str, Any]) -> None:
-    """Raise UsageError for groups of which each is a sample, which have no columns.
-
-    Such groups are numbered and hold data sets of the same names, or some that are single values.
-    """
-    inside: dict[str, dict[str, int]] = {}
-    for name, dataset in sets.items():
-        group, _, own = name.rpartition("/")
-        inside.setdefault(group, {})[own] = len(dataset.shape or ())
-    members = list(inside.values())
-    numbered = {_DIGITS.sub("0", group) for group in inside}
-    alike = len(inside) > 1 and "" not in inside and all(m == members[0] for m in members)
-    if alike and (len(numbered) == 1 or 0 in members[0].values()):
-        first, second = list(inside)[:2]
-        raise UsageError(
-            f"{file}: {len(inside)} groups, such as {first} and {second}, hold "
-            f"{', '.join(members[0])} each: dlio does not read groups as samples. Store "
-            "sample i as row i of data sets, or name data sets to read rows of, as in "
-            f"x.h5::{first}/{next(iter(members[0]))}"
-        )
 
 
 class _ChunkedDataset:

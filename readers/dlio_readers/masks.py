@@ -20,7 +20,7 @@ from dlio.data.interpretation import tell_once
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import Schema
 from dlio.data.source import Source
-from dlio.data.splits import WHOLE, chosen_split, split_of, splits_among
+from dlio.data.splits import WHOLE, chosen_split, how_to_choose, split_of, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio_readers.fileset import (
@@ -243,7 +243,7 @@ def _chosen_sides(
     if len(sides) > 1:
         first = sides[0][1]
         raise SourceError(
-            f"{path} has the splits {', '.join(names)}: choose with split={names[0]!r}, or open "
+            f"{path} has the splits {', '.join(names)}: {how_to_choose(names[0])}, or open "
             f"{first.root.rstrip('/')}/{first.images}"
         )
     return sides[0][1], False

@@ -21,7 +21,14 @@ from typing import Final
 
 from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
 from dlio.data.source import Source, file_at
-from dlio.data.splits import SPLITS, WHOLE, chosen_split, split_of, split_word
+from dlio.data.splits import (
+    SPLITS,
+    WHOLE,
+    chosen_split,
+    how_to_choose,
+    split_of,
+    split_word,
+)
 from dlio.errors import SourceError, UsageError
 from dlio.util.structured_text import check_cells
 from dlio_readers.fileset import PICTURES, files_in
@@ -76,8 +83,8 @@ class PictureLists:
         if split is None:
             shown = ", ".join(f"{name} ({len(each):,})" for name, each in self.splits.items())
             raise UsageError(
-                f"{where} holds the splits {shown}, as {', '.join(self.files)} say: choose one "
-                f"with split={next(iter(self.splits))!r}"
+                f"{where} holds the splits {shown}, as {', '.join(self.files)} say: "
+                f"{how_to_choose(next(iter(self.splits)))}"
             )
         return self.splits[chosen_split(split, list(self.splits), where)]
 
@@ -231,6 +238,15 @@ def _candidates(
     return made
 
 
+def delimiter_of(file: str, text: str) -> str:
+    """Return what separates the values of a table's text: of a .csv a semicolon, as spreadsheets of
+    some languages write it, if its first line has some and no comma."""
+    if file.lower().endswith(".tsv"):
+        return "\t"
+    first = text.partition("\n")[0]
+    return ";" if ";" in first and "," not in first else ","
+
+
 def _may_be_list(name: str, folder: str = "") -> bool:
     stem, suffix = os.path.splitext(name.lower())
     if "submission" in stem:
@@ -266,10 +282,16 @@ def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool
         split = split_word(stem) or ""
         if suffix.lower() not in (".csv", ".tsv"):
             return _List(file, split, *_plain(text))
-        delimiter = "\t" if suffix.lower() == ".tsv" else ","
+        delimiter = delimiter_of(file, text)
         table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         header = [name.strip() for name in next(table, [])]
         rows = [row for row in table if row]
+        named = next((k for k, each in enumerate(header) if each.lower().endswith(PICTURES)), None)
+        if named is not None:  # Of a list without a header.
+            rows = [header, *rows]
+            header = [
+                FILE_COLUMNS[0] if k == named else f"column {k + 1}" for k in range(len(header))
+            ]
     except (ValueError, csv.Error) as error:
         raise SourceError(f"{where} is not a list of pictures: {error}") from error
     if is_head and header:

@@ -16,7 +16,7 @@ from dlio.data.source import (
     own_name,
     split_fields,
 )
-from dlio.data.splits import WHOLE
+from dlio.data.splits import WHOLE, no_splits
 from dlio.errors import UsageError
 from dlio_readers.array_names import chosen_arrays, joined_parts, side_by_side
 from dlio_readers.columns import (
@@ -100,7 +100,7 @@ class TablesReader(ColumnReader):
             raise UsageError(f"{self.path}: arrays and tables of text: open them one by one")
         if texts[0]:
             if split not in (None, WHOLE):
-                raise UsageError(f"split={split!r}: {self.path} has no splits: leave split= out")
+                raise no_splits(split, self.path)
             table, rows = open_text_tables(files, names, separator, columns)
             self._setup(table, rows, stamps, select=select)
             return

@@ -1,9 +1,10 @@
 """The reader of WebDataset tars: random access through an index, without extracting members.
 
 A sample is a run of members whose base names agree up to the first dot; the rest of the base name,
-in lower case, is the field. Members whose base names begin with `__` are ignored, except
-`__dlio__.json`, which `dlio pack` writes and which gives exact kinds and classes, and so are those
-that begin with a dot, as macOS adds them. Links are the files of the same tar that they name.
+in lower case, is the field. As by WebDataset, members called `__x__`, or below a folder called so,
+are ignored; those whose names begin with a dot, as macOS adds them, are, too. `dlio pack` writes
+`__dlio__/schema.json`, which gives exact kinds and classes. Links are the files of the same tar
+that they name.
 
 Tars may be compressed as LZ4 frames (`.tar.lz4`). With independent blocks (`lz4 -BI`, the default
 of the tool), only the blocks of a sample are decompressed. Frames with linked blocks do not support
@@ -179,7 +180,7 @@ def _frame(file: File, start: int) -> tuple[list[int], list[int], list[int], int
 
 _WHOLE: Final = (*(f".tar{packed}" for packed in COMPRESSED), ".tgz", ".tbz2", ".txz")
 SUFFIXES: Final = (".tar", ".tar.lz4", *_WHOLE)
-_VERSION: Final = 3
+_VERSION: Final = 4
 _SCAN_THREADS: Final = 8
 _INTEGER: Final = re.compile(r"-?[0-9]+")
 _MAX_NUMBER: Final = 64
@@ -189,7 +190,8 @@ _MAX_LABEL: Final = 1 << 12
 _MAX_META: Final = 1 << 20
 _GAP: Final = 1 << 16
 """Largest gap between two members that are still read together, in bytes."""
-_META: Final = "__dlio__.json"
+_META: Final = "__dlio__/schema.json"
+_IGNORED: Final = re.compile(r"(\./)?__[^/]*__($|/)")
 _KINDS: Final = {
     "jpg": "jpeg",
     "jpeg": "jpeg",
@@ -476,7 +478,7 @@ def _build(file: File, fields: tuple[str, ...]) -> Arrays:
 def is_part(name: str) -> bool:
     """True for the name of a member that is a part of a sample."""
     last = name.rpartition("/")[2]
-    return not last.startswith(("__", ".")) and "." in last
+    return _IGNORED.match(name) is None and not last.startswith(".") and "." in last
 
 
 class _Builder:
@@ -502,7 +504,7 @@ class _Builder:
 
     def add(self, name: str, at: int, size: int, members: TarMembers) -> None:
         folder, slash, last = name.rpartition("/")
-        if last == _META and size <= _MAX_META:
+        if name.endswith(_META) and size <= _MAX_META:
             self._packed = _meta(members.bytes_at(at, size), members, at)
             self._fields = self._fields or [field for field, _ in self._packed["fields"]]
             return
@@ -512,9 +514,14 @@ class _Builder:
         key = folder + slash + stem
         field = extension.lower()
         field = self._packed.get("members", {}).get(extension, field)
-        if key != self._key or field in self._sample:
+        if key != self._key:
             self._finish()
             self._key = key
+        elif field in self._sample:
+            raise SourceError(
+                f"{self._file}: sample {key!r} has two members that are {field!r}: keep one of "
+                "each name, and pack the tar again"
+            )
         number: int | str | None = 0
         head = None
         if self._packed and self._is_number(field, size):

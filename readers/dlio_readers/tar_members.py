@@ -161,6 +161,7 @@ class LinkTargets:
                 break
             # Of members of one name, tar takes the last one before a link.
             member = next((each for each in reversed(known) if each.at < at), known[-1])
+            at = member.at
         raise SourceError(
             f"{self._file}: {link.name} is a link to {link.target}, which the tar does not hold: "
             "pack the files themselves, with tar --dereference --hard-dereference"

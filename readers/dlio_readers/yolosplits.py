@@ -13,7 +13,7 @@ from typing import Final
 
 from dlio.data.interpretation import tell_once
 from dlio.data.source import Source
-from dlio.data.splits import WHOLE, chosen_split, split_of
+from dlio.data.splits import WHOLE, chosen_split, how_to_choose, split_of
 from dlio.errors import SourceError, UsageError, printable
 from dlio_readers.fileset import PICTURES, files_in
 
@@ -71,7 +71,7 @@ def yolo_split(
         keys = list(known)
         if split is None and any(known[key] != known[keys[0]] for key in keys):
             raise UsageError(
-                f"{shown} names the splits {', '.join(known)}: choose with split={keys[0]!r}, or "
+                f"{shown} names the splits {', '.join(known)}: {how_to_choose(keys[0])}, or "
                 f"split={WHOLE!r} for all of them as one data set"
             )
         name = split or keys[0]

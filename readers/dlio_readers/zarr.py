@@ -19,10 +19,11 @@ from dlio.data.source import (
     redact,
     split_fields,
 )
+from dlio.data.splits import no_splits
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
-from dlio_readers.array_names import chosen_arrays
+from dlio_readers.array_names import check_groups, chosen_arrays
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -51,6 +52,8 @@ _MAX_CHUNKS: Final = 1 << 22
 _MAX_CHUNK: Final = 256 << 20
 _MAX_TEXTS: Final = 16 << 20
 """Bytes of a chunk of texts beyond those of its array; they may become eight times as many."""
+_DEEPEST: Final = 8
+"""Levels of groups below a store whose own group holds no arrays."""
 _ARCHIVE: Final = ".zarr.zip"
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
@@ -90,7 +93,7 @@ class ZarrReader(ColumnReader):
         self._missing = missing or ("error" if packed is not None else "fill")
         images = ome_images(root, redact(url)) if packed is None and not names else {}
         if split is not None and (images or packed is not None or names):
-            raise UsageError(f"split={split!r}: {redact(path)} has no splits: leave split= out")
+            raise no_splits(split, redact(path))
         if images:
             self._use_images(url, archive, images, select)
             return
@@ -99,6 +102,10 @@ class ZarrReader(ColumnReader):
             parts = chosen_arrays(redact(path), arrays, split)
             if len(parts) > 1:
                 raise UsageError(f"split={split!r}: {redact(path)}: open its splits one by one")
+            if split is None and len(arrays) == len(parts[0]):
+                check_groups(
+                    redact(path), {name: tuple(each.shape) for name, each in arrays.items()}
+                )
             arrays = parts[0]
         classes: list[str] = []
         schema = None
@@ -202,7 +209,11 @@ class ZarrReader(ColumnReader):
         if isinstance(root, zarr.Array):
             return {root.basename or "data": root}
         with ReadErrors(self.path, "has an array that zarr cannot open"):
-            return dict(sorted(root.arrays()))
+            own = dict(sorted(root.arrays()))
+            if own:
+                return own
+            below = root.members(max_depth=_DEEPEST)
+            return dict(sorted((n, each) for n, each in below if isinstance(each, zarr.Array)))
 
     def _whole(self, array: Any, where: str) -> Any:
         with ReadErrors(where):

@@ -176,7 +176,7 @@ class TarWriter:
             "members": members,
             "npy": [n for n, e in self._extensions.items() if e.endswith("npy")],
         }
-        self._add("__dlio__.json", json.dumps(description).encode())
+        self._add("__dlio__/schema.json", json.dumps(description).encode())
 
     def write(
         self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]

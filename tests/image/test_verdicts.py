@@ -206,6 +206,12 @@ def _floats() -> bytes:
     return memory.getvalue()
 
 
+def _unpadded() -> bytes:
+    memory = io.BytesIO()
+    Image.new("RGB", (23, 20), (200, 30, 30)).save(memory, "BMP")
+    return memory.getvalue()[:-3]
+
+
 VERDICTS = {
     "sound.png": (_picture(), "sound"),
     "floats.tif": (_floats(), "warned"),
@@ -217,6 +223,9 @@ VERDICTS = {
     "surplus.jpg": (_photo()[:-2] + bytes(range(1, 129)) * 2 + b"\xff\xd9", "warned"),
     "cut.jpg": (_photo()[:3000], "refused"),
     "cut.png": (_picture()[:60], "refused"),
+    "endless.png": (_picture()[:-12], "warned"),
+    "endless.jpg": (_picture("GIF")[:-2], "warned"),
+    "unpadded.bmp": (_unpadded(), "warned"),
     "avif.jpg": (b"\0\0\0\x20ftypavif" + bytes(40), "refused"),
     "text.png": (b"<!DOCTYPE html><html></html>", "refused"),
 }

@@ -24,7 +24,7 @@ import zarr
 
 from dlio.data.reader import open_reader
 from dlio.errors import DlioError
-from tests.readers import tfrecords
+from tests.readers import test_differential, tfrecords
 from tests.readers.mds_rows import mds_rows
 
 Values = dict[str, list[Any]]
@@ -247,6 +247,15 @@ def _read_nifti(path: str) -> Values:
     return {"image": [np.asarray(nibabel.load(path).dataobj)]}
 
 
+def _dicom(rng: np.random.Generator, folder: Path) -> str:
+    return test_differential.dicom(rng, folder)[0]
+
+
+def _read_dicom(path: str) -> Values:
+    pydicom = pytest.importorskip("pydicom")
+    return {"image": [pydicom.dcmread(each).pixel_array for each in Path(path).iterdir()]}
+
+
 FORMATS = {
     "parquet": Format(_parquet, _read_parquet),
     "arrow": Format(_arrow, _read_arrow),
@@ -258,6 +267,8 @@ FORMATS = {
     "tar": Format(_tar, _read_tar),
     "tfrecord": Format(_tfrecord, _read_tfrecord, exact=False),
     "nifti": Format(_nifti, _read_nifti),
+    # Values are rescaled by dlio alone.
+    "dicom": Format(_dicom, _read_dicom, exact=False),
 }
 
 

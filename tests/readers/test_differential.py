@@ -4,18 +4,25 @@ A file with a feature that samples cannot have is refused in one line, which cal
 damaged.
 """
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import math
+import posixpath
 import shutil
 import string
+import tarfile
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
+import lz4.frame
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -421,7 +428,234 @@ def nifti(rng: np.random.Generator, folder: Path) -> Drawn:
     return str(path), {"image": [data if is_plain else data.astype(np.float32)]}, False
 
 
-FORMATS: tuple[Draw, ...] = (parquet, arrow, polars, numpy, hdf5, zarr_store, mds, nifti)
+def dicom(rng: np.random.Generator, folder: Path) -> Drawn:
+    pydicom = pytest.importorskip("pydicom")
+    uid = pydicom.uid
+    syntax = [
+        uid.ImplicitVRLittleEndian,
+        uid.ExplicitVRLittleEndian,
+        uid.ExplicitVRBigEndian,
+        uid.DeflatedExplicitVRLittleEndian,
+        uid.RLELossless,
+    ][int(rng.integers(5))]
+    frames, rows, columns = (
+        int(rng.choice(each)) for each in ([1, 1, 3], range(1, 9), range(1, 9))
+    )
+    kinds = ["MONOCHROME1", "MONOCHROME2", "PALETTE COLOR", "RGB", "YBR_FULL", "floats", "bits"]
+    kind = str(rng.choice(kinds[:6] if syntax == uid.RLELossless else kinds))
+    samples = 3 if kind in ("RGB", "YBR_FULL") else 1
+    is_wide = kind[0] == "M" and syntax != uid.RLELossless
+    bits = 8 if samples == 3 else int(rng.choice([8, 16, 32] if is_wide else [8, 16]))
+    stored = bits if samples == 3 else int(rng.integers(max(1, bits // 2), bits + 1))
+    signed = bool(rng.integers(2)) and kind[0] == "M"
+    ds = pydicom.Dataset()
+    ds.file_meta = pydicom.dataset.FileMetaDataset()
+    ds.file_meta.TransferSyntaxUID = uid.ExplicitVRLittleEndian
+    ds.SOPClassUID, ds.SOPInstanceUID = uid.SecondaryCaptureImageStorage, uid.generate_uid()
+    ds.Rows, ds.Columns, ds.SamplesPerPixel = rows, columns, samples
+    ds.PhotometricInterpretation = kind if kind in kinds[:5] else "MONOCHROME2"
+    if frames > 1 or rng.random() < 0.2:
+        ds.NumberOfFrames = frames
+    if samples > 1:
+        ds.PlanarConfiguration = int(rng.integers(2))
+    shape = (frames, rows, columns) if samples == 1 else (frames, rows, columns, samples)
+    if kind == "floats":
+        ds.BitsAllocated = int(rng.choice([32, 64]))
+        values: Any = rng.random(shape).astype("<f4" if ds.BitsAllocated == 32 else "<f8")
+        name = "FloatPixelData" if ds.BitsAllocated == 32 else "DoubleFloatPixelData"
+        setattr(ds, name, values.tobytes())
+    else:
+        bits, stored = (1, 1) if kind == "bits" else (bits, stored)
+        ds.BitsAllocated, ds.BitsStored, ds.HighBit = bits, stored, stored - 1
+        ds.PixelRepresentation = int(signed)
+        low, high = (-(1 << stored - 1), 1 << stored - 1) if signed else (0, 1 << stored)
+        if kind == "PALETTE COLOR":
+            high = min(high, 1 << 8)
+            for colour in ("Red", "Green", "Blue"):
+                setattr(ds, f"{colour}PaletteColorLookupTableDescriptor", [high, 0, 16])
+                table = rng.integers(0, 1 << 16, high).astype("<u2").tobytes()
+                setattr(ds, f"{colour}PaletteColorLookupTableData", table)
+        values = rng.integers(low, high, shape)
+        if samples == 3 and ds.PlanarConfiguration:
+            values = np.moveaxis(values, 3, 1)
+        if bits == 1:
+            ds.PixelData = pydicom.pixels.pack_bits(values.astype(np.uint8).ravel(), pad=True)
+        else:
+            body = values.astype(f"<{'i' if signed else 'u'}{bits // 8}").tobytes()
+            ds.PixelData = body + b"\0" * (len(body) % 2)
+            ds["PixelData"].VR = "OB" if bits == 8 else "OW"
+    scales, each = np.ones(frames), np.zeros(frames)
+    rescaled = str(rng.choice(["", "all", "empty", "frames", "table", "shared"]))
+    if kind == "floats" or (rescaled == "table" and (kind != "MONOCHROME2" or signed)):
+        rescaled = ""
+    if rescaled in ("all", "shared", "frames"):
+        count = frames if rescaled == "frames" else 1
+        scales = np.resize(rng.choice([0.5, 2.0, 1.0], count), frames)
+        each = np.resize(rng.choice([-1024.0, 0.0, 3.5], count), frames)
+    if rescaled == "all":
+        ds.RescaleSlope, ds.RescaleIntercept = scales[0], each[0]
+    elif rescaled == "empty":
+        ds.RescaleSlope = ds.RescaleIntercept = None
+    elif rescaled in ("shared", "frames"):
+        groups = []
+        for k in range(frames if rescaled == "frames" else 1):
+            item, group = pydicom.Dataset(), pydicom.Dataset()
+            item.RescaleSlope, item.RescaleIntercept = scales[k], each[k]
+            group.PixelValueTransformationSequence = [item]
+            groups.append(group)
+        name = "PerFrame" if rescaled == "frames" else "Shared"
+        setattr(ds, f"{name}FunctionalGroupsSequence", groups)
+    elif rescaled == "table":
+        depth = int(rng.choice([8, 16]))
+        item = pydicom.Dataset()
+        item.LUTDescriptor = [min(1 << stored, 200), 0, depth]
+        item.LUTData = rng.integers(0, 1 << depth, min(1 << stored, 200)).astype("<u2").tolist()
+        item.ModalityLUTType = "US"
+        item["LUTDescriptor"].VR = item["LUTData"].VR = "US"
+        ds.ModalityLUTSequence = [item]
+    path = folder / str(rng.choice(["a.dcm", "a.dicom", "IM0001"]))
+    if syntax == uid.RLELossless and kind != "floats":
+        ds.compress(uid.RLELossless, generate_instance_uid=False)
+    else:
+        ds.file_meta.TransferSyntaxUID = syntax if kind != "floats" else uid.ExplicitVRLittleEndian
+        if syntax == uid.ExplicitVRBigEndian and kind not in ("floats", "bits") and bits > 8:
+            ds.PixelData = np.frombuffer(ds.PixelData, f"<u{bits // 8}").byteswap().tobytes()
+    ds.save_as(path, enforce_file_format=True)
+    back = pydicom.dcmread(path)
+    try:
+        pixels = back.pixel_array
+    except RuntimeError:
+        return str(folder), {}, True
+    if rescaled == "table":
+        pixels = pydicom.pixels.apply_modality_lut(pixels, back)
+    elif (scales != 1).any() or each.any():
+        sides = (-1,) + (1,) * (pixels.ndim - 1)
+        pixels = pixels * (scales.reshape(sides) if frames > 1 else scales[0])
+        pixels = (pixels + (each.reshape(sides) if frames > 1 else each[0])).astype(np.float32)
+    return str(folder), {"image": [pixels]}, False
+
+
+# Tars
+
+
+_PARTS: dict[str, Callable[[np.random.Generator, int], bytes]] = {
+    "jpg": lambda rng, k: rng.bytes(k % 5),
+    "PNG": lambda rng, k: rng.bytes(3),
+    "cls": lambda rng, k: b"%d" % (k % 3),
+    "txt": lambda rng, k: b"t" * (k % 4),
+    "left.jpg": lambda rng, k: rng.bytes(700),
+    "v2.json": lambda rng, k: b"[%d]" % k,
+    "npy": lambda rng, k: _npy(_numbers(rng, "int64", (2, 3))),
+    "": lambda rng, k: rng.bytes(2),
+}
+
+
+def _npy(array: Any) -> bytes:
+    memory = io.BytesIO()
+    np.save(memory, array)
+    return memory.getvalue()
+
+
+def tar(rng: np.random.Generator, folder: Path) -> Drawn:
+    wds = pytest.importorskip("webdataset")
+    forms = [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
+    suffix = str(rng.choice(["", "", ".gz", ".bz2", ".xz", ".lz4"]))
+    prefix = str(rng.choice(["", "./", "d.x/", "wörd and/", "deep/" * 30, "a/../b/", "__in/"]))
+    names = rng.choice(sorted(_PARTS), rng.integers(1, 4), replace=False).tolist()
+    plain, flat = folder / "plain.tar", folder / "flat.tar"
+    gaps = {"cls": rng.random() < 0.1, "lost": rng.random() < 0.2, "twice": rng.random() < 0.1}
+    odd = bool(gaps["cls"] and "cls" in names)
+    rows: list[list[tuple[str, bytes]]] = []
+    for k in range(_count(rng) + 1):
+        stem = f"{prefix}{k // 2 if rng.random() < 0.02 else k:03d}"
+        own = names if not gaps["lost"] or rng.random() < 0.9 else names[: len(names) - 1]
+        rows.append([(f"{stem}.{name}", _PARTS[name](rng, k)) for name in own])
+    if gaps["cls"]:
+        rows[-1] = [(n, b" " if n.endswith(".cls") else body) for n, body in rows[-1]]
+    if gaps["twice"]:
+        stem, _, last = rows[-1][-1][0].rpartition("/") if rows[-1] else ("", "", "")
+        rows[-1] += [(f"{stem}/{last.swapcase()}".lstrip("/"), b"1")] if last else []
+    strays = ["README", "__meta__", "__meta__/0.jpg", "._0.jpg", ".hidden", "__0.txt"]
+    strays = [stray for stray in strays[:5] if rng.random() < 0.3]
+    with (
+        tarfile.open(plain, "w", format=forms[int(rng.integers(2))]) as archive,
+        tarfile.open(flat, "w") as resolved,
+    ):
+        known: dict[bytes, str] = {}
+        for number, (name, body) in enumerate([each for row in rows for each in row]):
+            info = tarfile.TarInfo(name)
+            if strays and number % 3 == 0:
+                archive.addfile(tarfile.TarInfo(strays.pop()))
+            if number % 5 == 0:
+                inner = tarfile.TarInfo(f"{prefix}inner.d")
+                inner.type = tarfile.DIRTYPE
+                archive.addfile(inner)
+            known = {own: named for own, named in known.items() if named != name}
+            earlier = known.get(body)
+            kind = [None, tarfile.LNKTYPE, tarfile.SYMTYPE][int(rng.integers(3))]
+            if earlier is not None and kind is not None:
+                info.type, info.linkname = kind, earlier
+                if kind == tarfile.SYMTYPE:
+                    info.linkname = posixpath.relpath(earlier, posixpath.dirname(name) or ".")
+                archive.addfile(info)
+            else:
+                known[body] = name
+                info.size = len(body)
+                archive.addfile(info, io.BytesIO(body))
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            resolved.addfile(info, io.BytesIO(body))
+        if rng.random() < 0.1:
+            gone = tarfile.TarInfo(f"{prefix}999.{names[0]}")
+            gone.type, gone.linkname = tarfile.SYMTYPE, "none.jpg"
+            archive.addfile(gone)
+            odd = True
+    data = plain.read_bytes()
+    packers: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    packers["lz4"] = lambda data: lz4.frame.compress(data, block_linked=False)
+    path = folder / f"a.tar{suffix}"
+    path.write_bytes(packers[suffix[1:]](data) if suffix else data)
+    read: list[dict[str, Any]] = []
+    try:
+        with open(flat, "rb") as stream:  # WebDataset would leave it open.
+            opened = [{"url": str(flat), "stream": stream}]
+            read = list(wds.tariterators.group_by_keys(wds.tariterators.tar_file_expander(opened)))
+    except ValueError:
+        odd = True  # Of two members of one name.
+    columns, is_whole = _fields_of(read)
+    values = {"__key__": [row["__key__"] for row in read]}
+    for name, own in columns.items():
+        is_label = name == "cls" and not gaps["cls"]
+        values[name] = [int(body) for body in own] if is_label else own
+        if name == "npy":
+            values[name] = [np.load(io.BytesIO(body)) for body in own]
+    return str(path), values, odd or not is_whole
+
+
+def _fields_of(read: list[dict[str, Any]]) -> tuple[dict[str, list[bytes]], bool]:
+    """Return the members of samples by the fields of the first one, and False if one lacks some or
+    more than half have others. A picture may be of another format."""
+    fields = [name for name in read[0] if name[:2] != "__"] if read else []
+    columns: dict[str, list[bytes]] = {name: [] for name in fields}
+    others: Counter[str] = Counter()
+    for row in read:
+        left = {name for name in row if name[:2] != "__"} - set(fields)
+        for name in fields:
+            member = name if name in row else None
+            if member is None and name in ("jpg", "png"):
+                member = next((each for each in sorted(left) if each in ("jpg", "png")), None)
+            if member is None:
+                return {}, False
+            left.discard(member)
+            columns[name].append(row[member])
+        others.update(left)
+    return columns, all(2 * count <= len(read) for count in others.values())
+
+
+FORMATS: tuple[Draw, ...] = (
+    *(parquet, arrow, polars, numpy, hdf5, zarr_store, mds, nifti, dicom),
+    tar,
+)
 
 
 def _cases() -> Iterator[Any]:
@@ -509,6 +743,10 @@ def test_a_file_is_read_as_by_its_own_library(
             assert not any(word in text for word in ("damaged", "restore it", "corrupt")), text
             return
     assert not odd
+    if keys := theirs.pop("__key__", None):
+        reader = open_reader(path)
+        assert [reader.name(k) for k in range(len(reader))] == keys
+        reader.close()
     assert sorted(ours) == sorted(theirs)
     for name, values in theirs.items():
         assert len(ours[name]) == len(values)

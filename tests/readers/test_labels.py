@@ -1,6 +1,7 @@
 """The same table has the same labels in every format."""
 
 import json
+import logging
 from pathlib import Path
 
 import h5py
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +127,44 @@ def test_groups_of_which_each_is_a_sample_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not read groups as samples"):
         open_reader(f"{tmp_path}/a.h5")
     assert len(open_reader(f"{tmp_path}/a.h5::s1/image")) == 4
+
+
+GROUPS = {
+    "numbered": (["s0/image", "s0/label", "s1/image", "s1/label"], (4, 4), True),
+    "some with more": (["s0/image", "s1/image", "s1/mask"], (4, 4), True),
+    "below classes": (["cat/0/image", "cat/1/image", "dog/0/image", "dog/1/image"], (4, 4), True),
+    "nested": (["d/e0/a", "d/e0/obs/x", "d/e1/a", "d/e1/obs/x"], (4, 4), True),
+    "names": (["anna/image", "bert/image"], (4, 4), False),
+    "arrays of classes": (["cat/0", "cat/1", "dog/0", "dog/1"], (4, 4), False),
+    "numbered arrays": (["0", "1", "2", "3"], (4, 4), False),
+    "features": (["x0", "x1", "x2", "x3"], (4,), None),
+    "a few fields": (["image", "depth", "mask0", "mask1"], (4, 4), None),
+}
+
+
+@pytest.mark.parametrize("form", ["h5", "zarr"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_groups_and_arrays_that_may_be_samples_are_refused_or_told(
+    kind: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names, shape, is_refused = GROUPS[kind]
+    path = f"{tmp_path}/a.{form}"
+    if form == "h5":
+        with h5py.File(path, "w") as file:
+            for name in names:
+                file[name] = np.ones(shape, np.float32)
+    else:
+        root = zarr.open_group(path, mode="w")
+        for name in names:
+            root.create_array(name, data=np.ones(shape, np.float32))
+    if is_refused:
+        with pytest.raises(UsageError, match=r"2 groups|4 groups"):
+            open_reader(path)
+        assert len(open_reader(f"{path}::{names[0]}")) == 4
+        return
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(path)) == 4
+    assert caplog.text.count("arrays named alike") == (is_refused is False)
 
 
 def test_truth_values_of_yaml_stay_the_names_of_classes(tmp_path: Path) -> None:

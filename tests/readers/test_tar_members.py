@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dlio.data.reader import Reader, open_reader
 from dlio.errors import SourceError
+from dlio_staging.pack_folder import pack
 
 Member = tuple[str, bytes] | tuple[str, bytes, str]
 
@@ -116,6 +117,41 @@ def test_what_few_samples_have_is_left_out_with_its_count(
         members += [(f"{k}.jpg", b"x"), (f"{k}.cls", b"1")]
     with pytest.raises(SourceError, match="sample '0' has no cls, which 3 others have"):
         open_reader(tar(tmp_path / "b.tar", members))
+
+
+def test_a_packed_tar_has_the_same_samples_in_webdataset(tmp_path: Path) -> None:
+    wds = pytest.importorskip("webdataset").tariterators
+    np.savez(tmp_path / "a.npz", x=np.arange(12.0).reshape(6, 2), label=np.arange(6))
+    pack(open_reader(f"{tmp_path}/a.npz"), str(tmp_path / "b"), format="tar", order="source")
+    path = next((tmp_path / "b").rglob("*.tar"))
+    with open(path, "rb") as stream:  # WebDataset leaves its files open.
+        opened = [{"url": str(path), "stream": stream}]
+        read = list(wds.group_by_keys(wds.tar_file_expander(opened)))
+    assert [int(row["cls"]) for row in read] == list(range(6))
+    assert len(open_reader(str(path))) == 6
+
+
+def test_two_members_of_a_name_are_refused_and_underscores_begin_names(tmp_path: Path) -> None:
+    members: list[Member] = [("__meta__/0.txt", b""), ("__0.txt", b"a"), ("__0.bin", b"b")]
+    reader = open_reader(tar(tmp_path / "a.tar", members))
+    assert (reader.name(0), rows(reader, "txt")) == ("__0", [b"a"])
+    with pytest.raises(SourceError, match="sample '__0' has two members that are 'txt'"):
+        open_reader(tar(tmp_path / "b.tar", [*members, ("__0.TXT", b"c")]))
+
+
+def test_a_link_is_to_the_member_before_it(tmp_path: Path) -> None:
+    members: list[Member] = [
+        ("0.txt", b"old"),
+        ("1.txt", b"x"),
+        ("0.txt", tarfile.LNKTYPE, "0.txt"),
+    ]
+    members += [("2.txt", tarfile.LNKTYPE, "0.txt")]
+    assert rows(open_reader(tar(tmp_path / "a.tar", members)), "txt") == [
+        b"old",
+        b"x",
+        b"old",
+        b"old",
+    ]
 
 
 def test_members_that_lie_apart_and_sparse_members_have_a_remedy(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def members(meta: object = None) -> bytes:
     array = io.BytesIO()
     np.save(array, np.arange(3, dtype=np.float32))
     with tarfile.open(fileobj=memory, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        rows = [("__dlio__.json", json.dumps(meta).encode())] if meta is not None else []
+        rows = [("__dlio__/schema.json", json.dumps(meta).encode())] if meta is not None else []
         for k in range(10):
             name = f"{'deep/' * 30 if k == 3 else ''}{k:03d}"
             rows += [(f"{name}.jpg", b"\xff\xd8\xff" + bytes(k))]

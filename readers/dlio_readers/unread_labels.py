@@ -1,0 +1,77 @@
+"""Files next to pictures that may hold their labels and are not read: they are told.
+
+A text counts if it names a picture, or is called as labels are; other tables count in any case, and
+so do files that are named as pictures are, one each.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from dlio.data.interpretation import counted
+from dlio.data.source import Source
+from dlio.errors import SourceError, UsageError
+from dlio_readers.picture_lists import find_lists
+
+# fmt: off
+_TEXTS: Final = (
+    ".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".xml", ".yaml", ".yml", ".lst",
+)
+_TABLES: Final = (
+    ".xlsx", ".xls", ".ods", ".pkl", ".pickle", ".mat", ".npy", ".npz", ".parquet", ".feather",
+    ".arrow", ".db", ".sqlite", ".gz", ".xz", ".bz2",
+)
+_WORDS: Final = ("label", "annot", "class", "meta", "target", "caption", "truth", "split")
+# fmt: on
+_RENAMED: Final = (".json", ".jsonl", ".parquet")
+_MATLAB: Final = ".mat"
+_MOST_FILES: Final = 16
+_MOST_PICTURES: Final = 64
+_HEAD: Final = 1 << 16
+
+
+def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return (words about files next to a folder's pictures, these files)."""
+    stems = {os.path.splitext(name)[0] for name in pictures}
+    files = [name for name, folder in source.names() if not folder and name not in set(pictures)]
+    own = [n for n in files if n.lower().endswith(_TEXTS) and os.path.splitext(n)[0] in stems]
+    likely = [n for n in files if n not in own and n.lower().endswith((*_TEXTS, *_TABLES))]
+    names = [name.encode() for name in sorted(stems)[:_MOST_PICTURES] if name]
+    kept = [name for name in likely[:_MOST_FILES] if _may_label(source, name, names)]
+    words = [f"{counted([name])}, which may hold labels: {_remedy(source, name)}" for name in kept]
+    if own:
+        words.append(f"{counted(own)} named as pictures are, one each")
+    return tuple(words), [*kept, *own]
+
+
+def _may_label(source: Source, name: str, pictures: Sequence[bytes]) -> bool:
+    lower = name.lower()
+    if lower.endswith(_TABLES) or any(word in lower for word in _WORDS):
+        return True
+    try:
+        head = source.read(name, 0, _HEAD)
+    except SourceError:
+        return True
+    return any(picture in head for picture in pictures)
+
+
+def _remedy(source: Source, name: str) -> str:
+    suffix = os.path.splitext(name)[1].lower()
+    if suffix == ".txt" and _is_list(source, name):
+        return f"choose it with table={name!r}"
+    if suffix in _RENAMED:
+        return f"call it labels{suffix}, with the columns file_name and label"
+    return write_them(source, name)
+
+
+def _is_list(source: Source, name: str) -> bool:
+    try:
+        return find_lists(source, name) is not None
+    except (SourceError, UsageError):
+        return False
+
+
+def write_them(source: Source, name: str) -> str:
+    """Return the words by which labels get into a table that dlio reads."""
+    by = " (scipy.io.loadmat reads it)" if name.endswith(_MATLAB) else ""
+    return f"write them to {source.path('labels.csv')}, of file_name and label{by}"

@@ -1,0 +1,134 @@
+"""Pictures that were damaged by chance behind their headers: those that Pillow reads are read, with
+its pixels; those that it refuses are refused."""
+
+import io
+import warnings
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+from dlio.errors import DecodeError
+from dlio.image.decoder import decode_whole
+from dlio.image.image_warnings import WARNINGS
+from dlio.image.segmentation_masks import decode_mask
+
+_MODES = {
+    "PNG": ("RGB", "L", "P", "RGBA", "1", "LA"),
+    "GIF": ("RGB", "L", "P", "1"),
+    "BMP": ("RGB", "L", "P", "1"),
+    "WEBP": ("RGB", "RGBA"),
+    "TIFF": ("RGB", "L", "P", "1"),
+}
+_HEADERS = {"PNG": 33, "GIF": 13 + 768 + 11, "BMP": 54 + 1024, "WEBP": 30, "TIFF": 8}
+"""Bytes from which on files are damaged: not in the headers, nor in the palettes of GIF and BMP."""
+
+
+def _drawn(generator: np.random.Generator, form: str) -> bytes:
+    height, width = generator.integers(1, 60, 2).tolist()
+    y, x = np.mgrid[0:height, 0:width]
+    pixels = np.stack([x * 3, y * 5, x + y], -1)
+    pixels += generator.integers(0, int(generator.choice([1, 40])), pixels.shape)
+    picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    picture = picture.convert(str(generator.choice(_MODES[form])))
+    memory = io.BytesIO()
+    if form == "PNG":
+        picture.save(memory, form, compress_level=int(generator.integers(10)))
+    elif form == "GIF":
+        more = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)] * int(generator.integers(2))
+        picture.save(
+            memory,
+            form,
+            interlace=int(generator.integers(2)),
+            save_all=bool(more),
+            append_images=more,
+        )
+    elif form == "WEBP":
+        picture.save(memory, form, lossless=bool(generator.integers(2)))
+    elif form == "TIFF":
+        codecs = ["tiff_lzw", "tiff_adobe_deflate", "packbits"]
+        picture.save(memory, form, compression=str(generator.choice(codecs)))
+    else:
+        picture.save(memory, form)
+    return memory.getvalue()
+
+
+def _damaged(generator: np.random.Generator, image: bytes, form: str) -> bytes:
+    data = bytearray(image)
+    first = min(_HEADERS[form], len(data) - 1)
+    # The directory of a TIFF is behind its pixels.
+    last = int.from_bytes(data[4:8], "little") - 40 if form == "TIFF" else len(data)
+    at = int(generator.integers(first, max(last, first + 1)))
+    ways = ["flip", "flips", "hole"]
+    ways += [] if form == "TIFF" else ["cut", "cut end", "extend", "zeros", "lost"]
+    way = str(generator.choice(ways))
+    if way == "flip":
+        data[at] ^= 1 << int(generator.integers(8))
+    elif way == "flips":
+        data[at : at + 4] = generator.bytes(len(data[at : at + 4]))
+    elif way == "hole":
+        data[at : at + 40] = bytes(len(data[at : at + 40]))
+    elif way == "cut":
+        del data[at:]
+    elif way == "cut end":
+        del data[max(first, len(data) - int(generator.integers(1, 20))) :]
+    elif way in ("extend", "zeros"):
+        data += generator.bytes(7) if way == "extend" else bytes(700)
+    else:
+        del data[at : at + int(generator.integers(1, 20))]
+    return bytes(data)
+
+
+def _verdict(form: str, seed: int) -> str:
+    generator = np.random.default_rng(seed)
+    image = _damaged(generator, _drawn(generator, form), form)
+    expected: npt.NDArray[np.uint8] | None = None
+    ours: npt.NDArray[np.uint8] | None = None
+    said = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(io.BytesIO(image)) as picture:
+                expected = np.asarray(picture.convert("RGB"))
+        except Exception:
+            pass  # Of many types.
+    try:
+        ours = decode_whole(image, "x")
+    except DecodeError as error:
+        said = str(error)
+    if expected is None:
+        return "both refuse" if ours is None else "read"
+    if ours is None:
+        return f"refused {seed}: {said}"
+    return "same" if np.array_equal(expected, ours) else f"differ {seed}"
+
+
+def _check(form: str, seeds: range) -> None:
+    verdicts = Counter(_verdict(form, seed) for seed in seeds)
+    read = verdicts.pop("read", 0)  # Pillow refuses a few whose last bits are there.
+    assert set(verdicts) == {"same", "both refuse"}, verdicts
+    assert read <= len(seeds) * 0.03
+
+
+@pytest.mark.parametrize("form", _MODES)
+def test_a_damaged_picture_is_read_where_pillow_reads_it(form: str) -> None:
+    _check(form, range(120))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", _MODES)
+def test_and_so_are_many(form: str) -> None:
+    _check(form, range(120, 6000))
+
+
+@pytest.mark.parametrize("form", ["PNG", "BMP"])
+def test_a_picture_without_its_end_is_told_and_gives_its_mask(form: str) -> None:
+    picture, memory = Image.fromarray(np.arange(35, dtype=np.uint8).reshape(5, 7)), io.BytesIO()
+    picture.save(memory, form)
+    image = memory.getvalue()[:-1]
+    np.testing.assert_array_equal(decode_mask(image, form), np.asarray(picture))
+    assert "its pixels are complete" in (WARNINGS.of(form) or "")
+    with pytest.raises(DecodeError, match="OpenCV cannot decode it"):
+        decode_whole(image[:50], "short")
