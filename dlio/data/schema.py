@@ -251,10 +251,11 @@ class Schema:
         the values of each variable field: of an array's data, or of an encoded value."""
         sizes = np.full(count, self.overhead, np.int64)
         for name, kind in self._variable:
-            body = bodies[name] + kind.head
             if kind.dtype is not None and name != self._variable[-1][0]:
-                body = (body + 7) // 8 * 8
-            sizes += body
+                sizes += (bodies[name] + kind.head + 7) // 8 * 8
+            else:  # Without another array of this length.
+                sizes += bodies[name]
+                sizes += kind.head
         return sizes
 
     def join(self, values: Mapping[str, Value]) -> bytes | memoryview:

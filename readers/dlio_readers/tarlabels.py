@@ -96,13 +96,14 @@ class TarIndex:
 
     def numbers(self, k: int) -> npt.NDArray[np.int64]:
         """Return the numbers that a field is, shape (samples,)."""
-        column = self._new[k] if k in self._new else self._column("number", k)
-        numbers = column.astype(np.int64)
+        numbers = (self._new[k] if k in self._new else self._column("number", k)).astype(np.int64)
         return numbers if len(numbers) == len(self) else np.full(len(self), numbers[0])
 
     def renumber(self, k: int, numbers: npt.NDArray[np.int64]) -> None:
         """Replace the numbers of a field."""
-        self._new[k] = numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
+        column = GrowingColumn(signed=True)
+        column.extend(numbers)
+        self._new[k] = column.values()
 
 
 def number_classes(
