@@ -175,7 +175,7 @@ class Column(Protocol):
     unit: int
     """Rows that are decoded together (a chunk); 1 if rows can be read separately."""
 
-    def bodies(self) -> npt.NDArray[np.int64] | None:
+    def bodies(self) -> npt.NDArray[np.integer[Any]] | None:
         """Bytes of each value, shape (rows,); None if all have the same size."""
 
     def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
@@ -326,7 +326,7 @@ class ConcatColumn:
         self.dimensions = getattr(parts[0], "dimensions", None)
         self.is_single = isinstance(parts[0], SingleValue)
 
-    def bodies(self) -> npt.NDArray[np.int64] | None:
+    def bodies(self) -> npt.NDArray[np.integer[Any]] | None:
         bodies = [part.bodies() for part in self._parts]
         known = [body for body in bodies if body is not None]
         return np.concatenate(known) if known else None

@@ -241,11 +241,10 @@ class _TextColumn:
     def __init__(self, part: _TableFile, number: int, kind: str) -> None:
         self._part, self._number, self.kind = part, number, kind
 
-    def bodies(self) -> npt.NDArray[np.int64] | None:
+    def bodies(self) -> _Numbers | None:
         if self.kind != "text":
             return None
-        bodies = self._part.index[f"bodies{self._number}"].astype(np.int64)
-        return bodies if len(bodies) == self._part.count else np.full(self._part.count, bodies[0])
+        return np.broadcast_to(self._part.index[f"bodies{self._number}"], self._part.count)
 
     def codes(self, start: int, stop: int) -> tuple[list[str], npt.NDArray[np.int64]] | None:
         """Return (different texts, number of the text in each row) of a column that may be the

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ _VALUES = st.one_of(
     st.integers(-(10**20), 10**20).map(str),
     st.integers(0, 9).map(str),
     st.floats(allow_nan=False, width=16).map(str),
-    st.sampled_from(["", " ", "NA", "nan", "1_0", "x", "é", '"a,b"', '"1\n2"', '"say ""x"""', " 7"]),
+    st.sampled_from(
+        ["", " ", "NA", "nan", "1_0", "x", "é", '"a,b"', '"1\n2"', '"say ""x"""', " 7"]
+    ),
 )
 
 
@@ -77,7 +80,7 @@ def test_a_table_has_the_index_of_its_rows(
     assert head["columns"] == facts
     count, starts = len(rows), index["starts"].tolist()
     assert starts[-1] == len(text.encode())
-    for k, (low, high) in enumerate(zip(starts, starts[1:], strict=False)):
+    for k, (low, high) in enumerate(itertools.pairwise(starts)):
         lines = io.StringIO(text.encode()[low:high].decode(), newline="")
         (row,) = [row for row in csv.reader(lines) if row]
         assert [len(value.encode()) for value in row] == [own[k] for own in sizes]
