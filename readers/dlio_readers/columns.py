@@ -394,7 +394,7 @@ class ColumnReader(PathReader):
 
         The fingerprint is made of `stamps`, strings that change when the data change; `select` is
         the part of every sample that the user chose. Of all `files` of the data set, if they are
-        given, sizes and labels are kept in the cache.
+        given, sizes and labels are kept in the cache; the first of `stamps` are then those of the files.
 
         Raises UsageError if a part of `select` is of no column.
         """
@@ -417,7 +417,9 @@ class ColumnReader(PathReader):
             }
 
         if files:
-            about = repr((list(stamps), [(name, each.kind) for name, each in columns.items()]))
+            # The state of the files is compared anyway.
+            own = list(stamps[len(files) :])
+            about = repr((own, [(name, column.kind) for name, column in columns.items()]))
             kind = xxhash.xxh3_64_hexdigest(about.encode("utf-8", "surrogateescape"))
             made = cached_index(f"{self.format}-{kind}", 1, files, build)
         else:

@@ -60,7 +60,7 @@ def test_an_index_on_a_network_is_copied_once_per_node(
 ) -> None:
     node, cache = tmp_path / "node", str(tmp_path / "cache")
     node.mkdir()
-    monkeypatch.setattr(index_module.tempfile, "gettempdir", lambda: str(node))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(node))
     monkeypatch.setattr(
         index_module, "_is_near", lambda f: cache not in os.readlink(f"/proc/self/fd/{f}")
     )

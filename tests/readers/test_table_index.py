@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import itertools
 import re
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_a_table_has_the_index_of_its_rows(
         patch.setattr(texttable, "_PART", part)
         index = _table_index(File(str(path)), None, frozenset())
     facts, sizes = _as_parsed(text)
-    head = texttable.json.loads(index["head"].tobytes())
+    head = json.loads(index["head"].tobytes())
     assert head["columns"] == facts
     count, starts = len(rows), index["starts"].tolist()
     assert starts[-1] == len(text.encode())
