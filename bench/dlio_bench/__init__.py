@@ -14,6 +14,7 @@ command: Final = CommandGroup(
         "exchange": "dlio_bench.exchange_cases.exchange_command:command",
         "gpu": "dlio_bench.gpu.gpu_command:command",
         "html": "dlio_bench.results.html.document:command",
+        "index": "dlio_bench.index_bench:command",
         "loader": "dlio_bench.loader_bench:command",
         "peers": "dlio_bench.peers.environments:command",
         "prune": "dlio_bench.prune.prune_command:command",

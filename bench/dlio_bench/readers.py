@@ -304,21 +304,20 @@ def _npy(folder: str, case: ReaderCase) -> _Peer:
     return _array_peer("numpy, mapped", path, opened)
 
 
-def _mds(folder: str, case: ReaderCase) -> _Peer:
-    """Shards as MosaicML's writer has them, compared with a reader written from their description:
-    MosaicML's own needs more packages than reading takes."""
+def write_mds(folder: str, bodies: Iterable[bytes]) -> str:
+    """Write a shard as MosaicML's writer has it, and return the path of the data set."""
     parts = [
         np.uint32(len(body)).tobytes() + body + np.int64(i % 10).tobytes()
-        for i, body in enumerate(_bodies(case))
+        for i, body in enumerate(bodies)
     ]
-    ends = np.cumsum([4 * (case.samples + 2), *map(len, parts)]).astype("<u4")
-    raw = np.uint32(case.samples).tobytes() + ends.tobytes() + b"".join(parts)
+    ends = np.cumsum([4 * (len(parts) + 2), *map(len, parts)]).astype("<u4")
+    raw = np.uint32(len(parts)).tobytes() + ends.tobytes() + b"".join(parts)
     os.makedirs(f"{folder}/data")
     with open(f"{folder}/data/shard.mds", "wb") as shard:
         shard.write(raw)
     entry = {
         "format": "mds",
-        "samples": case.samples,
+        "samples": len(parts),
         "column_names": ["image", "label"],
         "column_encodings": ["jpeg", "int"],
         "column_sizes": [None, 8],
@@ -328,6 +327,13 @@ def _mds(folder: str, case: ReaderCase) -> _Peer:
     }
     with open(f"{folder}/data/index.json", "w", encoding="utf-8") as file:
         json.dump({"version": 2, "shards": [entry]}, file)
+    return f"{folder}/data"
+
+
+def _mds(folder: str, case: ReaderCase) -> _Peer:
+    """Shards as MosaicML's writer has them, compared with a reader written from their description:
+    MosaicML's own needs more packages than reading takes."""
+    path = write_mds(folder, _bodies(case))
 
     def one(i: int) -> int:
         with open(f"{folder}/data/shard.mds", "rb", 0) as file:
@@ -336,7 +342,7 @@ def _mds(folder: str, case: ReaderCase) -> _Peer:
             file.seek(int(begin))
             return len(file.read(int(end - begin)))
 
-    return _Peer("its reader's steps", f"{folder}/data", one)
+    return _Peer("its reader's steps", path, one)
 
 
 _WRITERS: dict[str, Callable[[str, ReaderCase], _Peer]] = {

@@ -18,10 +18,8 @@ from dlio.util.trusted_files import closing_descriptor
 _BLOCK: Final = 4096
 _BLOCKS: Final = 8
 """Parts of a file that are read: the first, the last, and some between."""
-_WALKED: Final = 4096
-"""Files of a store of many that are looked at."""
-_READ: Final = 64
-"""Files of a store of many that are sampled."""
+_LOOKED_AT: Final = 64
+"""Files of a store of many that are sampled, next to those that describe its arrays."""
 _SAMPLED: Final = (64, 50, 512)
 """Of a folder of many files, one in 50 is sampled: 64 at least, and 512 at most."""
 _STAMPS: Final = (
@@ -77,23 +75,42 @@ def content_sample(
 
 
 def store_sample(root: str, opened: Callable[[str], int] = open_regular) -> str:
-    """Return a hash of sizes, times and parts of the files in a local folder, of the first 4,096.
+    """Return a hash of a local folder of many files, by a bounded number of system calls.
+
+    It has the names in the folders on the way to 64 files, evenly spread, and to those that
+    describe arrays (`zarr.json`, `.zarray`); the times of these folders; sizes, times and parts of
+    these files. Links to folders are not followed.
 
     Raises OSError.
     """
-    files: list[str] = []
-    for folder, below, names in os.walk(root):
-        below.sort()
-        files += [os.path.join(folder, name) for name in sorted(names)]
-        if len(files) >= _WALKED:
-            break
-    files = files[:_WALKED]
     digest = xxhash.xxh3_64()
-    sampled = set(spread(len(files), _READ))
-    for number, path in enumerate(files):
-        status = os.stat(path)
-        name = os.path.relpath(path, root)
-        content = content_sample(path, 3, opened) if number in sampled else ""
-        row = f"{name} {status.st_size} {status.st_mtime_ns} {content}\n"
-        digest.update(row.encode("utf-8", "surrogateescape"))
+
+    def add(*parts: object) -> None:
+        digest.update(f"{parts}\n".encode("utf-8", "surrogateescape"))
+
+    def look(folder: str, most: int) -> None:
+        with os.scandir(folder) as rows:
+            entries = sorted((row.name, row.is_dir(follow_symlinks=False)) for row in rows)
+        add(os.path.relpath(folder, root), os.stat(folder).st_mtime_ns, len(entries))
+        digest.update("\n".join(name for name, _ in entries).encode("utf-8", "surrogateescape"))
+        chosen = entries[:1]
+        if most > 1:
+            chosen = [entries[number] for number in spread(len(entries), most)]
+        chosen += [each for each in entries if _describes(each[0]) and each not in chosen]
+        below = [name for name, is_folder in chosen if is_folder]
+        for name, is_folder in chosen:
+            path = os.path.join(folder, name)
+            if not is_folder and not os.path.isdir(path):
+                status = os.stat(path)
+                add(name, status.st_size, status.st_mtime_ns, content_sample(path, 3, opened))
+        share = (most - (len(chosen) - len(below))) // max(1, len(below))
+        for name in below:
+            look(os.path.join(folder, name), max(1, share))
+
+    look(root, _LOOKED_AT)
     return digest.hexdigest()
+
+
+def _describes(name: str) -> bool:
+    """True for a file of a store with metadata, such as `.zarray`; not of chunks."""
+    return name.startswith(".") or name.endswith(".json")

@@ -1,20 +1,29 @@
-"""Indexes of data sets: built once, kept in a cache, read into memory.
+"""Indexes of data sets: built once, kept in a cache, and shared by the processes of a node.
 
     <cache>/<kind>.<files>/<state of the files>/head.json, <array>.npy
 
 The cache is DLIO_CACHE, or dlio below XDG_CACHE_HOME or ~/.cache. If others can write there, each
-user has a private folder in it, dlio-<uid>. Its contents are used only if
-their shapes and checksums are right. A cache that cannot be written is not used, without an error.
-Nothing is mapped: a file that another node removes, or that is truncated, would kill the process.
+user has a private folder in it, dlio-<uid>. Its contents are used only if their shapes and
+checksums are right; a damaged index is built again. A cache that cannot be written is not used,
+without an error.
+
+Large arrays are mapped, so that all ranks of a node share one copy in the page cache. Only files of
+this node's own file systems are: one that another node removes would kill the process. Of a cache
+on any other file system each node has a copy below TMPDIR, in the user's private folder, if that
+is its own; otherwise each process reads the index into its memory.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
+import mmap
 import os
 import stat
+import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,16 +44,19 @@ from dlio.util.folders import (
     remove_marked,
     rename,
 )
+from dlio.util.mount_points import is_local
+from dlio.util.printable import log_warning
 from dlio.util.settings import settings
 from dlio.util.shared_folders import user_folder
 from dlio.util.trusted_files import (
     closing_descriptor,
     open_file,
     open_new,
+    path_of,
     read_small,
     temporary_name,
 )
-from dlio.util.user_folders import make_folders
+from dlio.util.user_folders import make_folders, open_folder
 from dlio.util.whole_files import take_lock, write_whole_at
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -52,15 +64,95 @@ Arrays = dict[str, npt.NDArray[Any]]
 _WAIT_S = 600.0
 _HEAD = "head.json"
 _MOST_HEAD = 1 << 20
+_MAPPED = 1 << 16
+"""Bytes of the smallest file that is mapped."""
+_WINDOW = 8 << 20
+"""Bytes of a mapped file that are in memory at a time while it is verified."""
 _LOCK = "lock"
 _KEPT = "kept"
+_near: dict[int, bool] = {}
+"""Whether a device, by its number, is this node's own."""
+
+
+class GrowingColumn:
+    """Whole numbers of an index that is being built, in as few bytes as the largest one needs.
+
+    Equal numbers take no memory: they become an array of one. The memory grows in place, so that
+    there is no second copy at its peak.
+    """
+
+    def __init__(self, *, signed: bool = False) -> None:
+        self._codes = "bhiq" if signed else "BHIQ"
+        self._values: array[int] | None = None
+        self._same = self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, value: int) -> None:
+        """Add a number of 64 bits at most. Raises OverflowError for others."""
+        if self._values is None:
+            if value == self._same or not self._count:
+                self._same = value
+                self._count += 1
+                return
+            self._values = array(self._code_of(self._same), [self._same]) * self._count
+        try:
+            self._values.append(value)
+        except OverflowError:
+            self._widen(self._code_of(value))
+            self._values.append(value)
+        self._count += 1
+
+    def extend(self, values: npt.NDArray[np.integer[Any]]) -> None:
+        """Add numbers, shape (n,)."""
+        if not len(values):
+            return
+        low, high = int(values.min()), int(values.max())
+        if self._values is None:
+            if low == high and (low == self._same or not self._count):
+                self._same = low
+                self._count += len(values)
+                return
+            self._values = array(self._code_of(self._same), [self._same]) * self._count
+        self._widen(max(map(self._code_of, (low, high)), key=self._codes.index))
+        self._values.frombytes(values.astype(self._values.typecode).tobytes())
+        self._count += len(values)
+
+    def values(self) -> npt.NDArray[np.integer[Any]]:
+        """Return the numbers, shape (n,), or (1,) if they are equal; nothing is added after it."""
+        values = self._values
+        if values is None:
+            values = array(self._code_of(self._same), [self._same])
+        return np.frombuffer(values, values.typecode)
+
+    def spread(self) -> npt.NDArray[np.integer[Any]]:
+        """Return the numbers, shape (n,)."""
+        values = self.values()
+        return values if len(values) == self._count else np.broadcast_to(values, self._count)
+
+    def _code_of(self, value: int) -> str:
+        for code in self._codes:
+            if np.iinfo(code).min <= value <= np.iinfo(code).max:
+                return code
+        raise OverflowError(value)
+
+    def _widen(self, code: str) -> None:
+        """Make room for numbers of a type, if it is wider than the one so far."""
+        old = self._values
+        if old is None or self._codes.index(code) <= self._codes.index(old.typecode):
+            return
+        self._values = wide = array(code)
+        for at in range(0, len(old), _WINDOW):
+            part = np.frombuffer(old[at : at + _WINDOW], old.typecode)
+            wide.frombytes(part.astype(code).tobytes())
 
 
 class Names:
     """Many strings in two arrays, decoded one at a time. `blob` has the bytes of all strings, one
     after another, and `ends` the end of each in it."""
 
-    def __init__(self, blob: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
+    def __init__(self, blob: npt.NDArray[np.uint8], ends: npt.NDArray[np.integer[Any]]) -> None:
         self.blob = blob
         self.ends = ends
 
@@ -135,20 +227,64 @@ def _index(
     build: Callable[[], tuple[Arrays, bool]],
 ) -> Arrays:
     """Return an index from the cache if it is good there, otherwise as one process builds it."""
-    with _entry(kind, key) as folder:
-        index = _load(folder, name)
-        if index is not None and good(index):
-            return index
+    with _entry(kind, key) as folder, _near_entry(kind, key, folder) as near:
+        for place in (folder,) if near is None else (near, folder):
+            index = _load(place, name)
+            if index is not None and good(index):
+                return index if place is near or near is None else _copied(near, name, index)
         with _alone(folder):
             index = _load(folder, name)
             if index is None or not good(index):
                 index, keep = build()
-                if keep:
-                    _save(folder, name, index)
-                    index = _load(folder, name) or index
-                elif folder is not None:
+                if not keep and folder is not None:
                     remove_entry(folder, name)
-    return index
+                if keep and _save(folder, name, index):
+                    index = {}  # Its memory is free before the file takes the same.
+                    index = _load(folder, name) or build()[0]
+        return index if near is None else _copied(near, name, index)
+
+
+def _copied(near: int, name: str, index: Arrays) -> Arrays:
+    """Return an index as this node's copy of it, made if it is missing."""
+    with _alone(near):
+        own = _load(near, name)
+        if own is None or any(_digest(_bytes(own[k])) != _digest(_bytes(index[k])) for k in own):
+            own = _load(near, name) if _save(near, name, index) else None
+    return index if own is None else own
+
+
+@contextlib.contextmanager
+def _near_entry(kind: str, key: str, folder: int | None) -> Iterator[int | None]:
+    """Open the folder of an index's copy on this node; yields None where the cache itself is on
+    this node, or there is none."""
+    with contextlib.ExitStack() as stack:
+        near = None
+        if folder is not None and not _is_near(folder):
+            with contextlib.suppress(OSError):
+                cache = stack.enter_context(_near_cache())
+                near = stack.enter_context(closing_descriptor(open_working(cache, f"{kind}.{key}")))
+        yield near
+
+
+@contextlib.contextmanager
+def _near_cache() -> Iterator[int]:
+    """Open this node's own cache, below TMPDIR. Raises OSError, also if that is not local."""
+    with closing_descriptor(open_folder(tempfile.gettempdir())) as above:
+        if not _is_near(above):
+            raise OSError(errno.EXDEV, "TMPDIR is not on this node")
+        with (
+            closing_descriptor(open_working(above, user_folder(), marked=False)) as user,
+            closing_descriptor(open_working(user, "index")) as cache,
+        ):
+            yield cache
+
+
+def _is_near(folder: int) -> bool:
+    """True if an open folder is on a file system of this node's own."""
+    device = os.fstat(folder).st_dev
+    if device not in _near:
+        _near[device] = is_local(os.readlink(path_of(folder)))
+    return _near[device]
 
 
 def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[np.generic]) -> str:
@@ -193,32 +329,39 @@ class CacheEntry:
 
 def cache_entries() -> list[CacheEntry]:
     """Return the contents of this user's cache, sorted by name; none if it cannot be opened."""
-    entries = []
     with contextlib.suppress(OSError), open_cache() as cache:
-        for name in sorted(os.listdir(cache)):
-            with contextlib.suppress(OSError):
-                status = os.stat(name, dir_fd=cache, follow_symlinks=False)
-                is_index = stat.S_ISDIR(status.st_mode)
-                size = _bytes_below(cache, name) if is_index else status.st_size
-                entries.append(CacheEntry(name, size, status.st_mtime, is_index))
+        return _entries_of(cache)
+    return []
+
+
+def _entries_of(cache: int) -> list[CacheEntry]:
+    entries = []
+    for name in sorted(os.listdir(cache)):
+        with contextlib.suppress(OSError):
+            status = os.stat(name, dir_fd=cache, follow_symlinks=False)
+            is_index = stat.S_ISDIR(status.st_mode)
+            size = _bytes_below(cache, name) if is_index else status.st_size
+            entries.append(CacheEntry(name, size, status.st_mtime, is_index))
     return entries
 
 
 def clean_cache(older_s: float = 0.0) -> tuple[int, int]:
     """Remove indexes from this user's cache that have not changed for some time.
 
-    Only folders that dlio has marked as its own are removed. Processes that use an index keep it in
-    memory. Returns the number of indexes that were removed, and their bytes.
+    Only folders that dlio has marked as its own are removed, also of the copies of this node.
+    Processes that use an index keep it. Returns the number of indexes that were removed, and their
+    bytes.
     """
     removed = size = 0
     now = time.time()
-    with contextlib.suppress(OSError), open_cache() as cache:
-        for entry in cache_entries():
-            if not entry.is_index or now - entry.used < older_s:
-                continue
-            with contextlib.suppress(OSError):
-                if remove_marked(cache, entry.name):
-                    removed, size = removed + 1, size + entry.bytes
+    for opened in (open_cache, _near_cache):
+        with contextlib.suppress(OSError), opened() as cache:
+            for entry in _entries_of(cache):
+                if not entry.is_index or now - entry.used < older_s:
+                    continue
+                with contextlib.suppress(OSError):
+                    if remove_marked(cache, entry.name):
+                        removed, size = removed + 1, size + entry.bytes
     return removed, size
 
 
@@ -268,16 +411,17 @@ def _alone(folder: int | None) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _save(folder: int | None, name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def _save(folder: int | None, name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> bool:
+    """Write the arrays of an index; False if they cannot be written."""
     if folder is None:
-        return
+        return False
     temporary = temporary_name(name)
     try:
         with closing_descriptor(open_working(folder, temporary, marked=False)) as inside:
             head = {}
-            for each, array in arrays.items():
-                plain = np.ascontiguousarray(array)
-                head[each] = [plain.dtype.str, list(plain.shape), _digest(plain)]
+            for each, values in arrays.items():
+                plain = np.ascontiguousarray(values)
+                head[each] = [plain.dtype.str, list(plain.shape), _digest(_bytes(plain))]
                 with open_new(inside, f"{each}.npy", 0o600) as file:
                     np.save(file, plain, allow_pickle=False)
             text = json.dumps(head).encode()
@@ -288,52 +432,77 @@ def _save(folder: int | None, name: str, arrays: Mapping[str, npt.NDArray[Any]])
         empty_folder(folder, keep=(_LOCK, MARK, name))
     except OSError:
         remove_entry(folder, temporary)
+        return False
+    return True
 
 
 def _load(folder: int | None, name: str) -> Arrays | None:
-    """Read the arrays of an index, None if they are missing or damaged."""
+    """Return the arrays of an index, None if they are missing or damaged."""
     if folder is None:
         return None
+    arrays = None
     try:
         with closing_descriptor(open_below(folder, name)) as inside:
-            return _loaded(inside)
+            arrays = _loaded(inside)
+    except FileNotFoundError:
+        if not os.path.lexists(f"{path_of(folder)}/{name}"):
+            return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, CorruptBlock):
-        return None
+        pass
+    if arrays is None:
+        shown = os.readlink(path_of(folder))
+        log_warning("%s/%s: this cached index is damaged, and is built again", shown, name)
+    return arrays
 
 
 def _loaded(folder: int) -> Arrays | None:
     head = json.loads(read_small(folder, _HEAD, _MOST_HEAD))
+    may_map = _is_near(folder)
     arrays: Arrays = {}
     for name, (dtype, shape, digest) in head.items():
-        array = _read_array(folder, f"{os.path.basename(name)}.npy", dtype, tuple(shape))
-        if array is None or _digest(array) != digest:
+        file = f"{os.path.basename(name)}.npy"
+        values = _read_array(folder, file, dtype, tuple(shape), digest, may_map)
+        if values is None:
             return None
-        arrays[name] = array
+        arrays[name] = values
     return arrays
 
 
 def _read_array(
-    folder: int, name: str, dtype: str, shape: tuple[int, ...]
+    folder: int, name: str, dtype: str, shape: tuple[int, ...], digest: str, may_map: bool
 ) -> npt.NDArray[Any] | None:
-    """Read a .npy file of a certain type and shape; None if it is another one, or cut off."""
+    """Return the array of a .npy file, mapped if it is large and may be; None if it has another
+    type, shape or checksum, or is cut off."""
     with os.fdopen(open_file(folder, name, os.O_RDONLY), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         # Before memory is taken: a damaged file may claim to have any size.
         if size > math.prod(shape) * np.dtype(dtype).itemsize + _MOST_HEAD:
             return None
-        memory = bytearray(size)
-        if file.readinto(memory) != size:
-            return None
-    head = read_npy_head(memoryview(memory))
-    is_whole = head.offset + head.nbytes == len(memory)
+        memory: mmap.mmap | bytearray
+        if may_map and size >= _MAPPED:
+            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        else:
+            memory = bytearray(size)
+            if file.readinto(memory) != size:
+                return None
+    head = read_npy_head(memoryview(memory), size)
+    is_whole = head.offset + head.nbytes == size
     if (head.descr, head.shape) != (dtype, shape) or head.fortran or not is_whole:
+        return None
+    if _digest(memoryview(memory)[head.offset :], memory) != digest:
         return None
     return np.ndarray(shape, dtype, memory, head.offset)
 
 
-def _digest(array: npt.NDArray[Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(_bytes(array))
+def _digest(data: memoryview, memory: object = None) -> str:
+    """Return the checksum of an array's bytes; those of a mapped file do not stay in memory."""
+    digest = xxhash.xxh3_64()
+    for at in range(0, len(data), _WINDOW):
+        digest.update(data[at : at + _WINDOW])
+        if isinstance(memory, mmap.mmap):
+            memory.madvise(mmap.MADV_DONTNEED)
+    return digest.hexdigest()
 
 
-def _bytes(array: npt.NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def _bytes(values: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data

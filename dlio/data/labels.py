@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import GrowingColumn
 from dlio.errors import SourceError
 
 # The last one is the second item of a sample that is a tuple, such as (image, label).
@@ -81,7 +82,7 @@ class LabelColumn:
     def __init__(self, given: Sequence[str] = ()) -> None:
         """Gather labels; `given` are the classes that the source names, in its order."""
         self._given = list(given)
-        self._numbers: list[npt.NDArray[np.int64]] = []
+        self._numbers = GrowingColumn(signed=True)
         self._texts: dict[str, int] = {}
         self._gaps: list[int] = []
         """Samples whose number is missing (NaN)."""
@@ -112,7 +113,7 @@ class LabelColumn:
         own = [self._texts.setdefault(text, len(self._texts)) for text in different]
         if len(self._texts) > MAX_CLASSES:
             self._reason = f"has over {MAX_CLASSES} different texts, too many for classes"
-        self._numbers.append(np.array(own, np.int64)[codes] if own else codes)
+        self._numbers.extend(np.array(own, np.int64)[codes] if own else codes)
 
     def add_numbers(self, values: npt.NDArray[np.generic]) -> None:
         """Add numbers of shape (n,), (n, 1) and so on; others give no labels."""
@@ -127,7 +128,7 @@ class LabelColumn:
         if numbers is None:
             self._reason = _why_none(values)
             return
-        self._numbers.append(numbers)
+        self._numbers.extend(numbers)
         self._gaps += (np.flatnonzero(gaps) + first).tolist()
 
     def refuse(self, reason: str) -> None:
@@ -142,7 +143,7 @@ class LabelColumn:
         """
         if self._reason or not self._numbers:
             return SampleLabels(None, [], self._reason)
-        numbers = np.concatenate(self._numbers)
+        numbers = self._numbers.spread().astype(np.int64)
         if not self._texts:
             if self._gaps:
                 raise _missing(name, where, self._gaps, len(numbers))

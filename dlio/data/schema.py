@@ -245,16 +245,17 @@ class Schema:
             raise CorruptBlock(f"schema is not a list of (name, kind): {error!r}") from error
 
     def payload_sizes(
-        self, count: int, bodies: Mapping[str, npt.NDArray[np.int64]]
+        self, count: int, bodies: Mapping[str, npt.NDArray[np.integer[Any]]]
     ) -> npt.NDArray[np.int64]:
         """Return the payload bytes of `count` samples; shape (count,). `bodies` has the bytes of
         the values of each variable field: of an array's data, or of an encoded value."""
         sizes = np.full(count, self.overhead, np.int64)
         for name, kind in self._variable:
-            body = bodies[name] + kind.head
             if kind.dtype is not None and name != self._variable[-1][0]:
-                body = (body + 7) // 8 * 8
-            sizes += body
+                sizes += np.add(bodies[name], kind.head + 7, dtype=np.int64) // 8 * 8
+            else:  # Without another array of this length.
+                sizes += bodies[name]
+                sizes += kind.head
         return sizes
 
     def join(self, values: Mapping[str, Value]) -> bytes | memoryview:

@@ -3,6 +3,15 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
+
+# fmt: off
+_LOCAL: Final = frozenset((
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs", "tmpfs",
+    "ramfs", "overlay",
+))
+# fmt: on
+"""File systems, as the kernel names them, whose files no other node can change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,16 @@ def holding(path: str, mounts: Iterable[MountPoint]) -> MountPoint | None:
         if inside and (best is None or len(each.mountpoint) >= len(best.mountpoint)):
             best = each
     return best
+
+
+def is_local(path: str) -> bool:
+    """True if an absolute path without links is on a file system that is known to be this node's
+    own."""
+    try:
+        held = holding(path, read_mounts())
+    except OSError:
+        return False
+    return held is not None and held.type in _LOCAL
 
 
 def unescaped(text: str) -> str:

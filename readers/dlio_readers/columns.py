@@ -8,21 +8,24 @@ holds the bytes or elements of all samples concatenated, `<name>__ends` the end 
 it, and `<name>__shape` the shape of each array.
 """
 
+import json
 import operator
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dlio.data.chunked_array import ChunkedArray
-from dlio.data.index import fingerprint_of
+from dlio.data.index import Arrays as IndexArrays
+from dlio.data.index import cached_index, fingerprint_of
 from dlio.data.labels import LabelColumn, SampleLabels, label_name, label_names, not_scalar
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind, parse_kind
-from dlio.data.source import ReadErrors, redact
+from dlio.data.source import File, ReadErrors, redact
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
@@ -160,6 +163,10 @@ _JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG"
 
 
+TextCodes: TypeAlias = tuple[list[str], npt.NDArray[np.int64]]
+"""Different texts, and the number of the text in each row."""
+
+
 class Column(Protocol):
     """The values of one field for all samples. Thread-safe."""
 
@@ -168,7 +175,7 @@ class Column(Protocol):
     unit: int
     """Rows that are decoded together (a chunk); 1 if rows can be read separately."""
 
-    def bodies(self) -> npt.NDArray[np.int64] | None:
+    def bodies(self) -> npt.NDArray[np.integer[Any]] | None:
         """Bytes of each value, shape (rows,); None if all have the same size."""
 
     def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
@@ -319,19 +326,34 @@ class ConcatColumn:
         self.dimensions = getattr(parts[0], "dimensions", None)
         self.is_single = isinstance(parts[0], SingleValue)
 
-    def bodies(self) -> npt.NDArray[np.int64] | None:
+    def bodies(self) -> npt.NDArray[np.integer[Any]] | None:
         bodies = [part.bodies() for part in self._parts]
         known = [body for body in bodies if body is not None]
         return np.concatenate(known) if known else None
 
-    def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
-        parts: list[Sequence[Value] | npt.NDArray[np.generic]] = []
+    def codes(self, start: int, stop: int) -> TextCodes | None:
+        """Return (different texts, number of the text in each row); None if a part has none."""
+        texts: list[str] = []
+        numbers = []
+        for part, low, high in self._spans(start, stop):
+            own = _codes(part, low, high)
+            if own is None:
+                return None
+            numbers.append(own[1] + len(texts))
+            texts += own[0]
+        return texts, np.concatenate(numbers)
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[Column, int, int]]:
+        """Yield (part, its first row, the one after its last) of the parts that rows are in."""
         first = int(np.searchsorted(self._firsts, start, side="right")) - 1
         for k in range(first, len(self._parts)):
             low, high = int(self._firsts[k]), int(self._firsts[k + 1])
             if low >= stop:
                 break
-            parts.append(self._parts[k].rows(max(start, low) - low, min(stop, high) - low))
+            yield self._parts[k], max(start, low) - low, min(stop, high) - low
+
+    def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
+        parts = [part.rows(low, high) for part, low, high in self._spans(start, stop)]
         arrays = [part for part in parts if isinstance(part, np.ndarray)]
         if len(arrays) == len(parts):
             joined: npt.NDArray[np.generic] = np.concatenate(arrays)
@@ -366,11 +388,13 @@ class ColumnReader(PathReader):
         classes: Sequence[str] = (),
         structure: Structure | None = None,
         select: Select = None,
+        files: Sequence[File] = (),
     ) -> None:
         """Use the columns as fields.
 
         The fingerprint is made of `stamps`, strings that change when the data change; `select` is
-        the part of every sample that the user chose.
+        the part of every sample that the user chose. Of all `files` of the data set, if they are
+        given, sizes and labels are kept in the cache; the first of `stamps` are then those of the files.
 
         Raises UsageError if a part of `select` is of no column.
         """
@@ -379,34 +403,41 @@ class ColumnReader(PathReader):
         if not count:
             raise SourceError(f"{self.path} holds no samples")
         self._count = count
-        labelling, reason = SampleLabels(None, []), ""
-        named = splits_of_arrays(list(columns))
-        # `train_labels` of `x.npz::train_images,train_labels`.
-        of_split = next(iter(named.values())) if len(named) == 1 else {}
-        for field in label_names(of_split or columns):
-            name = of_split.get(field, field)
-            labelling = self._labels_of(name, columns[name], classes)
-            if labelling.numbers is not None:
-                if columns[name].kind == "text":
-                    columns = {**columns, name: NumberedColumn(labelling.numbers)}
-                reason = ""
-                break
-            reason = reason or f"its {name} {labelling.reason}"
-        self.unlabelled = reason
+
+        def build() -> IndexArrays:
+            name, labelling, reason = self._labelling(columns, classes)
+            own = _numbered(columns, name, labelling.numbers)
+            fields = tuple((field, column.kind) for field, column in own.items())
+            head = json.dumps([name, labelling.classes, reason]).encode()
+            numbers = labelling.numbers
+            return {
+                "head": np.frombuffer(head, np.uint8),
+                "labels": np.zeros(0, np.int64) if numbers is None else numbers,
+                "sizes": _payload_sizes(Schema(fields, structure), count, own),
+            }
+
+        if files:
+            # The state of the files is compared anyway.
+            own = list(stamps[len(files) :])
+            about = repr((own, [(name, column.kind) for name, column in columns.items()]))
+            kind = xxhash.xxh3_64_hexdigest(about.encode("utf-8", "surrogateescape"))
+            made = cached_index(f"{self.format}-{kind}", 1, files, build)
+        else:
+            made = build()
+        name, own_classes, self.unlabelled = json.loads(made["head"].tobytes())
+        columns = _numbered(columns, name, made["labels"])
         self._columns = dict(columns)
         self.schema = Schema(
             tuple((name, column.kind) for name, column in columns.items()), structure
         )
         if self.schema.is_fixed and not self.schema.overhead and count > MAX_ABSENT_ROWS:
             raise SourceError(f"{self.path}: its {count} samples have no bytes: name other arrays")
-        bodies = {name: column.bodies() for name, column in columns.items()}
-        known = {name: body for name, body in bodies.items() if body is not None}
-        self.sizes = self.schema.payload_sizes(count, known)
+        self.sizes = made["sizes"]
         if self.schema.is_fixed:
             self.sizes = np.broadcast_to(np.int64(self.schema.overhead), count)
-        self.classes = list(classes) if labelling.numbers is None else labelling.classes
+        self.classes = list(classes) if name is None else own_classes
         none = np.broadcast_to(np.int64(0), count)
-        self.labels = none if labelling.numbers is None else labelling.numbers
+        self.labels = none if name is None else made["labels"]
         unit = max(column.unit for column in columns.values())
         units = np.arange(0, count, unit, dtype=np.int64) if unit > 1 else None
         self.layout = cut_blocks(self.sizes, Order(count, 0, shuffled=False), units)
@@ -457,6 +488,22 @@ class ColumnReader(PathReader):
             columns = {name: column.rows(low, high) for name, column in self._columns.items()}
             return joined_rows(self.schema, high - low, columns)
 
+    def _labelling(
+        self, columns: Mapping[str, Column], classes: Sequence[str]
+    ) -> tuple[str | None, SampleLabels, str]:
+        """Return (label field, its labels, why a field with a label's name gives none)."""
+        labelling, reason = SampleLabels(None, []), ""
+        named = splits_of_arrays(list(columns))
+        # `train_labels` of `x.npz::train_images,train_labels`.
+        of_split = next(iter(named.values())) if len(named) == 1 else {}
+        for field in label_names(of_split or columns):
+            name = of_split.get(field, field)
+            labelling = self._labels_of(name, columns[name], classes)
+            if labelling.numbers is not None:
+                return name, labelling, ""
+            reason = reason or f"its {name} {labelling.reason}"
+        return None, labelling, reason
+
     def _labels_of(self, name: str, column: Column, classes: Sequence[str]) -> SampleLabels:
         """Return the labels that a column gives; `classes` are those that the source names.
 
@@ -466,14 +513,45 @@ class ColumnReader(PathReader):
         labels = LabelColumn(classes)
         for start in range(0, self._count, _LABELS_AT_ONCE):
             stop = min(start + _LABELS_AT_ONCE, self._count)
+            if labels.is_refused:
+                break
             with ReadErrors(f"{self.path}: {name}"):
-                if kind.text == "text":
+                if kind.text == "text" and (coded := _codes(column, start, stop)) is not None:
+                    labels.add_codes(*coded)
+                elif kind.text == "text":
                     labels.add_texts(list(column.rows(start, stop)))
                 elif kind.fixed and not set(kind.shape) - {1}:
                     labels.add_numbers(np.asarray(column.rows(start, stop)))
                 else:
                     return SampleLabels(None, [], not_scalar(kind.text))
         return labels.labels(name, lambda row: f"{self.path}, sample {row}")
+
+
+def _codes(column: Column, start: int, stop: int) -> TextCodes | None:
+    """Return (different texts, number of the text in each row) where a column knows them."""
+    codes = getattr(column, "codes", None)
+    known: TextCodes | None = codes and codes(start, stop)
+    return known
+
+
+def _numbered(
+    columns: Mapping[str, Column], name: str | None, labels: npt.NDArray[np.int64] | None
+) -> Mapping[str, Column]:
+    """Return columns with the numbers of classes in place of texts that are labels."""
+    if name is None or labels is None or columns[name].kind != "text":
+        return columns
+    return {**columns, name: NumberedColumn(labels)}
+
+
+def _payload_sizes(
+    schema: Schema, count: int, columns: Mapping[str, Column]
+) -> npt.NDArray[np.int64]:
+    """Return the payload bytes of samples, shape (count,), or (0,) if all have the same."""
+    if schema.is_fixed:
+        return np.zeros(0, np.int64)
+    bodies = {name: column.bodies() for name, column in columns.items()}
+    known = {name: body for name, body in bodies.items() if body is not None}
+    return schema.payload_sizes(count, known)
 
 
 def choose(

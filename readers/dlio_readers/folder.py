@@ -80,7 +80,7 @@ class _FolderFiles:
     name: str
     modified_ns: int
     names: bytes
-    ends: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.integer[Any]]
     sizes: npt.NDArray[np.int64]
     times: npt.NDArray[np.int64]
     changed: npt.NDArray[np.int64]

@@ -102,7 +102,7 @@ class TablesReader(ColumnReader):
             if split not in (None, WHOLE):
                 raise no_splits(split, self.path)
             table, rows = open_text_tables(files, names, separator, columns)
-            self._setup(table, rows, stamps, select=select)
+            self._setup(table, rows, stamps, select=select, files=files)
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")

@@ -12,18 +12,20 @@ random access and are refused.
 """
 
 import json
+import os
 import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import lz4.block
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from dlio.data.index import Arrays, Names, cached_index
+from dlio.data.index import Arrays, GrowingColumn, Names, cached_index
 from dlio.data.labels import MAX_CLASSES, TAR_LABEL_NAMES, encode_labels, label_names, not_scalar
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile
@@ -40,7 +42,7 @@ from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import codec_of, in_memory
 from dlio_readers.path_reader import PathReader, lie_at
 from dlio_readers.tar_members import LinkTargets, TarMember, TarMembers
-from dlio_readers.tarlabels import TextMembers, label_in_json, number_classes
+from dlio_readers.tarlabels import BLOCK, TarIndex, TextMembers, label_in_json, number_classes
 
 # Random access into LZ4 frames of independent blocks
 
@@ -192,6 +194,8 @@ _GAP: Final = 1 << 16
 """Largest gap between two members that are still read together, in bytes."""
 _META: Final = "__dlio__/schema.json"
 _IGNORED: Final = re.compile(r"(\./)?__[^/]*__($|/)")
+_STRETCH: Final = 1 << 18
+"""Samples whose numbers are made at a time."""
 _KINDS: Final = {
     "jpg": "jpeg",
     "jpeg": "jpeg",
@@ -247,8 +251,8 @@ class TarReader(PathReader):
                 log_warning("%s %s", file.name, note)
         first = heads[0]
         names = [name for name, _ in first["fields"]]
-        parts = [
-            _with_columns(file.name, part, head, names, self._files[0].name)
+        indexes = [
+            TarIndex(part, _order_of(file.name, head, names, self._files[0].name))
             for file, part, head in zip(self._files, parts, heads, strict=True)
         ]
         kinds = [_joined(name, heads) for name in range(len(names))]
@@ -257,32 +261,25 @@ class TarReader(PathReader):
             name for name in TAR_LABEL_NAMES if dict(self.schema.fields).get(name) == "int64"
         ]
         label = numbers[0] if numbers else None
-        self.classes: Sequence[str] = first["classes"] or number_classes(parts, heads, names, label)
+        self.classes: Sequence[str] = first["classes"]
+        self.classes = self.classes or number_classes(indexes, heads, names, label)
         texts = [n for n in names if n != label and any(n in head["texts"] for head in heads)]
         if texts:  # Only one field can have the classes' names.
             kinds = ["text" if n in texts else k for n, k in self.schema.fields]
             self.schema = Schema(tuple(zip(names, kinds, strict=True)), first["structure"])
-        counts = np.array([len(part["at"]) for part in parts], np.int64)
+        counts = np.array([len(part) for part in indexes], np.int64)
         self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._parts = parts
-        self._names = [Names(part["names"], part["name_ends"]) for part in parts]
-        bodies = {
-            name: np.concatenate([part["body"][:, k] for part in parts])
-            for k, name in enumerate(names)
-        }
-        total = int(self._firsts[-1])
+        self._parts, self._names = indexes, names
         if label is None:
             reasons = [head["unlabelled"] for head in heads] + [
                 f"its {name} {not_scalar(self.schema.kinds[name].text)}"
                 for name in label_names(names)
             ]
             self.unlabelled = next(filter(None, reasons), "")
-        if label is not None:
-            k = names.index(label)
-            self.labels = np.concatenate([part["number"][:, k] for part in parts])
-        else:
-            self.labels = np.zeros(total, np.int64)
-        self.sizes = self.schema.payload_sizes(total, bodies)
+        self._label = None if label is None else names.index(label)
+        kind = f"tarsizes-{xxhash.xxh3_64_hexdigest(self.schema.to_json().encode())}"
+        made = cached_index(kind, _VERSION, self._files, self._sizes_of_payloads)
+        self.sizes: npt.NDArray[np.int64] = made["sizes"]
         self._lay_out(_VERSION, self._files, self.sizes)
         self._frames = [
             Lz4Frames(file, part) if "frame_at" in part else None
@@ -294,9 +291,26 @@ class TarReader(PathReader):
         is_tar = lie_at(path, SUFFIXES, has_fields=False)
         return None if is_tar else "is neither a .tar nor a folder of them"
 
+    @cached_property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Class number of each sample, shape (samples,); 0 without labels."""
+        if self._label is None:
+            return np.broadcast_to(np.int64(0), len(self))
+        return np.concatenate([part.numbers(self._label) for part in self._parts])
+
+    def _sizes_of_payloads(self) -> Arrays:
+        sizes = np.empty(int(self._firsts[-1]), np.int64)
+        for part, first in zip(self._parts, self._firsts.tolist(), strict=False):
+            for low in range(0, len(part), _STRETCH):
+                rows = np.arange(low, min(low + _STRETCH, len(part)), dtype=np.int64)
+                bodies = {name: part.bodies(k, rows) for k, name in enumerate(self._names)}
+                payloads = self.schema.payload_sizes(len(rows), bodies)
+                sizes[first + low : first + low + len(rows)] = payloads
+        return {"sizes": sizes}
+
     def name(self, sample: int) -> str:
         file = int(np.searchsorted(self._firsts, sample, side="right")) - 1
-        return self._names[file][sample - int(self._firsts[file])]
+        return self._parts[file].names[sample - int(self._firsts[file])]
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
@@ -305,7 +319,7 @@ class TarReader(PathReader):
         for number in np.unique(files).tolist():
             slots = np.flatnonzero(files == number)
             rows = samples[slots] - self._firsts[number]
-            order = np.argsort(self._parts[number]["at"][rows, 0], kind="stable")
+            order = np.argsort(self._parts[number].firsts(rows), kind="stable")
             self._read_file(number, rows[order], slots[order], payloads)
         return payloads
 
@@ -321,9 +335,8 @@ class TarReader(PathReader):
         payloads: list[bytes | memoryview],
     ) -> None:
         """Read samples of one file, sorted by offset; near ones together."""
-        part = self._parts[number]
-        begins = part["at"][rows].min(axis=1)
-        ends = (part["at"][rows] + part["size"][rows]).max(axis=1)
+        places, sizes = self._parts[number].places(rows)
+        begins, ends = places.min(axis=1), (places + sizes).max(axis=1)
         start = 0
         for k in range(1, len(rows) + 1):
             if k < len(rows) and begins[k] <= ends[start:k].max() + _GAP:
@@ -335,33 +348,37 @@ class TarReader(PathReader):
                 self._files[number].read_into(low, memory)
             else:
                 frame.read_into(low, memory)
-            for slot, row in zip(slots[start:k].tolist(), rows[start:k].tolist(), strict=True):
-                payloads[slot] = self._payload(number, row, memory, low)
+            run = slice(start, k)
+            starts = (places[run] - low).tolist()
+            members = zip(starts, sizes[run].tolist(), strict=True)
+            for slot, row, (begin, size) in zip(
+                slots[run].tolist(), rows[run].tolist(), members, strict=True
+            ):
+                bodies = [memory[a : a + n] for a, n in zip(begin, size, strict=True)]
+                payloads[slot] = self._payload(number, row, bodies)
             start = k
 
-    def _payload(self, number: int, row: int, memory: memoryview, low: int) -> bytes | memoryview:
+    def _payload(self, number: int, row: int, bodies: Sequence[memoryview]) -> bytes | memoryview:
+        """Return the payload of a sample out of the members that its fields are."""
         part = self._parts[number]
         values: dict[str, Any] = {}
         for k, (name, _) in enumerate(self.schema.fields):
             kind = self.schema.kinds[name]
-            at = int(part["at"][row, k]) - low
-            body = memory[at : at + int(part["size"][row, k])]
-            if kind.text == "int64" and not part["npy"][k]:
-                values[name] = int(part["number"][row, k])
+            if kind.text == "int64" and not part.is_array[k]:
+                values[name] = part.number(k, row)
             elif kind.dtype is not None:
                 try:
-                    values[name] = read_npy_head(body).array(body)
+                    values[name] = read_npy_head(bodies[k]).array(bodies[k])
                 except (CorruptBlock, ValueError) as error:
                     raise SourceError(
-                        f"{self._files[number].name}, sample {self._names[number][row]!r}, "
-                        f"{name}: {error}"
+                        f"{self._files[number].name}, sample {part.names[row]!r}, {name}: {error}"
                     ) from error
             else:
-                values[name] = body
+                values[name] = bodies[k]
         if len(values) == 2 and self.schema.fields[1][1] == "int64" and self.schema._sizes_at == 8:
             image, label = (name for name, _ in self.schema.fields)
             return b"".join((LABEL.pack(values[label]), values[image]))
-        with parsing(lambda: f"{self._files[number].name}, sample {self._names[number][row]!r},"):
+        with parsing(lambda: f"{self._files[number].name}, sample {part.names[row]!r},"):
             return self.schema.join(values)
 
 
@@ -384,10 +401,9 @@ def _decompressed(files: Sequence[File]) -> list[File]:
     return made
 
 
-def _with_columns(
-    file: str, part: Arrays, head: dict[str, Any], names: Sequence[str], first: str
-) -> Arrays:
-    """Return the arrays of a tar with its fields in the order of the first tar's `names`.
+def _order_of(file: str, head: dict[str, Any], names: Sequence[str], first: str) -> list[int]:
+    """Return the places of the first tar's fields, `names`, among those of a tar; its head gets
+    them in that order.
 
     Raises SourceError if it has other fields; pictures of other formats are the same field.
     """
@@ -404,8 +420,7 @@ def _with_columns(
             "choose common fields with fields="
         )
     head["fields"] = [[name, own[places[k]]] for name, k in zip(names, order, strict=True)]
-    columns = {key: part[key][:, order] for key in ("at", "size", "number", "body")}
-    return {**part, **columns, "npy": part["npy"][order]}
+    return order
 
 
 def _stand_in(field: str, here: Iterable[str], fields: Sequence[str]) -> str | None:
@@ -491,8 +506,10 @@ class _Builder:
         self._packed: dict[str, Any] = {}
         self._key = ""
         self._sample: dict[str, tuple[int, int, int | str | None, NpyHead | None]] = {}
-        self._keys: list[str] = []
-        self._rows: list[list[tuple[int, int, int, int]]] = []
+        self._names = bytearray()
+        self._name_ends = GrowingColumn()
+        self._firsts = GrowingColumn()
+        self._columns: list[_FieldColumns] = []
         self._shapes: dict[str, tuple[str, list[int | None]]] = {}
         self._texts: dict[str, TextMembers] = {}
         self._mixed: set[str] = set()
@@ -538,7 +555,7 @@ class _Builder:
                 head = read_npy_head(memoryview(members.bytes_at(at, min(size, 1 << 12))), size)
             except CorruptBlock as error:
                 raise members.damaged(at, f"{name}: {error}") from error
-        elif field == "json" and not (self._packed or self._rows) and size <= _MAX_META:
+        elif field == "json" and not (self._packed or self._firsts) and size <= _MAX_META:
             self._in_json = label_in_json(members.bytes_at(at, size))
         self._sample[field] = (at, size, number, head)
 
@@ -551,6 +568,8 @@ class _Builder:
             return
         if not self._fields:
             self._fields = sorted(self._sample)
+        if not self._columns:
+            self._columns = [_FieldColumns() for _ in self._fields]
         row = []
         taken = set(self._fields)
         for field in self._fields:
@@ -562,7 +581,7 @@ class _Builder:
                 raise self._incomplete(field)
             taken.add(own)
             at, size, number, head = self._sample[own]
-            body = size
+            body = 0
             if head is not None:
                 body = head.nbytes
                 kind, shape = self._shapes.setdefault(field, (head.dtype, list(head.shape)))
@@ -573,17 +592,30 @@ class _Builder:
                     )
                 shape[:] = [a if a == b else None for a, b in zip(shape, head.shape, strict=True)]
             if not isinstance(number, int):
-                self._texts.setdefault(field, TextMembers()).add(number)
+                if field not in self._texts:
+                    self._texts[field] = TextMembers()
+                self._texts[field].add(number)
                 number = 0
             row.append((at, size, number, body))
+        first = min(at for at, *_ in row)
+        self._firsts.append(first // BLOCK)
+        for columns, (at, size, number, body) in zip(self._columns, row, strict=True):
+            columns.shift.append((at - first) // BLOCK)
+            columns.size.append(size)
+            columns.number.append(number)
+            columns.body.append(body)
         self._left.update(self._sample.keys() - taken)
-        self._rows.append(row)
-        self._keys.append(self._key)
+        self._names += os.fsencode(self._key)
+        self._name_ends.append(len(self._names))
         self._sample = {}
+
+    def _name(self, sample: int) -> str:
+        ends = self._name_ends.spread()
+        return Names(np.frombuffer(self._names, np.uint8), ends)[sample]
 
     def _incomplete(self, field: str) -> SourceError:
         what = f"{self._file}: sample {self._key!r} has no {field}"
-        if self._key in self._keys:
+        if any(self._name(k) == self._key for k in range(len(self._firsts))):
             return SourceError(
                 f"{what}: its members lie apart in the tar: pack it with tar --sort=name"
             )
@@ -601,27 +633,31 @@ class _Builder:
         """Return what a user should know. Raises SourceError if only the first sample lacks it."""
         notes = [note] if note else []
         for field, count in self._left.items() if not self._chosen and not self._packed else ():
-            if 2 * count > len(self._rows):
+            if 2 * count > len(self._firsts):
                 raise SourceError(
-                    f"{self._file}: sample {self._keys[0]!r} has no {field}, which {count} others "
+                    f"{self._file}: sample {self._name(0)!r} has no {field}, which {count} others "
                     "have: complete or remove it, or choose common fields with fields="
                 )
             notes.append(
-                f"has {field} in {count} of its {len(self._rows)} samples, and not in the first: "
+                f"has {field} in {count} of its {len(self._firsts)} samples, and not in the first: "
                 "it is left out"
             )
         return notes
 
-    def _encoded(self, field: str, table: npt.NDArray[np.int64]) -> tuple[str, list[str]]:
-        """Number the texts of a field in the table; return (its kind, texts of its classes)."""
-        own = self._texts[field]
+    def _encoded(self, field: str) -> tuple[str, list[str]]:
+        """Number the texts of a field; return (its kind, texts of its classes)."""
+        own, columns = self._texts[field], self._columns[self._fields.index(field)]
+        if own.numbers is not None:
+            columns.number = own.numbers
+            return "int64", []
         encoding = encode_labels(own.texts)
         classes = list(own.texts) if encoding.classes or not encoding.numbers else []
         gaps = set() if own.plain else {own.texts[text] for text in encoding.missing}
-        missing = next((k for k, code in enumerate(own.codes) if code in gaps), -1)
+        codes = own.codes.spread()
+        missing = int(next(iter(np.flatnonzero(np.isin(codes, list(gaps)))), -1)) if gaps else -1
         if missing >= 0 and (field in _CLASSES or not classes):
             raise SourceError(
-                f"{self._file}: sample {self._keys[missing]!r}: its {field} is empty: fill it, or "
+                f"{self._file}: sample {self._name(missing)!r}: its {field} is empty: fill it, or "
                 "remove the sample, or choose other fields with fields="
             )
         if own.plain or (classes and (field not in _CLASSES or len(classes) > MAX_CLASSES)):
@@ -634,14 +670,15 @@ class _Builder:
             classes = [] if plain else list(own.texts)
         if not classes:
             numbers = np.array([encoding.numbers[text] for text in own.texts], np.int64)
-        table[:, self._fields.index(field), 2] = numbers[own.codes]
+        columns.number = GrowingColumn(signed=True)
+        for at in range(0, len(codes), _STRETCH):
+            columns.number.extend(numbers[codes[at : at + _STRETCH]])
         return "int64", classes
 
     def arrays(self, note: str) -> Arrays:
         self._finish()
-        if not self._rows:
+        if not self._firsts:
             raise SourceError(f"{self._file} holds no samples: members are named key.extension")
-        table = np.array(self._rows, np.int64)
         packed = dict(self._packed.get("fields", []))
         kinds = []
         texts = {}
@@ -652,7 +689,7 @@ class _Builder:
                 dtype, shape = self._shapes[field]
                 kinds.append((field, array_kind(dtype, shape)))
             elif field in self._texts:
-                kind, own = self._encoded(field, table)
+                kind, own = self._encoded(field)
                 kinds.append((field, kind))
                 if own:
                     texts[field] = own
@@ -667,17 +704,31 @@ class _Builder:
             "classes": self._packed.get("classes", []),
             "structure": self._packed.get("structure") if len(kinds) == len(packed) else None,
         }
-        names = Names.of(self._keys)
-        return {
+        arrays: Arrays = {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
-            "at": table[:, :, 0],
-            "size": table[:, :, 1],
-            "number": table[:, :, 2],
-            "body": table[:, :, 3],
+            "first": self._firsts.spread(),
             "npy": np.array([field in self._shapes for field in self._fields]),
-            "names": names.blob,
-            "name_ends": names.ends,
+            "names": np.frombuffer(self._names, np.uint8),
+            "name_ends": self._name_ends.spread(),
         }
+        for k, (field, columns) in enumerate(zip(self._fields, self._columns, strict=True)):
+            arrays[f"shift{k}"], arrays[f"size{k}"] = columns.shift.values(), columns.size.values()
+            arrays[f"number{k}"] = columns.number.values()
+            if field in self._shapes:
+                arrays[f"body{k}"] = columns.body.values()
+        return arrays
+
+
+class _FieldColumns:
+    """One field of the samples of a tar that is being indexed."""
+
+    def __init__(self) -> None:
+        self.shift = GrowingColumn()
+        """Blocks from the sample's first member."""
+        self.size = GrowingColumn()
+        self.number = GrowingColumn(signed=True)
+        self.body = GrowingColumn()
+        """Bytes of an array's data; of other fields 0."""
 
 
 def _meta(data: bytes, members: TarMembers, at: int) -> dict[str, Any]:

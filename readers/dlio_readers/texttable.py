@@ -1,7 +1,9 @@
 """Tables of text, whose first line names their columns: `.csv`, `.tsv`."""
 
+import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -9,13 +11,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import MISSING, label_name
+from dlio.data.index import Arrays, GrowingColumn, cached_index
+from dlio.data.labels import MAX_CLASSES, MISSING, label_name, label_names
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
 from dlio_readers.columns import Column, ConcatColumn
@@ -26,16 +29,20 @@ from dlio_readers.path_reader import check_names
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
 _ALL: Final = "*"
-_VERSION: Final = 3
+_VERSION: Final = 4
 _MAX_TEXT: Final = 4 << 30
 _MAX_HEADER: Final = 1 << 24
 _MAX_CELL: Final = (1 << 31) - 1
 _MOST_KEPT: Final = 1 << 13
 """Parsed rows that a thread keeps for the other columns, at most."""
+_PART: Final = 1 << 20
+"""Bytes of a table that are indexed at a time."""
+_ROWS: Final = 1 << 14
 _SEPARATORS: Final = (",", ";", "\t", "|")
 _MAX_DIGITS: Final = 64
 """Characters of a whole number: Python converts no number of thousands of digits."""
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
+_Numbers: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,8 @@ class _TableFile:
     index: Arrays
     separator: str
     facts: tuple[_TextColumnFacts, ...]
+    labels: Mapping[int, list[str]]
+    """By column that may be the label, its different texts, which the index numbers."""
     last: "_LastRows" = field(default_factory=_LastRows, repr=False, compare=False)
 
     @property
@@ -105,6 +114,11 @@ def open_text_tables(
     if label is not None and kinds[label] == "":
         kinds[label] = "text"  # NA is a name among labels.
     kinds = {name: kind or "float64" for name, kind in kinds.items()}
+    texts = {k for k, name in enumerate(header) if kinds[name] == "text"}
+    for number, part in enumerate(parts):
+        # A column of numbers is text if it is in another file.
+        if any(f"bodies{k}" not in part.index for k in texts):
+            parts[number] = _part(part.file, separator, frozenset(header[k] for k in texts))
     check_names(parts[0].file.name, names, header, "column")
     matrix = _feature_names(parts[0].file.name, kinds, label, features)
     chosen = list(names) or list(header)
@@ -131,16 +145,20 @@ def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -
     return ConcatColumn(columns, [part.count for part in parts])
 
 
-def _part(file: File, separator: str | None) -> _TableFile:
+def _part(file: File, separator: str | None, texts: frozenset[str] = frozenset()) -> _TableFile:
+    """Open a file; its index has the sizes of the columns `texts`, and of its own texts."""
     if separator is None and ".tsv" in own_name(file.name)[-8:]:
         separator = "\t"
     if own_name(file.name).endswith(COMPRESSED):
         file = in_memory(file)
     kind = "table" if separator is None else f"table{ord(separator)}"
-    index = cached_index(kind, _VERSION, [file], lambda: _table_index(file, separator))
+    if texts:
+        kind += f"-{xxhash.xxh3_64_hexdigest(repr(sorted(texts)).encode('utf-8', 'replace'))}"
+    index = cached_index(kind, _VERSION, [file], lambda: _table_index(file, separator, texts))
     head = json.loads(index["head"].tobytes())
     facts = tuple(_TextColumnFacts(*row) for row in head["columns"])
-    return _TableFile(file, index, head["separator"], facts)
+    labels = {int(k): own for k, own in head["texts"].items()}
+    return _TableFile(file, index, head["separator"], facts, labels)
 
 
 def _feature_names(
@@ -223,11 +241,26 @@ class _TextColumn:
     def __init__(self, part: _TableFile, number: int, kind: str) -> None:
         self._part, self._number, self.kind = part, number, kind
 
-    def bodies(self) -> npt.NDArray[np.int64] | None:
-        bodies: npt.NDArray[np.int64] = self._part.index["bodies"][:, self._number]
-        return bodies if self.kind == "text" else None
+    def bodies(self) -> _Numbers | None:
+        if self.kind != "text":
+            return None
+        return np.broadcast_to(self._part.index[f"bodies{self._number}"], self._part.count)
+
+    def codes(self, start: int, stop: int) -> tuple[list[str], npt.NDArray[np.int64]] | None:
+        """Return (different texts, number of the text in each row) of a column that may be the
+        label; None if it has too many."""
+        texts = self._part.labels.get(self._number)
+        if texts is None:
+            return None
+        codes = self._part.index[f"labels{self._number}"]
+        if len(codes) == 1:
+            return texts, np.zeros(stop - start, np.int64)
+        return texts, codes[start:stop].astype(np.int64)
 
     def rows(self, start: int, stop: int) -> Any:
+        codes = self.codes(start, stop) if self.kind == "int64" else None
+        if codes is not None:
+            return np.array([int(text) for text in codes[0]], np.int64)[codes[1]]
         values = [row[self._number] for row in _parsed(self._part, start, stop)]
         if self.kind == "text":
             return values
@@ -257,35 +290,243 @@ def _number(text: str) -> float:
     return math.nan if text.strip() in MISSING else float(text)
 
 
-def _table_index(file: File, separator: str | None) -> Arrays:
-    """Index the offsets of rows, the kinds of columns and the sizes of texts."""
+def _table_index(file: File, separator: str | None, texts: frozenset[str]) -> Arrays:
+    """Index the offsets of rows, the kinds of columns, the sizes of texts and the labels.
+
+    The sizes are those of the columns `texts`, next to those that are found to be text. The table
+    is read once, part by part; twice if a column turns out to be text after its first rows.
+    """
     if file.size > _MAX_TEXT:
         raise SourceError(f"{file.name} of {file.size} bytes is too large a table: write Parquet")
-    data = file.read()
-    data = data.removeprefix(b"\xef\xbb\xbf") if data.startswith(b"\xef\xbb\xbf") else data
-    shift = file.size - len(data)
-    if separator is None:
-        separator = _separator(data)
-    starts, rows = _rows(data, shift, separator, file.name)
-    header, rows = rows[0], rows[1:]
-    if not rows or len(set(header)) != len(header):
-        raise SourceError(f"{file.name} needs a line of different names on top, and rows below")
-    for number, row in enumerate(rows):
-        if len(row) != len(header):
+    while True:
+        scan = _TableScan(file, separator, texts)
+        late = scan.run()
+        if not late:
+            return scan.arrays()
+        texts |= late
+
+
+class _TableScan:
+    """A table that is being indexed."""
+
+    def __init__(self, file: File, separator: str | None, texts: frozenset[str]) -> None:
+        self._file, self._name, self._texts = file, file.name, texts
+        first = file.read(0, _MAX_HEADER)
+        self._at = 3 if first.startswith(b"\xef\xbb\xbf") else 0
+        """Offset of the first byte that is not parsed yet."""
+        self._separator = _separator(first[self._at :]) if separator is None else separator
+        self._begin = self._at
+        """Offset of the row that is being parsed."""
+        self._starts = GrowingColumn()
+        self._columns: list[_ColumnScan] = []
+
+    def run(self) -> frozenset[str]:
+        """Read the table; return the names of columns whose sizes would have to be known from the
+        beginning. Raises SourceError.
+        """
+        parts = self._parts()
+        try:
+            for part in parts:
+                rows = self._plain(part) if self._columns else None
+                if rows is None:
+                    self._parsed(part, parts)
+                else:
+                    self._add(*rows)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise SourceError(f"{self._name} at byte {self._begin}: {error}") from error
+        if not self._columns:
+            raise SourceError(f"{self._name} is empty")
+        names = [column.name for column in self._columns]
+        if not len(self._starts) or len(set(names)) != len(names):
             raise SourceError(
-                f"{file.name}, row {number + 2}: {len(row)} values, where the first line names "
-                f"{len(header)}"
+                f"{self._name} needs a line of different names on top, and rows below"
             )
-    columns = [
-        _facts(name, values) for name, values in zip(header, zip(*rows, strict=True), strict=True)
-    ]
-    head = {"columns": columns, "separator": separator}
-    sizes = [[len(value.encode()) for value in row] for row in rows]
-    return {
-        "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
-        "starts": np.array(starts[1:], np.int64),
-        "bodies": np.array(sizes, np.int64),
-    }
+        self._starts.append(self._at)
+        return frozenset(
+            each.name for each in self._columns if each.is_late and each.kind == "text"
+        )
+
+    def arrays(self) -> Arrays:
+        """Return the index."""
+        head = {
+            "columns": [column.facts() for column in self._columns],
+            "separator": self._separator,
+            "texts": {str(k): list(c.codes) for k, c in enumerate(self._columns) if c.codes},
+        }
+        arrays: Arrays = {
+            "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
+            "starts": self._starts.spread(),
+        }
+        for k, column in enumerate(self._columns):
+            if column.has_sizes:
+                arrays[f"bodies{k}"] = column.sizes.values()
+            if column.codes:
+                arrays[f"labels{k}"] = column.labels.values()
+        return arrays
+
+    def _parts(self) -> Iterator[bytes]:
+        """Yield the table in parts of about 1 MiB that end with a line."""
+        at, held = self._at, []
+        while at < self._file.size:
+            data = self._file.read(at, min(_PART, self._file.size - at))
+            if not data:
+                raise SourceError(f"{self._name} has changed since it was opened: run again")
+            at += len(data)
+            cut = data.rfind(b"\n") + 1
+            held.append(data[:cut] if cut else data)
+            if cut:
+                yield b"".join(held)
+                held = [data[cut:]]
+        if any(held):
+            yield b"".join(held)
+
+    def _plain(self, part: bytes) -> tuple[_Numbers, list[Sequence[str]], list[_Numbers]] | None:
+        """Return (start of each row, values of each column, their bytes) of lines that need no
+        parser; None for others: with quotes, blank lines or a wrong number of values.
+        """
+        width = len(self._columns)
+        if any(each in part for each in (b'"', b"\r", b"\0")) or not part.endswith(b"\n"):
+            return None
+        data = np.frombuffer(part, np.uint8)
+        lines = np.flatnonzero(data == 10)
+        mark = self._separator.encode()
+        if len(mark) > 1 or len(data) < 2 or (data[:1] == 10) or (np.diff(lines) == 1).any():
+            return None
+        ends = np.flatnonzero((data == 10) | (data == mark[0]))
+        if len(ends) != width * len(lines) or (ends[width - 1 :: width] != lines).any():
+            return None
+        try:
+            text = part.decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+        values = text[:-1].replace("\n", self._separator).split(self._separator)
+        sizes = np.diff(ends, prepend=-1) - 1
+        starts = np.concatenate([[0], lines[:-1] + 1]) + self._at
+        self._at += len(part)
+        columns = range(width)
+        return starts, [values[k::width] for k in columns], [sizes[k::width] for k in columns]
+
+    def _parsed(self, part: bytes, more: Iterator[bytes]) -> None:
+        """Add the rows of a part as Python's parser reads them; if it ends within quotes, those of
+        all parts that follow, too."""
+        at = self._at
+        try:
+            rows = list(self._rows_of([part]))
+        except csv.Error:
+            self._at = at
+            self._add_rows(self._rows_of(itertools.chain([part], more)))
+        else:
+            self._add_rows(rows)
+
+    def _rows_of(self, parts: Iterable[bytes]) -> Iterator[tuple[int, list[str]]]:
+        """Yield (offset, values) of each row. Raises csv.Error, UnicodeDecodeError."""
+
+        def feed() -> Iterator[str]:
+            for part in parts:
+                for line in part.splitlines(keepends=True):
+                    self._at += len(line)
+                    yield line.decode("utf-8")
+
+        self._begin = self._at
+        for row in _cells(feed(), self._separator, strict=True):
+            if row:
+                yield self._begin, row
+            self._begin = self._at
+
+    def _add_rows(self, rows: Iterable[tuple[int, list[str]]]) -> None:
+        rows = iter(rows)
+        if not self._columns:
+            header = next(rows, (0, []))[1]
+            self._columns = [_ColumnScan(name, name in self._texts) for name in header]
+            for name in label_names(header):
+                self._columns[header.index(name)].is_label = True
+        width = len(self._columns)
+        while some := list(itertools.islice(rows, _ROWS)):
+            for number, (_, row) in enumerate(some, len(self._starts)):
+                if len(row) != width:
+                    raise SourceError(
+                        f"{self._name}, row {number + 2}: {len(row)} values, where the first line "
+                        f"names {width}"
+                    )
+            values = list(zip(*(row for _, row in some), strict=True))
+            sizes = [np.array([len(v.encode()) for v in own], np.int64) for own in values]
+            self._add(np.array([start for start, _ in some], np.int64), values, sizes)
+
+    def _add(
+        self, starts: _Numbers, values: Sequence[Sequence[str]], sizes: Sequence[_Numbers]
+    ) -> None:
+        first = len(self._starts)
+        self._starts.extend(starts)
+        for column, own, lengths in zip(self._columns, values, sizes, strict=True):
+            column.add(first, own, lengths)
+
+
+class _ColumnScan:
+    """A column of a table that is being indexed."""
+
+    def __init__(self, name: str, is_text: bool) -> None:
+        self.name = name
+        self.is_label = False
+        self.has_sizes = is_text
+        self.is_late = False
+        """True if the sizes of its first values are not known."""
+        self.sizes, self.labels = GrowingColumn(), GrowingColumn()
+        self.codes: dict[str, int] = {}
+        """Different texts of a label, as long as there are few."""
+        self._missing = self._blank = -1
+        self._kinds: set[str] = set()
+
+    def facts(self) -> list[Any]:
+        """Return the fields of `_TextColumnFacts`."""
+        return [self.name, self.kind, self._missing, self._blank]
+
+    def add(self, first: int, values: Sequence[str], sizes: _Numbers) -> None:
+        """Add the values of the rows from `first` on, with their bytes."""
+        self._look(first, values, sizes)
+        if self.kind == "text" and not self.has_sizes:
+            self.has_sizes, self.is_late = True, first > 0
+        if self.has_sizes and not self.is_late:
+            self.sizes.extend(sizes)
+        if self.is_label:
+            codes = self.codes
+            rows = [codes.setdefault(value, len(codes)) for value in values]
+            self.labels.extend(np.array(rows, np.int64))
+            if len(codes) > MAX_CLASSES:
+                self.is_label, self.labels, self.codes = False, GrowingColumn(), {}
+
+    def _look(self, first: int, values: Sequence[str], sizes: _Numbers) -> None:
+        """Note the kind of values, and which is missing."""
+        text = "".join(values)
+        if sizes.min() > 0 and sizes.max() < 19 and text.isascii() and text.isdigit():
+            self._kinds.add("int64")
+            return
+        if "_" not in text and "text" not in self._kinds:
+            with contextlib.suppress(ValueError):
+                # Values that are missing are NaN, or no numbers.
+                if not np.isnan(np.fromiter(map(float, values), np.float64, len(values))).any():
+                    whole = _WHOLE.fullmatch(values[0])
+                    self._kinds.add(_kind_of(values) if whole else "float64")
+                    return
+        gaps: list[int] = []
+        if not MISSING.isdisjoint(map(str.strip, values)):
+            gaps = [row for row, value in enumerate(values) if value.strip() in MISSING]
+            blank = next((row for row in gaps if not values[row].strip()), -1)
+            if self._missing < 0:
+                self._missing = first + gaps[0]
+            if self._blank < 0 <= blank:
+                self._blank = first + blank
+        if "text" not in self._kinds:
+            skipped = set(gaps)
+            self._kinds.add(_kind_of([v for row, v in enumerate(values) if row not in skipped]))
+
+    @property
+    def kind(self) -> str:
+        """Kind of all values so far."""
+        for kind in ("text", "float64"):
+            if kind in self._kinds:
+                return kind
+        # Whole numbers such as keys of 20 digits would lose digits as floats.
+        return "text" if "long" in self._kinds else "int64" if "int64" in self._kinds else "none"
 
 
 def _separator(data: bytes) -> str:
@@ -294,47 +535,14 @@ def _separator(data: bytes) -> str:
     return max(_SEPARATORS, key=lambda each: len(next(csv.reader([line], delimiter=each), [])))
 
 
-def _rows(data: bytes, shift: int, separator: str, name: str) -> tuple[list[int], list[list[str]]]:
-    """Return (offset of each row, followed by the end; the rows)."""
-    starts, rows = [], []
-    at = begin = shift
-    lines = iter(data.splitlines(keepends=True))
-
-    def feed() -> Any:
-        nonlocal at
-        for line in lines:
-            at += len(line)
-            yield line.decode("utf-8")
-
-    try:
-        for row in _cells(feed(), separator, strict=True):
-            if row:
-                starts.append(begin)
-                rows.append(row)
-            begin = at
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise SourceError(f"{name} at byte {begin}: {error}") from error
-    if not rows:
-        raise SourceError(f"{name} is empty")
-    return [*starts, at], rows
-
-
-def _facts(name: str, values: Sequence[str]) -> list[Any]:
-    """Return the fields of `_TextColumnFacts` of a column."""
-    gaps = [row for row, value in enumerate(values) if value.strip() in MISSING]
-    blank = next((row for row in gaps if not values[row].strip()), -1)
-    skipped = set(gaps)
-    present = [value for row, value in enumerate(values) if row not in skipped]
-    return [name, _kind_of(present), gaps[0] if gaps else -1, blank]
-
-
 def _kind_of(values: Sequence[str]) -> str:
+    """Return the kind of some values: `int64`, `float64`, `text`, `none` without any, or `long` for
+    whole numbers of which some exceed 64 bits."""
     if not values:
         return "none"
     if all(_WHOLE.fullmatch(value) for value in values):
-        # Numbers such as keys of 20 digits would lose digits as floats.
         short = all(len(value) <= _MAX_DIGITS for value in values)
-        return "int64" if short and all(abs(int(value)) < 2**63 for value in values) else "text"
+        return "int64" if short and all(abs(int(value)) < 2**63 for value in values) else "long"
     try:
         for value in values:
             float(value)

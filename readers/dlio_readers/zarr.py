@@ -146,7 +146,7 @@ class ZarrReader(ColumnReader):
         self._setup(
             columns,
             count,
-            [url, archive, self._stamp(url), repr((select, split)) if split else repr(select)],
+            [url, archive, self._stamp(), repr((select, split)) if split else repr(select)],
             classes,
             schema.structure if schema is not None and whole else None,
             select,
@@ -178,7 +178,7 @@ class ZarrReader(ColumnReader):
             if len(kinds) > 1:
                 raise UsageError(f"{redact(url)}: its images differ in {name}: open them alone")
         columns = {name: VolumeColumn(each) for name, each in parts.items()}
-        self._setup(columns, len(images), [url, archive, self._stamp(url)])
+        self._setup(columns, len(images), [url, archive, self._stamp()])
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -198,7 +198,7 @@ class ZarrReader(ColumnReader):
 
         from dlio_readers.zarrstore import LocalFiles, RemoteFiles
 
-        source = Source(url)
+        self._source = source = Source(url)
         with ReadErrors(url, "is not a Zarr store, or is damaged"):
             self._store: Any = (LocalFiles if source.local else RemoteFiles).at(source)
             return zarr.open(self._store, mode="r")
@@ -223,12 +223,16 @@ class ZarrReader(ColumnReader):
     def _check_chunks(self, array: Any, where: str) -> None:
         if self._missing != "error":
             return
-        stored, wanted = array.nchunks_initialized, array.nchunks
+        from dlio_readers.zarrstore import stored_chunks
+
+        stored, wanted = stored_chunks(self._source, array)
         if stored < wanted:
+            kind = "shards" if array.shards else "chunks"
             raise SourceError(
-                f"{where}: {wanted - stored} of its {wanted} chunks are missing: restore them, or "
+                f"{where}: {wanted - stored} of its {wanted} {kind} are missing: restore them, or "
                 'use the fill value for them with missing="fill"'
             )
+        self._store.limits.refuse_gaps(array.path)
 
     def _check_array(self, array: Any, where: str, missing: str | None) -> None:
         """Refuse codecs that make objects, and limit what the others may take memory for.
@@ -258,23 +262,26 @@ class ZarrReader(ColumnReader):
             raise SourceError(f"{where} has {array.nchunks} chunks: store larger ones")
         rows = array.shape[0] if array.shape else 0
         if missing != "fill" and rows > MAX_ABSENT_ROWS and not is_trusted():
-            absent = rows * (array.nchunks - array.nchunks_initialized) // max(1, array.nchunks)
+            from dlio_readers.zarrstore import stored_chunks
+
+            stored, wanted = stored_chunks(self._source, array)
+            absent = rows * (wanted - stored) // max(1, wanted)
             if absent > MAX_ABSENT_ROWS:
                 raise SourceError(
                     f"{where}: {absent} of its {rows} rows are not stored: use the fill value for "
                     'them with missing="fill", or restore its chunks'
                 )
 
-    def _stamp(self, url: str) -> str:
-        """Identify a state of the store.
+    def _stamp(self) -> str:
+        """Identify a state of the store: by its metadata, times of its folders, and `store_sample`.
 
-        By its metadata, modification times of its folders, and sizes, times and samples of files.
+        A chunk that is overwritten in place changes it if it is one of those that are sampled.
         """
-        source = Source(url)
+        source = self._source
         metadata = [source.read(mark).decode("latin-1") for mark in _MARKS if source.exists(mark)]
         names: Sequence[str] = ["", *[e.name for e in source.listing() if e.folder]]
         times = [f"{name} {source.modified_ns(name)}" for name in names]
-        with ReadErrors(url):
+        with ReadErrors(source.url):
             content = store_sample(source.root, source.open_regular) if source.local else ""
         return " ".join([*metadata, *times, content])
 

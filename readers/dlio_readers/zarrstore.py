@@ -5,8 +5,9 @@ that it would become are compared with the size that the array's metadata declar
 """
 
 import asyncio
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Self, cast
 
 from zarr.abc.store import (
@@ -23,6 +24,10 @@ from dlio.data.source import ReadErrors, Source
 from dlio.errors import SourceError
 from dlio.util.decompression_limits import exceeds, is_cut_off
 
+METADATA: Final = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+"""Names of the files that describe arrays and groups."""
+_MOST_FOLDERS: Final = 32
+"""Folders of an array that are listed to count its chunks."""
 _MAX_METADATA: Final = 64 << 20
 _SLACK: Final = 1 << 16
 _EXPANSION: Final = 8
@@ -34,6 +39,7 @@ class _ArrayLimits:
 
     def __init__(self) -> None:
         self._arrays: list[tuple[str, int, int, str]] = []
+        self._whole: list[str] = []
 
     def add(self, name: str, stored: int, chunk: int, codec: str) -> None:
         """Limit the chunks of the array at a path: `stored` bytes of a shard, or of a chunk if it
@@ -42,6 +48,18 @@ class _ArrayLimits:
         prefix = f"{name}/" if name else ""
         self._arrays.append((prefix, 2 * stored + _SLACK, _EXPANSION * chunk + _SLACK, codec))
         self._arrays.sort(key=lambda each: -len(each[0]))
+
+    def refuse_gaps(self, name: str) -> None:
+        """Have chunks that are missing of the array at a path be an error, also once it is open."""
+        self._whole.append(f"{name}/" if name else "")
+
+    def check_absent(self, key: str, shown: str) -> None:
+        """Raise SourceError if a key that is not stored is a chunk that has to be."""
+        if not key.endswith(METADATA) and any(map(key.startswith, self._whole)):
+            raise SourceError(
+                f"{shown} is missing: restore it, or use the fill value for missing chunks with "
+                'missing="fill"'
+            )
 
     def most(self, key: str) -> int:
         """Return the most bytes that may be stored under a key."""
@@ -113,6 +131,7 @@ class LocalFiles(LocalStore):
             try:
                 descriptor = self.source.open_regular(path)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                self.limits.check_absent(key, path)
                 return None
         try:
             size = os.fstat(descriptor).st_size
@@ -151,13 +170,55 @@ class RemoteFiles(FsspecStore):
             try:
                 size = int((await self.fs._info(f"{self.path}/{key}".lstrip("/")))["size"])
             except FileNotFoundError:
+                self.limits.check_absent(key, key)
                 return None
             if size > self.limits.most(key):
                 raise SourceError(f"{key} of {size} bytes is larger than a chunk: refused")
         data = await super().get(key, prototype, byte_range)
-        if data is not None:
-            self.limits.check(key, data.to_bytes())
+        if data is None:
+            self.limits.check_absent(key, key)
+            return None
+        self.limits.check(key, data.to_bytes())
         return data
+
+
+def stored_chunks(source: Source, array: Any) -> tuple[int, int]:
+    """Return (chunks or shards of an array that are stored, those that it has).
+
+    Folders are listed once, up to 32 of them: where each chunk has a folder of its own, those that
+    are there are taken to be full, which a read finds out. Raises SourceError.
+    """
+    units = array.shards or array.chunks
+    sides = [-(-size // unit) for size, unit in zip(array.shape, units, strict=True)]
+    key = array.metadata.encode_chunk_key((0,) * len(sides))
+    total = math.prod(sides)
+    if not total or not sides:
+        return total, total
+    folder = array.path
+    if key.startswith("c/"):
+        folder, key = f"{folder}/c".lstrip("/"), key[2:]
+    levels = [[side] for side in sides] if "/" in key else [sides]
+    folders, listed = [folder] if source.is_folder(folder) else [], 0
+    for depth, level in enumerate(levels):
+        listed += len(folders)
+        if listed > _MOST_FOLDERS:
+            return len(folders) * math.prod(sides[depth:]), total
+        folders = [
+            f"{each}/{name}"
+            for each in folders
+            for name, _ in source.names(each)
+            if _is_place(name.removeprefix("c."), level)
+        ]
+    return len(folders), total
+
+
+def _is_place(name: str, sides: Sequence[int]) -> bool:
+    """True if a name such as 3.0 is the place of a chunk in a grid."""
+    parts = name.split(".")
+    return len(parts) == len(sides) and all(
+        part.isascii() and part.isdecimal() and len(part) < 19 and int(part) < side
+        for part, side in zip(parts, sides, strict=True)
+    )
 
 
 def _span(part: Any, size: int) -> tuple[int, int]:

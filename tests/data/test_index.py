@@ -1,0 +1,161 @@
+"""Indexes are narrow, mapped, shared by the processes of a node, and built again when damaged."""
+
+import gc
+import io
+import logging
+import os
+import tarfile
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlio.data import index as index_module
+from dlio.data.index import Arrays, GrowingColumn, cached_index, clean_cache
+from dlio.data.reader import open_reader
+from dlio.data.source import File
+
+_COUNT = 100_000
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arrays]:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "f").write_bytes(b"1")
+
+    def make() -> Arrays:
+        def build() -> Arrays:
+            return {"a": np.arange(_COUNT), "small": np.arange(3, dtype=np.uint8)}
+
+        return cached_index("test", 1, [File(str(tmp_path / "f"))], build)
+
+    return make
+
+
+def _mapped(folder: Path) -> bool:
+    return f"{folder}/" in Path("/proc/self/maps").read_text()
+
+
+def test_an_index_is_mapped_and_cannot_be_written(
+    tmp_path: Path, index: Callable[[], Arrays]
+) -> None:
+    for _ in range(2):
+        arrays = index()
+        assert arrays["a"].tolist() == list(range(_COUNT))
+        assert _mapped(tmp_path / "cache")
+        with pytest.raises(ValueError, match="read-only"):
+            arrays["a"][0] = 1
+        del arrays
+        gc.collect()
+        assert not _mapped(tmp_path / "cache")
+
+
+def test_an_index_on_a_network_is_copied_once_per_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: Callable[[], Arrays]
+) -> None:
+    node, cache = tmp_path / "node", str(tmp_path / "cache")
+    node.mkdir()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(node))
+    monkeypatch.setattr(
+        index_module, "_is_near", lambda f: cache not in os.readlink(f"/proc/self/fd/{f}")
+    )
+    for _ in range(2):
+        assert index()["a"].tolist() == list(range(_COUNT))
+    arrays = index()
+    assert _mapped(node)
+    assert not _mapped(tmp_path / "cache")
+    (copied,) = node.glob("dlio-*/index/*/*/a.npy")
+    assert [path.stat().st_mode & 0o077 for path in (copied, *copied.parents[:4])] == [0] * 5
+    clean_cache()
+    assert not list(node.glob("dlio-*/index/*/*/a.npy"))
+    assert arrays["a"][-1] == _COUNT - 1  # A removed file stays as long as it is mapped.
+    monkeypatch.setattr(index_module, "_is_near", lambda _: False)
+    assert index()["a"].tolist() == list(range(_COUNT))
+    assert not list(node.glob("dlio-*/index/*/*/a.npy"))
+
+
+@pytest.mark.parametrize("damage", ["a.npy", "head.json", "cut", "gone"])
+def test_a_damaged_index_is_built_again_with_a_line(
+    tmp_path: Path, index: Callable[[], Arrays], caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    index()
+    assert not caplog.records
+    (folder,) = [path for path in (tmp_path / "cache").glob("*/*") if path.is_dir()]
+    if damage == "cut":
+        os.truncate(folder / "a.npy", 4096)
+    elif damage == "gone":
+        (folder / "a.npy").unlink()
+    else:
+        with open(folder / damage, "r+b") as file:
+            file.seek(-3, os.SEEK_END)
+            file.write(b"\1\2\3")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert index()["a"].tolist() == list(range(_COUNT))
+    assert any("is damaged, and is built again" in each.message for each in caplog.records)
+    assert str(folder) in caplog.text
+    caplog.clear()
+    index()
+    assert not caplog.records
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 300), max_size=40), st.data())
+def test_a_column_holds_its_numbers_in_few_bytes(numbers: list[int], data: st.DataObject) -> None:
+    column, rest = GrowingColumn(signed=True), numbers
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        if data.draw(st.booleans()):
+            column.extend(np.array(rest[:count], np.int64))
+        else:
+            for number in rest[:count]:
+                column.append(number)
+        rest = rest[count:]
+    assert len(column) == len(numbers)
+    assert column.spread().tolist() == numbers
+    if len(set(numbers)) == 1:
+        assert column.values().shape == (1,)
+    widest = max(
+        (int(np.min_scalar_type(n if n < 0 else -n - 1).itemsize) for n in numbers), default=1
+    )
+    assert column.values().itemsize == widest
+
+
+def _tar(path: Path, count: int) -> None:
+    with tarfile.open(path, "w") as tar:
+        for k in range(count):
+            for extension, size in (("cls", 3), ("jpg", 200 + k % 500)):
+                member = tarfile.TarInfo(f"{k:09d}.{extension}")
+                member.size = size
+                data = b"%03d" % (k % 1000) if extension == "cls" else bytes(size)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def _csv(path: Path, count: int) -> None:
+    rows = "".join(f"{k},{k / 7:.4f},text {k},{k % 10}\n" for k in range(count))
+    path.write_text("a,b,c,label\n" + rows)
+
+
+@pytest.mark.parametrize(("write", "name"), [(_tar, "x.tar"), (_csv, "x.csv")])
+def test_an_index_takes_few_bytes_a_sample_while_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, int], Any], name: str
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    peaks, kept = [], []
+    for count in (20, 8_000, 28_000):
+        (tmp_path / str(count)).mkdir()
+        write(tmp_path / str(count) / name, count)
+        tracemalloc.start()
+        try:
+            reader = open_reader(f"{tmp_path}/{count}/{name}")
+            size, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(reader) == count
+        peaks.append(peak)
+        kept.append(size)
+    assert (peaks[2] - peaks[1]) / 20_000 < 32
+    assert (kept[2] - kept[1]) / 20_000 < 16
