@@ -15,6 +15,7 @@
 | `allocation` | the nodes that a batch system has granted |
 | `job_nodes`, `data_ranks`, `devices` | facts: nodes, ranks that share data, MPI on GPU memory |
 | `gloo`, `common_store` | what torch's gloo needs: devices, and a store of all ranks |
+| `float_order` | maxima of floats that keep a NaN of any rank |
 | `deadlines`, `progress_thread`, `funnel` | deadlines, background progress, MPI_THREAD_FUNNELED |
 | `process_group` | torch.distributed's ProcessGroup over MPI |
 """

@@ -60,7 +60,10 @@ class Communicator(Protocol):
         """Return once all ranks have called it. Collective."""
 
     def bcast(self, array: Array, root: int = 0) -> None:
-        """Overwrite a contiguous array with `root`'s. Collective."""
+        """Overwrite an array with `root`'s. Collective.
+
+        Raises CommError for an array that is not contiguous (C order), or read-only.
+        """
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
         """Start sending `data` to rank `dest`."""
@@ -71,7 +74,8 @@ class Communicator(Protocol):
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         """Start an element-wise reduction over all ranks, in place. Collective.
 
-        The array is contiguous. Raises CommError if it is not float32, float64 or int64.
+        Each result is NaN if that of any rank is. Raises CommError for an array that is not
+        float32, float64 or int64, not contiguous (C order), or read-only.
         """
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:

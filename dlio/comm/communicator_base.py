@@ -6,8 +6,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from dlio.comm.comm_protocol import Array, Request
+from dlio.comm.comm_protocol import Array, Op, Request
 from dlio.comm.deadlines import default_timeout_s, wait_all
+from dlio.comm.float_order import OrderedReduction, ordered_bits
 from dlio.errors import CommError
 
 _T = TypeVar("_T")
@@ -23,6 +24,17 @@ class CommunicatorBase:
         self._timeout_s = default_timeout_s()
 
     def bcast(self, array: Array, root: int = 0) -> None:
+        raise NotImplementedError
+
+    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
+        check_reducible(array)
+        if op == "sum" or array.dtype == np.int64:
+            return self._reduction(array, op)
+        bits = ordered_bits(array, op)  # type: ignore[arg-type] # floats, by the check
+        return OrderedReduction(self._reduction(bits, op), bits, array)
+
+    def _reduction(self, array: Array, op: Op) -> Request:
+        """Start a reduction by the library, of float32, float64, int32 or int64."""
         raise NotImplementedError
 
     def tell(self, value: _T, root: int = 0) -> _T:
@@ -45,8 +57,19 @@ class CommunicatorBase:
         return False
 
 
+def check_memory(array: Array) -> None:
+    """Raise CommError for memory that a library would read or write in another order, or cannot.
+
+    mpi4py takes Fortran's order as it lies, gloo takes the elements between those of a slice.
+    """
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        kind = "is not contiguous (C order)" if array.flags.writeable else "is read-only"
+        raise CommError(f"the array of shape {list(array.shape)} {kind}: give a contiguous copy")
+
+
 def check_reducible(array: Array) -> None:
-    """Raise CommError for a type whose sums not every library has."""
+    """Raise CommError for a type whose sums not every library has, and as `check_memory`."""
+    check_memory(array)
     # Open MPI silently returns garbage for types it does not know, such as bfloat16.
     if array.dtype not in (np.float32, np.float64, np.int64):
         raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")

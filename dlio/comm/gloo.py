@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from dlio.comm.comm_protocol import Array, Buffer, Op
-from dlio.comm.communicator_base import check_reducible
+from dlio.comm.comm_protocol import Buffer, Op
 
 _T = TypeVar("_T")
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -34,9 +33,8 @@ def allgather_json(
     ]
 
 
-def sum_options(array: Array, op: Op) -> AllreduceOptions:
-    """Return gloo's options of a reduction. Raises CommError for a type that it cannot reduce."""
-    check_reducible(array)
+def sum_options(op: Op) -> AllreduceOptions:
+    """Return gloo's options of a reduction."""
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp(_OPS[op])
     return options

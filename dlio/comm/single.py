@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from dlio.comm.comm_protocol import Array, Buffer, Op, Request
-from dlio.comm.communicator_base import check_reducible
+from dlio.comm.communicator_base import check_memory, check_reducible
 from dlio.errors import CommError
 
 _T = TypeVar("_T")
@@ -36,7 +36,7 @@ class SingleCommunicator:
         pass
 
     def bcast(self, array: Array, root: int = 0) -> None:
-        pass
+        check_memory(array)  # A program that runs alone must run with others, too.
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
         raise CommError(f"one process has no rank {dest} to send to")
@@ -45,7 +45,7 @@ class SingleCommunicator:
         raise CommError(f"one process has no rank {source} to receive from")
 
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
-        check_reducible(array)  # A program that runs alone must run with others, too.
+        check_reducible(array)
         return CompleteRequest()
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dlio.comm.comm_protocol import Array, Buffer, Communicator, Op, Request
 from dlio.comm.common_store import serve_store
-from dlio.comm.communicator_base import CommunicatorBase
+from dlio.comm.communicator_base import CommunicatorBase, check_memory
 from dlio.comm.deadlines import default_timeout_s
 from dlio.comm.gloo import allgather_json, bytes_of, sum_options
 from dlio.comm.net.address import meeting_address
@@ -153,6 +153,7 @@ class TorchCommunicator(CommunicatorBase):
             self._group.barrier().wait()
 
     def bcast(self, array: Array, root: int = 0) -> None:
+        check_memory(array)
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
         with self._errors("broadcast"):
             self._group.broadcast(flat, root).wait()
@@ -163,8 +164,8 @@ class TorchCommunicator(CommunicatorBase):
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
         return self._mail.receive(bytes_of(into), self._peer(source), tag)
 
-    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
-        options = sum_options(array, op)
+    def _reduction(self, array: Array, op: Op) -> Request:
+        options = sum_options(op)
         with self._errors("reduction"):
             work = self._group.allreduce([torch.from_numpy(array)], options)
         return _GlooReduction(work, self._errors)

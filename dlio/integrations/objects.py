@@ -111,9 +111,9 @@ def _as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 def _of_root(like: torch.Tensor, comm: Communicator, root: int) -> torch.Tensor:
     """Return `root`'s tensor, of the type, shape and device of this rank's. Collective."""
-    flat = _as_bytes(like)
-    comm.bcast(flat, root)
-    return torch.from_numpy(flat).view(like.dtype).reshape(like.shape).to(like.device)
+    theirs = like.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    comm.bcast(theirs.reshape(-1).view(torch.uint8).numpy(), root)
+    return theirs.to(like.device)
 
 
 REDUCED: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {

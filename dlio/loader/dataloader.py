@@ -58,9 +58,9 @@ from dlio.loader.passes import (
 )
 from dlio.loader.planned_engine.engine import epoch_plan
 from dlio.loader.repeated_samples import repeated_batch, with_repeats
-from dlio.loader.sampler_pass import SamplerOrder
+from dlio.loader.sampler_pass import BatchesPass, SamplerOrder, SamplerPass
 from dlio.loader.stats import PassStats
-from dlio.loader.third_party import accelerate
+from dlio.loader.third_party import accelerate, lightning
 from dlio.loader.third_party.adapters import read_by_dlio
 from dlio.loader.torchdata_state.iteration_state import IterationState
 from dlio.loader.trace import Spans, path_of
@@ -235,6 +235,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         """If the next pass continues such an epoch."""
         self._current: weakref.ref[LoaderIterator] | None = None
         self._kept: IterationState | None = None
+        self._lightnings: State | None = None
+        """The state that Lightning resumes from, until it trains."""
         options = self._options()  # Raises now for options that cannot work.
         if options.has_too_many_workers:
             super().check_worker_number_rationality()
@@ -296,12 +298,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         and text, for torch.distributed.checkpoint as for JSON.
         """
         keeper = self._keeper()
+        ahead = lightning.fetched_ahead()
         if keeper is not None:
-            return keeper.state_dict(self._options(), self._IterableDataset_len_called)
+            return keeper.state_dict(self._options(), self._IterableDataset_len_called, ahead)
         state = self._place.state()
         if state is None:
             batches, _ = self._place.open(self._order(self._options()))
             state = batches.state()
+        if ahead and isinstance(self._place.current, BatchesPass):
+            state["batches"] -= ahead
         return state
 
     def load_state_dict(self, state_dict: State) -> None:
@@ -391,14 +396,41 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         """Leave torch's warning to the end of `__init__`: threads may be more than cores."""
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
+        passes_end = self._resumes_in_lightning()
         keeper = self._keeper()
         if keeper is not None:
             options, length = self._options(), self._IterableDataset_len_called
-            begun = keeper.begun(options, length, self._place.next_epoch)
+            begun = keeper.begun(options, length, self._place.next_epoch, passes_end)
             self._place = LoaderPosition(begun.batches)
             return self._iterator_of(options, begun)
         assigner = self._own_assigner()
+        if passes_end:
+            self._pass_end()
         return self.begin() if assigner is None else ElasticIterator(assigner, len(self))
+
+    def _resumes_in_lightning(self) -> bool:
+        """True if Lightning begins the first pass of a resumed training, whose state is loaded, or
+        begins it again before it trains, as it does after a validation."""
+        if self.follows_formula():
+            return False
+        if lightning.resumes(self):
+            self._lightnings = self._place.resumed if self._kept is None else self._kept.loaded
+            return True
+        state, self._lightnings = self._lightnings, None
+        current = self._place.current
+        if state is None or current is None or not lightning.fits():
+            return False
+        if self._place.ended or self._stats.batches > (current.steps is None):
+            return False
+        self.load_state_dict(state)
+        return True
+
+    def _pass_end(self) -> None:
+        """Have the next pass be the following one if a state was loaded of the end of one."""
+        batches, position = self._place.open(self._order(self._options()))
+        if isinstance(batches, SamplerPass) and self._place.resumed and batches.steps == 0:
+            batches.end()
+            self._place = position.over(batches)
 
     def _keeper(self) -> IterationState | None:
         """Return what keeps the states of the data set and the sampler; None if nothing needs it,

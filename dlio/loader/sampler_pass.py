@@ -120,6 +120,8 @@ class SamplerPass:
             state["sampler_epoch"] = self._distributed.epoch
         elif self._rng is not None:
             state["rng"] = self._rng
+            if self._generator is not None and self.steps == 0:
+                state["after"] = _encoded(self._generator.get_state())
         return state
 
     def next_state(self) -> State:
@@ -127,6 +129,11 @@ class SamplerPass:
         if self._generator is not None:
             state["rng"] = _encoded(self._generator.get_state())
         return state
+
+    def end(self) -> None:
+        """Put the generator where the pass has left it, of which all batches were handed out."""
+        if self._generator is not None and "after" in self._state:
+            self._generator.set_state(_decoded(self._state["after"]))
 
     def _count(self) -> int:
         if self._batches and self._own is not None:

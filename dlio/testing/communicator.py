@@ -204,6 +204,27 @@ class CommunicatorTests:
             assert largest.tolist() == [comm.size - 1, 0]
             assert least.tolist() == [0, 1 - comm.size]
 
+    def test_the_largest_and_the_least_keep_a_nan_of_any_rank(self, comm: Communicator) -> None:
+        for kind in (np.float32, np.float64):
+            for op in ("max", "min"):
+                values = np.full((comm.size + 2, 2), comm.rank, kind)
+                values[comm.rank] = np.nan, -np.nan
+                values[-2:] = [[np.inf, -np.inf], [-0.5 - comm.rank, 0.5 + comm.rank]]
+                comm.wait([comm.iallreduce(values, op)], "a reduction with NaN")
+                assert np.isnan(values[:-2]).all()
+                ends = [-0.5, comm.size - 0.5] if op == "max" else [0.5 - comm.size, 0.5]
+                assert values[-2:].tolist() == [[np.inf, -np.inf], ends]
+
+    def test_memory_in_another_order_is_refused(self, comm: Communicator) -> None:
+        whole = np.zeros((4, 6), np.float32)
+        fixed = whole.copy()
+        fixed.flags.writeable = False
+        for array in (whole.T, whole[:, ::2], np.asfortranarray(whole), fixed):
+            for call in (comm.bcast, comm.iallreduce):
+                with pytest.raises(CommError) as caught:
+                    call(array)
+                assert "give a contiguous copy" in str(caught.value)
+
     def test_several_reductions_are_under_way_at_once(self, comm: Communicator) -> None:
         arrays = [np.full(50_000, (comm.rank + 1) * (k + 1), np.float32) for k in range(5)]
         requests = [comm.iallreduce(array) for array in arrays]

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from dlio.comm.comm_protocol import Array, Buffer, Op, Request
-from dlio.comm.communicator_base import CommunicatorBase, check_reducible
+from dlio.comm.communicator_base import CommunicatorBase, check_memory, check_reducible
 from dlio.comm.single import CompleteRequest
 from dlio.errors import CommError
 
@@ -143,6 +143,7 @@ class ThreadCommunicator(CommunicatorBase):
 
     def bcast(self, array: Array, root: int = 0) -> None:
         """Overwrite a contiguous array with `root`'s. Collective."""
+        check_memory(array)
         values = self._meet(array.copy() if self.rank == root else None, "a broadcast").values
         np.copyto(array, np.asarray(values[root]))
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.index import Arrays, cached_index, fingerprint_of
-from dlio.data.interpretation import counted, counted_below
+from dlio.data.interpretation import counted, counted_below, tell_once
 from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
@@ -212,6 +212,12 @@ class FilesReader(PathReader):
         index = cached_index("files", _VERSION, files, self._build)
         head = json.loads(index["head"].tobytes())
         self._dtypes: dict[str, np.dtype[Any]] = {n: np.dtype(d) for n, d in head["dtypes"]}
+        if head.get("fraction"):
+            tell_once(
+                f"{self._urls[1]}: a label is {head['fraction']}: round such labels, since cut to "
+                "whole numbers they are off by one (nibabel scales floats that are saved under a "
+                "header of integers)"
+            )
         self._facts = _unpacked(head["dtypes"], index["dims"], len(self._rows))
         fields = [
             (name, array_kind(dtype, _common([facts.shape for facts in self._facts[name]])))
@@ -439,13 +445,26 @@ class FilesReader(PathReader):
             (name, array.dtype.newbyteorder("=").name, len(array.shape))
             for name, array in first.items()
         ]
-        head = {"dtypes": [(name, dtype) for name, dtype, _ in dtypes]}
+        head = {
+            "dtypes": [(name, dtype) for name, dtype, _ in dtypes],
+            "fraction": self._fraction(first) if self._paired else "",
+        }
         numbers = np.array([size for _, _, size in dtypes], np.int64)
         table = np.array(dims, np.int64).reshape(len(self._rows), -1)
         return {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
             "dims": np.concatenate([numbers, table.reshape(-1)]),
         }
+
+
+    def _fraction(self, arrays: Mapping[str, ChunkedArray]) -> str:
+        """Return a value of the first target that is not a whole number, if there is one."""
+        if arrays["label"].dtype.kind != "f":
+            return ""
+        (target,) = self._open(1).values()
+        values = target.read(tuple(slice(0, side) for side in target.shape))
+        odd = values[np.isfinite(values) & (values != np.rint(values))]
+        return f"{odd[0]:g}" if len(odd) else ""
 
 
 def _opened(file: File) -> tuple[dict[str, ChunkedArray], Hdf5File | None]:

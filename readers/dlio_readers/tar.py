@@ -193,6 +193,8 @@ _MAX_META: Final = 1 << 20
 _GAP: Final = 1 << 16
 """Largest gap between two members that are still read together, in bytes."""
 _META: Final = "__dlio__/schema.json"
+_METAS: Final = (_META, "__dlio__.json")
+"""Earlier versions of `dlio pack` wrote the second one, which WebDataset takes for a sample."""
 _IGNORED: Final = re.compile(r"(\./)?__[^/]*__($|/)")
 _STRETCH: Final = 1 << 18
 """Samples whose numbers are made at a time."""
@@ -521,7 +523,7 @@ class _Builder:
 
     def add(self, name: str, at: int, size: int, members: TarMembers) -> None:
         folder, slash, last = name.rpartition("/")
-        if name.endswith(_META) and size <= _MAX_META:
+        if name.endswith(_METAS) and size <= _MAX_META:
             self._packed = _meta(members.bytes_at(at, size), members, at)
             self._fields = self._fields or [field for field, _ in self._packed["fields"]]
             return

@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,54 @@ def with_transformers(folder: Path, resumes: bool) -> Seen:
     return seen
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Numbers without a length, which worker processes share; with a state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        info = torch.utils.data.get_worker_info()
+        numbers = range(
+            *((0, _COUNT - 2, 1) if info is None else (info.id, _COUNT - 2, info.num_workers))
+        )
+        while self.at < len(numbers):
+            self.at += 1
+            yield Numbers()[numbers[self.at - 1]]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class PlainStream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return map(Numbers().__getitem__, range(_COUNT - 2))
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS: dict[str, Callable[[], dlio.DataLoader]] = {
+    "seed": loader,
+    "generator": lambda: dlio.DataLoader(Numbers(), _BATCH, shuffle=True, generator=_seeded()),
+    "stream": lambda: dlio.DataLoader(PlainStream(), _BATCH),
+    "stateful": lambda: dlio.StatefulDataLoader(Numbers(), _BATCH, shuffle=True),
+    "stateful, workers": lambda: dlio.StatefulDataLoader(
+        Numbers(), _BATCH, shuffle=True, generator=_seeded(), num_workers=2
+    ),
+    "stateful stream": lambda: dlio.StatefulDataLoader(Stream(), _BATCH),
+    "stateful stream, workers": lambda: dlio.StatefulDataLoader(Stream(), _BATCH, num_workers=2),
+}
+
+
 def with_boundaries(folder: Path, resumes: bool) -> dict[str, Any]:
-    """Checkpoints at an epoch's last step, and at its end, with Lightning's own strategy: the
-    samples of each epoch of the whole training, and of the resumed one."""
+    """Checkpoints in an epoch, at its last step, and at its end, with Lightning's own strategy: by
+    loader and time, (the batches after it in the whole training, those of the resumed one)."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -169,33 +215,48 @@ def with_boundaries(folder: Path, resumes: bool) -> dict[str, Any]:
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
-            self.seen: Seen = defaultdict(list)
+            self.seen: list[tuple[int, list[int]]] = []
 
         def training_step(self, batch: Any, _: int) -> Any:
             loss = self.net(**batch)["loss"]
-            self.seen[self.trainer.current_epoch] += self.net.latest
+            self.seen.append((self.trainer.current_epoch, self.net.latest))
             return loss
+
+        def validation_step(self, *_: Any) -> None:
+            pass
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
+    def train(name: str, validates: bool, path: Path | None, saves: list[Any]) -> Any:
+        torch.manual_seed(7)
+        module = Module()
+        trainer = lightning.Trainer(
+            max_epochs=_EPOCHS,
+            accelerator="cpu",
+            logger=False,
+            callbacks=saves,
+            enable_checkpointing=bool(saves),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        also = [torch.utils.data.DataLoader(Numbers(), _COUNT)] if validates else []
+        trainer.fit(module, LOADERS[name](), *also, ckpt_path=path, weights_only=False)
+        return module.seen
+
     result: dict[str, Any] = {}
     steps = _COUNT // _BATCH
-    for name, when in (("step", {"every_n_train_steps": steps}), ("end", {"every_n_epochs": 1})):
-        save = ModelCheckpoint(str(folder), f"{name}-{{step}}", save_top_k=-1, **when)
-        for callbacks, path in (([save], None), ([], str(folder / f"{name}-step={steps}.ckpt"))):
-            module = Module()
-            trainer = lightning.Trainer(
-                max_epochs=_EPOCHS,
-                accelerator="cpu",
-                logger=False,
-                callbacks=callbacks,
-                enable_checkpointing=bool(callbacks),
-                enable_progress_bar=False,
-                enable_model_summary=False,
+    for name in LOADERS:
+        for validates in (False, True):
+            own = folder / f"{name}, {validates}"
+            every = ModelCheckpoint(str(own), "{step}", save_top_k=-1, every_n_train_steps=1)
+            end = ModelCheckpoint(
+                str(own), "end-{step}", save_top_k=-1, save_on_train_epoch_end=not validates
             )
-            trainer.fit(module, loader(), ckpt_path=path, weights_only=False)
-            result[f"{name}, {'whole' if callbacks else 'resumed'}"] = dict(module.seen)
+            whole = train(name, validates, None, [every, end])
+            for step, form in ((3, ""), (steps, ""), (steps, "end-"), (steps + 1, "")):
+                again = train(name, validates, own / f"{form}step={step}.ckpt", [])
+                result[f"{name}, {validates}, {form}{step}"] = whole[step:], again
     return result
 
 

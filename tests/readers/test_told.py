@@ -211,3 +211,31 @@ def test_a_format_that_is_not_decoded_is_named(form: str) -> None:
     named = {"JPEG2000": "JPEG 2000"}.get(form, form)
     with pytest.raises(SourceError, match=f"^x is {named}, which dlio does not decode: convert it"):
         decode_whole(memory.getvalue(), "x")
+
+
+@pytest.mark.parametrize("suffix", ["nii", "nii.gz"])
+def test_labels_that_nibabel_has_scaled_are_told(
+    suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import nibabel
+
+    labels = np.arange(118, dtype=np.uint8).repeat(2).reshape(118, 2, 1)
+    paths = []
+    for kind in ("exact", "again"):
+        for side in ("images", "labels"):
+            (tmp_path / kind / side).mkdir(parents=True)
+            path = tmp_path / kind / side / f"a.{suffix}"
+            nibabel.save(nibabel.Nifti1Image(labels, np.eye(4)), path)
+            paths.append(path)
+    # As is usual: the values as floats, with the header of the file that they came from.
+    before: Any = nibabel.load(paths[-1])
+    nibabel.save(nibabel.Nifti1Image(before.get_fdata(), before.affine, before.header), paths[-1])
+    after: Any = nibabel.load(paths[-1])
+    assert (after.get_fdata().astype(np.uint8) != labels).any()
+    assert (np.rint(after.get_fdata()) == labels).all()
+
+    assert _open(tmp_path / "exact", caplog) == (1, [])
+    count, (said,) = _open(tmp_path / "again", caplog)
+    assert count == 1
+    assert f"labels/a.{suffix}: a label is " in said
+    assert "round such labels" in said

@@ -21,6 +21,8 @@ from dlio.util.buffer_pool import BufferPool
 _MOST_COUNT: Final = 2**31 - 1
 """Largest element count of one MPI call: counts are C ints."""
 _WORD: Final = 8
+_OVERLAPS: Final = 1
+"""torch's word for a tensor whose elements certainly share memory."""
 MpiBuffer = list[Any]
 """mpi4py's description of a buffer: [memory, count or (counts, offsets), datatype]."""
 
@@ -61,6 +63,16 @@ def size_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def check_results(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise UsageError for tensors that are not dense, or whose elements share memory."""
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        raise UsageError("results need dense tensors: call to_dense()")
+    if any(torch._debug_has_internal_overlap(tensor) == _OVERLAPS for tensor in tensors):
+        raise UsageError(
+            "elements of a result share memory, as in an expanded tensor: give a clone()"
+        )
+
+
 class OperationMemory:
     """Host memory of one operation, whose tensors are on one device: `source` copies inputs in,
     `finish` copies results out.
@@ -98,8 +110,9 @@ class OperationMemory:
         """Return memory that `finish` copies into the tensors; shape (bytes,), uint8.
 
         It is `apart` from memory of the tensors' own that could be used, where MPI still reads
-        them.
+        them. Raises UsageError as `check_results`.
         """
+        check_results(tensors)
         flat = None if apart else self._as_one(tensors)
         if flat is None:
             flat = self.spare(sum(size_of(tensor) for tensor in tensors))
@@ -180,7 +193,7 @@ def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         part = flat[at : at + size_of(tensor)]
         at += size_of(tensor)
-        if tensor.is_contiguous():
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             _bytes(tensor.detach()).copy_(part, non_blocking=True)
         else:
             straight = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -19,7 +19,15 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from dlio.comm.process_group.buffers import OperationMemory, offsets, size_of, split, typed, whole
+from dlio.comm.process_group.buffers import (
+    OperationMemory,
+    check_results,
+    offsets,
+    size_of,
+    split,
+    typed,
+    whole,
+)
 from dlio.comm.process_group.mpi_group import MpiGroup, Start, Tensors
 from dlio.comm.process_group.mpi_reductions import Reduction
 from dlio.comm.process_group.mpi_work import MpiCall, MpiWork
@@ -27,8 +35,9 @@ from dlio.errors import CommError, UsageError
 from dlio.util.units import counted
 
 _SMALL_BYTES: Final = 1 << 15
-"""Size up to which a reduction in a type unknown to MPI is converted to float32 and reduced by MPI
-in one step. Small reductions cost mainly messages, and exchanging pieces takes one per rank."""
+"""Size up to which a reduction in a type unknown to MPI is converted to a wider one, such as
+float32, and reduced by MPI in one step. Small reductions cost mainly messages, and exchanging
+pieces takes one per rank."""
 
 
 class MpiProcessGroup(MpiGroup):
@@ -46,6 +55,7 @@ class MpiProcessGroup(MpiGroup):
 
     def broadcast(self, tensors: Tensors, opts: BroadcastOptions) -> MpiWork:
         staging = self._staging(tensors)
+        check_results(tensors)  # On all ranks: where one alone refuses, the others wait for it.
         root = opts.rootRank
         flat = staging.source(tensors) if self._rank == root else staging.sink(tensors)
         what = f"broadcast of {len(flat)} bytes from rank {root}"
@@ -197,23 +207,27 @@ class MpiProcessGroup(MpiGroup):
         reduction = self._reduction(what, tensors, opts)
         native = reduction.native()
         staging = self._staging(tensors)
+        check_results(tensors)
         flat = staging.source(tensors).view(reduction.dtype)
         keeps = root is None or root == self._rank
         what += f" {reduction}, {flat.numel()} numbers" + ("" if root is None else f" to {root}")
-        if native is None and size_of(flat) > _SMALL_BYTES:
+        wide = None if native else Reduction(reduction.kind, reduction.wide())
+        in_mpi = wide or reduction
+        known = in_mpi.native()
+        if known is None or (wide is not None and size_of(flat) > _SMALL_BYTES):
             steps = self._in_pieces(reduction, staging, flat, tensors if keeps else None)
             return self._collective(what, steps, staging, tensors, opts)
         # Open MPI's fastest algorithms need input and output in separate memory.
         total = staging.sink(tensors, apart=True).view(reduction.dtype) if keeps else None
-        wide = None if native else Reduction(reduction.kind, torch.float32)
-        kind, op = native or wide.native()  # type: ignore[misc, union-attr]
+        kind, op = known
         sent: list[torch.Tensor] = []
         got = total
         if wide is not None and total is not None:
-            got = staging.spare(4 * total.numel()).view(torch.float32)
+            got = staging.spare(wide.dtype.itemsize * total.numel()).view(wide.dtype)
 
         def start(comm: MPI.Intracomm) -> MPI.Request:
-            sent.append(reduction.scaled(flat) if wide is None else reduction.widened(flat))
+            given = reduction.scaled(flat) if wide is None else reduction.widened(flat)
+            sent.append(in_mpi.encoded(given))
             into = None if got is None else typed(got, kind)
             if root is None:
                 return comm.Iallreduce(typed(sent[0], kind), into, op)
@@ -222,7 +236,8 @@ class MpiProcessGroup(MpiGroup):
         def finish(_: MPI.Status) -> None:
             with torch.inference_mode():
                 if got is not None and total is not None:
-                    (wide or reduction).averaged(got, self._size)
+                    in_mpi.decode(got)
+                    in_mpi.averaged(got, self._size)
                     if wide is not None:
                         total.copy_(got)
             staging.finish()
@@ -336,6 +351,7 @@ class MpiProcessGroup(MpiGroup):
 
     def _pieces(self, what: str, tensor: torch.Tensor) -> Tensors:
         """Cut a tensor into equal parts, one per rank, in the order of its elements."""
+        self._check_layout([tensor])
         # Flat where possible: outputs may be stacked or concatenated, and both have flat parts.
         flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()
         if len(flat) % self._size:
@@ -349,6 +365,7 @@ class MpiProcessGroup(MpiGroup):
 
         Without counts, the parts are equal.
         """
+        self._check_layout([tensor])
         if not counts:
             counts = [len(tensor) // self._size] * self._size
         self._fit_ranks(what, counts)

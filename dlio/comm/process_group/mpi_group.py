@@ -220,9 +220,12 @@ class MpiGroup(dist.ProcessGroup):
         device = places.pop()
         if device.type not in devices():
             raise UsageError(f"{BACKEND} takes tensors on {devices()}, not on {device}")
+        self._check_layout(tensors)
+        return OperationMemory(self._scratch, device)
+
+    def _check_layout(self, tensors: Tensors) -> None:
         if any(tensor.layout != torch.strided for tensor in tensors):
             raise UsageError(f"{BACKEND} takes dense tensors: call to_dense(), or sparse=False")
-        return OperationMemory(self._scratch, device)
 
     def _fit(self, what: str, got: Sequence[int], wanted: Sequence[int]) -> None:
         if list(got) != list(wanted):

@@ -2,18 +2,21 @@
 
 MPI reduces C's number types. Open MPI returns garbage for others, notably float16 and bfloat16.
 Those are exchanged as they are and summed here, in float32 and in the order of ranks. This sends
-half the bytes of float32 and rounds once instead of at each hop.
+half the bytes of float32 and rounds once instead of at each hop. MPI takes the largest and the
+least of floats as integers in the same order, which keeps NaN (`dlio.comm.float_order`), and sums
+integers of fewer than 4 bytes as int32.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce as fold_left
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from dlio.comm.float_order import ordered_bits, ordered_floats
 from dlio.errors import UsageError
 
 Kind = Any
@@ -51,8 +54,14 @@ _TRUTH: Final[dict[Kind, tuple[MPI.Op, Fold]]] = {
 }
 """Reductions of bool, stored as bytes 0 and 1: a sum is a logical or, a product a logical and."""
 _PARTS: Final = {torch.complex64: MPI.FLOAT, torch.complex128: MPI.DOUBLE}
+_ORDERS: Final = {torch.float32: MPI.INT32_T, torch.float64: MPI.INT64_T}
+_NAMES: Final[dict[Kind, Literal["max", "min"]]] = {_Op.MAX: "max", _Op.MIN: "min"}
 _WIDER: Final = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 """Signed types that hold all values of unsigned ones, for which torch lacks arithmetic."""
+_NATIVE: Final = 4
+"""Bytes from which on MPI sums integers. Open MPI 5.0.11 sums narrower ones in vector registers,
+which saturate, and the last few as C does, which wrap: 100 + 100 of int8 is 127 or -56."""
+_WORD: Final = 8
 _BLOCK: Final = 1 << 16
 """Elements summed at a time: 256 KiB of float32 fit into a core's cache."""
 
@@ -101,19 +110,41 @@ class Reduction:
             return MPI.UINT8_T, _TRUTH[self.kind][0]
         if self.dtype in _PARTS:
             return (_PARTS[self.dtype], MPI.SUM) if self.kind in _SUMS else None
+        if self._is_ordered():
+            return _ORDERS[self.dtype], _OPS[self.kind][0]
+        if self.wide() != self.dtype:
+            return None
         return (_TYPES[self.dtype], _OPS[self.kind][0]) if self.dtype in _TYPES else None
+
+    @torch.inference_mode()
+    def encoded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return flat host values as MPI reduces them: `native`'s type, the bytes of the dtype."""
+        if not self._is_ordered():
+            return tensor
+        return torch.from_numpy(ordered_bits(tensor.numpy(), _NAMES[self.kind]))
+
+    @torch.inference_mode()
+    def decode(self, tensor: torch.Tensor) -> None:
+        """Turn flat host values that MPI has reduced into numbers, in place."""
+        if self._is_ordered():
+            bits = tensor.numpy().view(f"i{tensor.itemsize}")
+            tensor.copy_(torch.from_numpy(ordered_floats(bits)))
+
+    def _is_ordered(self) -> bool:
+        """True if MPI reduces integers in the order of floats."""
+        return self.kind in _NAMES and self.dtype in _ORDERS
 
     @torch.inference_mode()
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's input multiplied by the factor; the input itself if that is 1."""
         if self.kind != _Op.PREMUL_SUM:
             return tensor
-        return (tensor.to(self._wide()) * self.factor).to(self.dtype)
+        return (tensor.to(self.wide()) * self.factor).to(self.dtype)
 
     @torch.inference_mode()
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy this rank's input, converted to the type in which it is summed."""
-        return self.scaled(tensor).to(self._wide())
+        return self.scaled(tensor).to(self.wide())
 
     @torch.inference_mode()
     def averaged(self, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -140,14 +171,19 @@ class Reduction:
             return into
         for start in range(0, len(into), _BLOCK):
             part = slice(start, start + _BLOCK)
-            total = rows[0, part].to(self._wide(), copy=True)
+            total = rows[0, part].to(self.wide(), copy=True)
             for row in rows[1:, part]:
-                fold(total, row.to(self._wide()), out=total)
+                fold(total, row.to(self.wide()), out=total)
             into[part].copy_(self.averaged(total, len(rows)))
         return into
 
-    def _wide(self) -> torch.dtype:
+    def wide(self) -> torch.dtype:
         """Dtype in which the reduction is computed."""
         if self.dtype.is_floating_point and self.dtype not in _TYPES:
             return torch.float32
+        whole = self.dtype in _TYPES and not self.dtype.is_floating_point
+        if whole and self.kind == _Op.AVG and self.dtype.itemsize < _WORD:
+            return torch.int64  # The sum may leave the type, the mean does not.
+        if whole and self.kind == _Op.SUM and self.dtype.itemsize < _NATIVE:
+            return torch.int32
         return _WIDER.get(self.dtype, self.dtype)

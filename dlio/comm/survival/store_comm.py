@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 from dlio.comm.comm_protocol import Array, Buffer, Op, Request
-from dlio.comm.communicator_base import CommunicatorBase
+from dlio.comm.communicator_base import CommunicatorBase, check_memory
 from dlio.comm.gloo import allgather_json, bytes_of, sum_options
 from dlio.comm.torch_mail import Mail, Message
 from dlio.errors import CommError, PeerLost
@@ -239,6 +239,7 @@ class StoreCommunicator(CommunicatorBase):
         self._join(lambda group: group.allreduce([torch.zeros(1)]), "barrier")
 
     def bcast(self, array: Array, root: int = 0) -> None:
+        check_memory(array)
         flat = array.reshape(-1).view(np.uint8)
         own = torch.from_numpy(flat.copy())
         self._join(lambda group: group.broadcast(own, root), "broadcast")
@@ -251,8 +252,8 @@ class StoreCommunicator(CommunicatorBase):
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
         return self.bound().irecv(into, source, tag)
 
-    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
-        options = sum_options(array, op)
+    def _reduction(self, array: Array, op: Op) -> Request:
+        options = sum_options(op)
         # A copy: after a loss gloo may go on writing to it, while the caller's array, which the
         # sums are made from again, stays as it is.
         own = torch.from_numpy(array.copy())

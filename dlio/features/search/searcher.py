@@ -261,7 +261,7 @@ class Searcher:
         for record in list(self._again):
             if self._decided(record) is False:
                 self._again.remove(record)
-                self._study.end(record, "pruned")
+                self._stop(record)
                 self._study.tidy()
         for team in self._teams:
             if not team.waits:
@@ -274,9 +274,16 @@ class Searcher:
             elif self._stopping:
                 team.signal(signal.SIGKILL)  # It has a checkpoint, and would wait for ever.
 
+    def _stop(self, record: TrialRecord) -> None:
+        """End a trial that does not go on after its last epoch."""
+        lost = record.nan_after(self._study.objectives)
+        self._study.end(record, "failed" if lost else "pruned", lost)
+
     def _decided(self, record: TrialRecord) -> bool | None:
         """True if a trial goes on after its last epoch; None if others have to come to it first."""
         halving, epochs = self._halving, len(record.epochs)
+        if record.nan_after(self._study.objectives):
+            return False  # Weights that are not numbers stay so; a median would not compare them.
         if halving is None or not epochs:
             return True
         objective = self._study.objectives[0]
@@ -424,7 +431,7 @@ class Searcher:
         self._free = sorted([*self._free, *team.slots])
         record, code = team.record, team.code
         if team.is_stopped:
-            self._study.end(record, "pruned")
+            self._stop(record)
         elif code == 0 and not team.was_killed and record.epochs:
             self._study.end(record, "complete")
         elif code < 0 or code == STOPPED or (team.was_killed and code == 0):

@@ -75,6 +75,16 @@ class TrialRecord:
         """Values of the objectives after the last epoch; empty before the first one."""
         return self.epochs[-1].values if self.epochs else ()
 
+    def nan_after(self, objectives: Sequence[Objective]) -> str:
+        """Say which objectives are not a number after the last epoch; nothing if all are."""
+        names = [
+            objective.name
+            for objective, value in zip(objectives, self.values, strict=False)
+            if value is not None and math.isnan(value)
+        ]
+        stopped = f"stopped after epoch {len(self.epochs)}"
+        return f"{' and '.join(names)} is nan: {stopped}" if names else ""
+
     def course(self, objective: Objective) -> TrialCourse:
         """Return the course of the trial by an objective, the first one of the search."""
         goodness = [objective.goodness(epoch.values[0]) for epoch in self.epochs]

@@ -94,6 +94,11 @@ class InlineIterator(BaseDataLoaderIter):
         )
 
     @property
+    def yielded(self) -> int:
+        """Batches of this pass so far."""
+        return int(self._num_yielded)
+
+    @property
     def _recipe(self) -> FetchOptions:
         return FetchOptions(
             self._dataset_kind, self._auto_collation, self._collate_fn, self._drop_last

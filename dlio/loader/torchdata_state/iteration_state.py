@@ -1,6 +1,7 @@
 """A loader's iterator with a state, and the state that its next pass begins with."""
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ from dlio.loader.delivery import moved
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.passes import PassCounters
 from dlio.loader.sampler_pass import BatchesPass
+from dlio.loader.third_party import lightning
 from dlio.loader.torch_engine import fed_by, plain_loader
 from dlio.loader.torch_private import distributed_settings, share_seed
 from dlio.loader.torchdata_state.inline_iterator import InlineIterator
@@ -39,7 +41,10 @@ class IterationState:
         self.iterator: InlineIterator | ParallelIterator | None = None
         self._is_ahead = False
         """True if the iterator was made for its state, before the pass began."""
-        self._loaded: State | None = None
+        self.loaded: State | None = None
+        """The state that the next pass continues from."""
+        self._before: State | None = None
+        """The state before the batch that was handed out last; None if nobody needs it."""
         # torch's RandomSampler draws from a generator that the loader shares with it: its order can
         # be resumed only by a sampler that notes the generator's state before it draws. A subclass
         # may draw in another way, and is left alone.
@@ -48,9 +53,12 @@ class IterationState:
             random = StatefulRandom(options.sampler, options.generator)
         self._random = random
 
-    def begun(self, options: LoaderOptions, length: int | None, epoch: int) -> RunningPass:
+    def begun(
+        self, options: LoaderOptions, length: int | None, epoch: int, passes_end: bool = False
+    ) -> RunningPass:
         """Begin a pass, as engines do; `length` of an iterable data set, if the user has asked for
-        it.
+        it. With `passes_end`, a loaded state after a pass's last batch continues with the next one,
+        where torchdata's loader would have a pass without a batch.
 
         Raises MismatchedState for a loaded state of another number of workers.
         """
@@ -59,6 +67,10 @@ class IterationState:
         # already.
         is_ahead, self._is_ahead = self._is_ahead, False
         theirs = self.iterator if is_ahead else None
+        steps: int | None = None
+        with suppress(TypeError):  # A sampler without a length.
+            sampler: Any = options.batch_sampler or options.sampler
+            steps = None if options.iterable else len(sampler)
         # The state may be that of the end of a pass.
         while theirs is None or theirs.finished:
             if keeps and isinstance(self.iterator, ParallelIterator):
@@ -67,12 +79,17 @@ class IterationState:
                 theirs.again(share_seed(options.generator, None) if pipes else None)
             else:
                 theirs = self._make(options, length)
-        steps: int | None = None
-        with suppress(TypeError):  # A sampler without a length.
-            sampler: Any = options.batch_sampler or options.sampler
-            steps = None if options.iterable else len(sampler)
+            if passes_end and steps and theirs.yielded == steps:
+                next(theirs, None)  # Now it is finished.
         engine = "threads" if _in_threads(options) and options.num_workers else "torch"
-        feed = _feed(theirs, options.device, options.persistent_workers)
+        self._before = None
+        looks_back = steps is None and lightning.fits()
+
+        def note() -> None:
+            if looks_back:
+                self._before = theirs.state_dict()
+
+        feed = _feed(theirs, options.device, options.persistent_workers, note)
         next(feed)  # Up to its first `yield None`.
         return RunningPass(
             BatchesPass(epoch, None, steps),
@@ -83,8 +100,11 @@ class IterationState:
             iterator=theirs,
         )
 
-    def state_dict(self, options: LoaderOptions, length: int | None) -> State:
-        """Return the state; before the first pass, this begins it."""
+    def state_dict(self, options: LoaderOptions, length: int | None, ahead: int = 0) -> State:
+        """Return the state, or with `ahead` that of a batch before; before the first pass, this
+        begins it."""
+        if ahead and self._before is not None:
+            return self._before
         if self.iterator is None:
             self._make(options, length)
             self._is_ahead = True
@@ -95,7 +115,7 @@ class IterationState:
         """Have the next pass continue from a state; an empty one changes nothing."""
         self.close()
         if state:
-            self._loaded = dict(state)
+            self.loaded = dict(state)
 
     def copied(self) -> "IterationState":
         """Return one for a copy of the loader, which begins where the next pass would."""
@@ -113,7 +133,7 @@ class IterationState:
         self, options: LoaderOptions, length: int | None
     ) -> InlineIterator | ParallelIterator:
         self.close()
-        loaded, self._loaded = self._loaded, None
+        loaded, self.loaded = self.loaded, None
         made: InlineIterator | ParallelIterator
         assert options.sampler is not None
         sampler = with_state(options.sampler, options.batch_sampler, self._random)
@@ -173,16 +193,23 @@ class IterationState:
         return ParallelIterator(make, draws, workers, self._every, loaded, options.dataset)
 
 
-def _feed(iterator: InlineIterator | ParallelIterator, device: Any, keeps: bool) -> BatchStream:
-    """Yield the batches, on a device. None is ahead of the user, so that the iterator's state is
-    that of the batches handed out."""
+def _feed(
+    iterator: InlineIterator | ParallelIterator,
+    device: Any,
+    keeps: bool,
+    note: Callable[[], None],
+) -> BatchStream:
+    """Yield the batches, on a device; `note` is called before each is asked for. None is ahead of
+    the user, so that the iterator's state is that of the batches handed out."""
     yield None
+    note()
     try:
         for fed in fed_by(iterator):
             if device is not None and fed.error is None:
                 fed.data = moved(fed.data, torch.device(device))
             yield fed
             del fed
+            note()
     finally:
         if isinstance(iterator, ParallelIterator) and not keeps:
             iterator.close()

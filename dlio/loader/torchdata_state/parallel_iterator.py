@@ -81,7 +81,8 @@ class ParallelIterator(Iterator[BatchData]):
         self._num_workers = workers
         self._dataset = dataset
         self.finished = False
-        self._yielded = 0
+        self.yielded = 0
+        """Batches of this pass so far."""
         self._states: dict[int, State] = {} if loaded is None else dict(loaded.workers)
         self._last = workers - 1
         # Answers that came while the workers began, where order does not matter.
@@ -124,7 +125,7 @@ class ParallelIterator(Iterator[BatchData]):
             self._draws.shared_seed = shared_seed
         self._states = {}
         self.finished = False
-        self._yielded = self._draws.yielded = 0
+        self.yielded = self._draws.yielded = 0
         self._waiting = []
         self._last = self._num_workers - 1
         self.transport.again()
@@ -134,7 +135,7 @@ class ParallelIterator(Iterator[BatchData]):
         """Return the state after the batches so far."""
         state: State = {
             keys.SNAPSHOT: self._snapshot,
-            keys.STEPS_SINCE: self._yielded - self._snapshot[keys.SNAPSHOT_STEP],
+            keys.STEPS_SINCE: self.yielded - self._snapshot[keys.SNAPSHOT_STEP],
             keys.FINISHED: self.finished,
         }
         # The states below are those of the last snapshot, which the next one replaces in place.
@@ -145,10 +146,10 @@ class ParallelIterator(Iterator[BatchData]):
         self.transport._shutdown_workers()
 
     def _handed(self, worker: int, answer: WorkerReply) -> BatchData:
-        self._yielded += 1
-        self._draws.yielded = self._yielded
+        self.yielded += 1
+        self._draws.yielded = self.yielded
         self._last = worker
-        if self._interval and self._yielded % self._interval == 0:
+        if self._interval and self.yielded % self._interval == 0:
             # The sampler is ahead of the batches handed out. Its state of the right moment was kept
             # when the batch was drawn.
             due, main = self._draws.snapshots, None
@@ -157,11 +158,11 @@ class ParallelIterator(Iterator[BatchData]):
             if main is not None:
                 self._take_snapshot(main)
         length = self._draws.len_called
-        if self._draws.iterable and length is not None and self._yielded > length:
+        if self._draws.iterable and length is not None and self.yielded > length:
             # As torch's loader does for a data set that yields more than it has said.
             warn_user(
                 f"Length of IterableDataset {self._dataset} was reported to be {length}"
-                f"(when accessing len(dataloader)), but {self._yielded} samples have been fetched. "
+                f"(when accessing len(dataloader)), but {self.yielded} samples have been fetched. "
                 "For multiprocessing data-loading, this could be caused by not properly "
                 "configuring the IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for "
@@ -188,7 +189,7 @@ class ParallelIterator(Iterator[BatchData]):
 
     def _take_snapshot(self, main: State) -> None:
         self._snapshot: State = {
-            keys.SNAPSHOT_STEP: self._yielded,
+            keys.SNAPSHOT_STEP: self.yielded,
             keys.LAST_WORKER: self._last,
             keys.MAIN_SNAPSHOT: main,
             keys.WORKER_SNAPSHOTS: {
@@ -205,7 +206,7 @@ class ParallelIterator(Iterator[BatchData]):
             for _ in range(loaded.step):
                 next(self)
         else:
-            self._yielded = self._draws.yielded = loaded.step
+            self.yielded = self._draws.yielded = loaded.step
             self._last = loaded.last
             self._take_snapshot(loaded.main)
         for _ in range(loaded.steps_since):

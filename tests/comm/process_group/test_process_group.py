@@ -32,6 +32,12 @@ def test_reductions_are_right_and_the_same_on_all_ranks(mpirun: MpiRun, ranks: i
     _kept(mpirun, ranks, CHECKS, "reductions", "reductions_to_one")
 
 
+def test_every_type_layout_and_operation_equals_numpys_or_is_refused(mpirun: MpiRun) -> None:
+    done = mpirun(3, "-W", "ignore", "-m", "tests.comm.process_group.collective_table")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cells equal numpy's") == 3
+
+
 def test_every_type_and_shape_is_moved(mpirun: MpiRun) -> None:
     _kept(mpirun, 3, CHECKS, "movement")
 

@@ -103,6 +103,15 @@ def test_a_width_that_is_not_a_multiple_becomes_one_or_stays() -> None:
         assert len(what.keep.get("0", range(24))) == kept
 
 
+@pytest.mark.parametrize("share", [0.001, 1 / 25])
+def test_a_share_of_less_than_a_neuron_removes_one(share: float) -> None:
+    groups, weights, statistics = _case("mlp", 1)
+    assert int(share * groups[0].width) == 0
+    limits = Limits(loss=1e9, share=share, multiple=1)
+    what = plan_removals(groups[:1], weights, statistics, limits)
+    assert len(what.keep[groups[0].name]) == groups[0].width - 1
+
+
 def test_at_least_the_requested_number_of_neurons_stays() -> None:
     groups, weights, statistics = _case("mlp", 1)
     limits = Limits(loss=1e9, share=1.0, multiple=1, least={groups[0].name: 9})
