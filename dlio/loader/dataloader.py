@@ -487,9 +487,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if registration is not None:
             registration.step(fed is None)
         if fed is None:
-            self._place = self._place.over(batches)
-            if isinstance(batches, PlannedPass) and batches.shuffle is not None:
-                batches.shuffle.end(self.generator, batches.cursor.samples)
+            before, self._place = self._place, self._place.over(batches)
+            # Once: whoever asks again at the end is told of the end again.
+            shuffle = batches.shuffle if isinstance(batches, PlannedPass) else None
+            if shuffle is not None and self._place is not before and not before.ended:
+                shuffle.end(self.generator, cast(PlannedPass, batches).cursor.samples)
             report(stats.as_dict(), batches.epoch, self.writer)
             if begun.spans is not None and options.trace is not None:
                 rank, ranks = place(options.group, options.mesh)
@@ -582,7 +584,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         seed = batches.cursor.seed if isinstance(batches, PlannedPass) else self.seed
         if isinstance(batches, SamplerPass) and batches.seed is not None:
             seed = batches.seed
-        if data is not None and seed is not None:
+        if data is not None and data.given_seed is None and seed is not None:
             data.follow_seed(seed)
         spans = Spans() if options.trace is not None else None
         in_threads = data is not None if options.in_threads is None else options.in_threads

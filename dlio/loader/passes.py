@@ -200,7 +200,7 @@ class LoaderState:
             again_of(state),
             state.get("source_order", "sample"),
             state.get("kept"),
-            TorchShuffle.of(state),
+            TorchShuffle.of(state) if "shuffle" in state else None,
             state.get("rng"),
         )
 

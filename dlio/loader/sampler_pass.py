@@ -9,7 +9,6 @@ from typing import Any, Final
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from dlio.errors import UsageError
 from dlio.loader.contract import Index, IndexBatches, Indices, State, StatefulObject
 from dlio.loader.torch_draws import decoded, encoded
 
@@ -228,4 +227,3 @@ def _length(whole: object) -> int:
     if isinstance(whole, Sized):
         return len(whole)
     raise TypeError(f"{type(whole).__name__} has no length")
-

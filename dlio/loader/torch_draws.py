@@ -58,16 +58,14 @@ class TorchShuffle:
         return torch.Generator().manual_seed(self.seed)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "TorchShuffle | None":
-        """Return that of a loader's state; None for one without. Raises UsageError."""
-        rng, seed = state.get("rng"), state.get("shuffle")
-        if rng is None or seed is None:
-            return None
+    def of(cls, state: Mapping[str, Any]) -> "TorchShuffle":
+        """Return that of a loader's state. Raises UsageError for values that are none."""
+        rng, seed = state.get("rng"), state["shuffle"]
         generator_of(rng)
         # -1 in place of None: states are whole numbers and text.
         if type(seed) is not int or not -1 <= seed <= MOST_SEED:
             raise UsageError(f"loader state with shuffle {seed!r}: was it written by state_dict()?")
-        return cls(None if seed < 0 else seed, rng)
+        return cls(None if seed < 0 else seed, str(rng))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,7 @@ def drawn_shuffle(
     return TorchShuffle(seed, encoded(state))
 
 
-def generator_of(state: str) -> torch.Generator:
+def generator_of(state: object) -> torch.Generator:
     """Return a generator in a state that `encoded` has written. Raises UsageError."""
     generator = torch.Generator()
     try:
@@ -179,10 +177,10 @@ def encoded(state: torch.Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
-def decoded(text: Any) -> torch.Tensor:
+def decoded(text: object) -> torch.Tensor:
     """Return the generator's state of a text. Raises UsageError."""
     try:
-        raw = base64.b64decode(text, validate=True)
-    except (TypeError, ValueError) as error:
+        raw = base64.b64decode(str(text), validate=True)
+    except ValueError as error:
         raise UsageError("loader state with damaged random numbers") from error
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

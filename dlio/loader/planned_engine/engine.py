@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from dlio.comm import Communicator, world
-from dlio.comm.data_ranks import communicator
+from dlio.comm.data_ranks import communicator, covers_world
 from dlio.comm.deadlines import default_timeout_s
 from dlio.comm.world import membership
 from dlio.data.agreement import check_same_order
@@ -45,6 +45,7 @@ from dlio.storage.block_stream import BlockStream
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.mount import Mount
 from dlio.util.cores import available_cores
+from dlio.util.printable import log_warning
 from dlio.util.settings import DEVICE_TIER, settings
 from dlio.util.units import format_bytes
 
@@ -88,8 +89,9 @@ class PlannedEngine:
     def meet(
         self, options: LoaderOptions, data: Dataset | None, batches: PlannedPass
     ) -> Communicator:
-        """Return the communicator of the ranks that share the data, to agree on the random numbers
-        of passes. Collective; the first time, the tiers are opened and the ranks' orders compared.
+        """Return the communicator of the ranks that agree on the random numbers of passes: those
+        that share the data, and in a mesh those of one model, too. Collective; the first time, the
+        tiers are opened and the ranks' orders compared.
 
         Raises UsageError if they differ.
         """
@@ -103,7 +105,13 @@ class PlannedEngine:
             own = {"order": "dlio's"} | _order_facts(batches, options) | {"seed": "torch's"}
             check_same_order(own, self._comm)
             self._has_met = True
-        return self._comm
+            if options.mesh is None and options.group is not None:
+                log_warning(
+                    "group=: ranks of other groups draw random numbers of their own: where they are "
+                    "parts of one model, seed torch alike on all of them, or give seed="
+                )
+        # Ranks of one model are in different groups, and get the same samples.
+        return world() if options.mesh is not None and covers_world(options.mesh) else self._comm
 
     def fill(self, options: LoaderOptions, data: Dataset) -> Mount:
         """Open the tiers and start filling them, for other engines that read the data set."""
