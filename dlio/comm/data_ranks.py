@@ -95,6 +95,12 @@ def communicator(group: "Group | None" = None, mesh: "AnyMesh | None" = None) ->
     return torch_world(cast("ProcessGroup", group))
 
 
+def covers_world(mesh: "AnyMesh") -> bool:
+    """True if all ranks of the job are in a mesh."""
+    sizes = getattr(mesh, "ranks", None)  # dlio's own; a DeviceMesh has a tensor of ranks.
+    return (cast("DeviceMesh", mesh).mesh.numel() if sizes is None else sizes) == world().size
+
+
 def group_of(mesh: "DeviceMesh") -> "ProcessGroup":
     """Return the process group of a mesh's data-parallel dimension. Raises UsageError."""
     names = tuple(mesh.mesh_dim_names or ())

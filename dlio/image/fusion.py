@@ -112,6 +112,10 @@ class BatchTransform:
         self._pointwise = _pointwise(steps)
         """Number of steps, from the first on, that `values` does."""
 
+    def seeded(self, seed: int) -> "BatchTransform":
+        """Return the same steps with the random numbers of another seed."""
+        return BatchTransform(self._steps, seed, self._classes)
+
     @property
     def mixes(self) -> bool:
         """True if labels become probabilities."""

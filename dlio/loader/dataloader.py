@@ -62,16 +62,19 @@ from dlio.loader.sampler_pass import BatchesPass, SamplerOrder, SamplerPass
 from dlio.loader.stats import PassStats
 from dlio.loader.third_party import accelerate, lightning
 from dlio.loader.third_party.adapters import read_by_dlio
+from dlio.loader.torch_draws import MOST_PERMUTED, PassDraws, TorchSource
 from dlio.loader.torchdata_state.iteration_state import IterationState
 from dlio.loader.trace import Spans, path_of
+from dlio.plan.block_order import window_of
 from dlio.plan.epoch import EpochPlan, is_exact
 from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import RankNodes, steps_in_epoch
 from dlio.storage.tier_spec import Tiers
-from dlio.util.arguments import PathText, whole_number
+from dlio.util.arguments import MOST_SEED, PathText, whole_number
 from dlio.util.closable import Closable
 from dlio.util.cores import available_cores
+from dlio.util.printable import log_warning
 
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
@@ -118,8 +121,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         source_order: order in which the source is read where no tier holds the data. `sample`
             reads samples in the order of the epoch. `block(k)` reads whole blocks, once an epoch,
             and shuffles within k blocks at a time; for small samples. `block` is `block(16)`.
-        seed: of the order; by default the data set's, the generator's, or 0. With it any
-            map-style data set is read in dlio's order.
+        seed: of the order, which is then a formula of (seed, epoch) for any map-style data set; by
+            default the data set's. Without any the order is that of torch's loader after the same
+            `torch.manual_seed` or with the same `generator`, on any number of ranks.
         workers: `thread`, or `process` for torch's own workers, which suit Python code that holds
             the GIL. By default processes if `worker_init_fn` or `multiprocessing_context` is
             given, threads otherwise.
@@ -216,6 +220,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         self.batch_share: BatchShare | None = None
         """Samples of each rank in the batch that was handed out last; None if ranks do not share
         it."""
+        self._source, self._has_warned = TorchSource(), False
         self._skipped = 0
         """Batches that the next pass leaves out."""
         self.end_of_dataloader, self.remainder = False, -1
@@ -318,7 +323,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if keeper is not None:
             keeper.load_state_dict(state_dict)
             return
-        formula = (self._order_seed(), self._count()) if self.follows_formula() else None
+        formula = (self._given_seed(), self._count()) if self.follows_formula() else None
         self._place = self._place.loaded(check_state(state_dict, formula))
         restore_weights(self._planned_data(), self._place.resumed or {})
 
@@ -380,7 +385,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         nothing = ("_data", "_current", "_iterator", "_assigner", "plan", "writer", "batch_share")
         for name in nothing:
             copy[name] = None
-        for name in ("_engines", "_stats"):
+        for name in ("_engines", "_stats", "_source"):
             del copy[name]
         kept = None if self._kept is None else self._kept.copied()
         return {**copy, "_place": self._place.copied(), "_kept": kept}
@@ -389,6 +394,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         self.__dict__.update(state)
         self._stats = PassCounters()
         self._engines = Engines()
+        self._source = TorchSource()
         if not self.follows_sampler and self.sampler is not None:
             EpochLink.put_on(self.sampler, self)
 
@@ -459,10 +465,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             )
         return self._assigner
 
-    def begin(self) -> LoaderIterator:
-        """Begin a pass that is assigned to the same ranks until its end."""
+    def begin(self, draws: PassDraws | None = None) -> LoaderIterator:
+        """Begin a pass that is assigned to the same ranks until its end; `draws` are those of a
+        pass that it replaces."""
         options = self._options()
-        batches, self._place = self._place.open(self._order(options), self._skipped)
+        order = self._order(options)
+        if isinstance(order, FormulaOrder) and self._given_seed() is None:
+            order = replace(order, draws=self._drawn(options, order, draws))
+        batches, self._place = self._place.open(order, self._skipped)
         self._interrupted, self._skipped = None, 0
         ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
         if ahead is not None:
@@ -494,7 +504,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if registration is not None:
             registration.step(ended=True)
         iterator.close()
-        iterator.continue_as(self.begin())
+        iterator.continue_as(self.begin(PassDraws(batches.cursor.seed, batches.shuffle)))
         self._current = weakref.ref(iterator)
 
     def _handed(
@@ -509,7 +519,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if registration is not None:
             registration.step(fed is None)
         if fed is None:
-            self._place = self._place.over(batches)
+            before, self._place = self._place, self._place.over(batches)
+            # Once: whoever asks again at the end is told of the end again.
+            shuffle = batches.shuffle if isinstance(batches, PlannedPass) else None
+            if shuffle is not None and self._place is not before and not before.ended:
+                shuffle.end(self.generator, cast(PlannedPass, batches).cursor.samples)
             report(stats.as_dict(), batches.epoch, self.writer)
             if begun.spans is not None and options.trace is not None:
                 rank, ranks = place(options.group, options.mesh)
@@ -527,10 +541,61 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             and begun.plan is not None
             and stats.batches + _AHEAD_BATCHES == batches.steps
         ):
-            order = self._order(options)
-            assert isinstance(order, FormulaOrder)
-            following = PlannedPass(batches.next_state(), order, self._place.mask)
-            self._engines.ahead = self._engines.ahead or self._begin(options, following)
+            self._begin_ahead(options, batches)
+
+    def _begin_ahead(self, options: LoaderOptions, batches: Pass) -> None:
+        order = self._order(options)
+        assert isinstance(order, FormulaOrder)
+        if self._given_seed() is None:
+            if order.ranks > 1:
+                return  # Ranks agree on random numbers once a pass, as it begins.
+            draws_base = self._engines.threads.draws(options)
+            permuted = order.samples if self._is_permuted(order, batches.epoch + 1) else None
+            order = replace(order, draws=self._source.peeked(self.generator, permuted, draws_base))
+        place = LoaderPosition(None, False, batches.next_state(), None, self._place.mask)
+        following = place.open(order)[0]
+        self._engines.ahead = self._engines.ahead or self._begin(options, following)
+
+    def _drawn(
+        self, options: LoaderOptions, order: FormulaOrder, drawn: PassDraws | None
+    ) -> PassDraws | None:
+        """Draw torch's random numbers for the next pass, as torch's loader would; None if it has
+        drawn them before a state was saved. Collective if several ranks share crops or a shuffled
+        order."""
+        place, source, threads = self._place, self._source, self._engines.threads
+        if place.resumed is not None and place.epoch is None:
+            source.resume(place.resumed, self.generator)
+        data, comm = self._planned_data(), None
+        if data is None and not order.shuffled:
+            return None
+        if order.ranks > 1 and drawn is None:
+            opened = cast(PlannedPass, place.open(order, self._skipped)[0])
+            comm = self._engines.planned.meet(options, data, opened)
+        if not place.begins_epoch:
+            return None
+        if drawn is None:
+            threads.draw_base_seed(options, source.generator(self.generator))
+            shuffle = None
+            if self._is_permuted(order, place.next_epoch):
+                shuffle = source.shuffle(self.generator, order.samples)
+            drawn = PassDraws(source.seed(self.generator), shuffle)
+            if comm is not None:
+                drawn = PassDraws.from_json(comm.tell(drawn.to_json()))
+        threads.was_drawn = True
+        return drawn
+
+    def _is_permuted(self, order: FormulaOrder, epoch: int) -> bool:
+        """True if an epoch without a seed follows torch's permutation; other orders are dlio's
+        own."""
+        mask = self._place.mask
+        return (
+            order.shuffled
+            and order.exact
+            and order.mixing is None
+            and window_of(order.source_order) is None
+            and order.samples <= MOST_PERMUTED
+            and (mask is None or mask[0] != epoch)
+        )
 
     def _hand_share(self, batches: Pass, is_registered: bool, fed: BatchResult) -> None:
         """Tell those who weigh gradients of a batch that is handed out."""
@@ -548,6 +613,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
 
     def _begin(self, options: LoaderOptions, batches: Pass) -> RunningPass:
         engines, data = self._engines, self._planned_data()
+        seed = batches.cursor.seed if isinstance(batches, PlannedPass) else self.seed
+        if isinstance(batches, SamplerPass) and batches.seed is not None:
+            seed = batches.seed
+        if data is not None and data.given_seed is None and seed is not None:
+            data.follow_seed(seed)
         spans = Spans() if options.trace is not None else None
         in_threads = data is not None if options.in_threads is None else options.in_threads
         if in_threads and data is not None and isinstance(batches, PlannedPass):
@@ -557,6 +627,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             keeps = options.persistent_workers and options.num_workers
             if keeps and begun.iterator is not None:
                 self._iterator = begun.iterator  # A pass with the same processes uses it again.
+        engines.threads.was_drawn = False
         device = options.device
         if device is None and "accelerate.state" in sys.modules:
             device = accelerate.device(self)
@@ -586,7 +657,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if not self.follows_formula():
             kept = self._engines.threads.base_seed is not None
             fresh = not (options.persistent_workers and kept)
-            return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
+            data, seed = self._planned_data(), None
+            if data is not None and self._given_seed() is None:
+                seed = self._source.seed(options.generator)
+            return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh, seed)
         data = self._planned_data()
         if self._interrupted is not None and self._survivors is not None:
             return self._interrupted.shared(self._survivors)
@@ -621,14 +695,29 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         return self.batch_size * place(self.group, self.mesh)[1]
 
     def _order_seed(self) -> int:
+        given = self._given_seed()
+        return self._source.seed(self.generator) if given is None else given
+
+    def _given_seed(self) -> int | None:
+        """The seed that was given to the loader or its data set; None to follow torch's."""
         if self.seed is not None:
             return int(self.seed)
-        # A user who passes a generator expects its seed to decide the order, though dlio draws
-        # nothing from it.
-        if self.generator is not None:
-            return int(self.generator.initial_seed()) % (1 << 63)
         data = self._planned_data()
-        return 0 if data is None else int(data.seed)
+        # A user who passes a generator expects it to decide the order.
+        if self.generator is None and data is not None and data.given_seed is not None:
+            return data.given_seed
+        if membership() is None:
+            return None
+        # Ranks may be lost or join here, so that none can be asked for its seed.
+        if self.generator is not None:
+            return int(self.generator.initial_seed()) & MOST_SEED
+        if not self._has_warned:
+            self._has_warned = True
+            log_warning(
+                "where ranks may be lost or join, the order and the crops do not follow torch's "
+                "seed: give seed= to dlio.DataLoader; it is 0 now"
+            )
+        return 0
 
     # Assignment to the survivors when ranks are lost, or join, in the middle of an epoch. Called by
     # `BatchAssigner`, which decides; the loader ends passes and begins others.

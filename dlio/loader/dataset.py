@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import get_worker_info
 
 from dlio.comm import Communicator
 from dlio.data.patches import PatchOptions
@@ -58,7 +59,7 @@ def open_dataset(
     train: bool = True,
     crops: int = 1,
     transform: Transform | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     on_error: str = "stop",
     replicas: PathText | Sequence[PathText] = (),
     follow_links: bool | None = None,
@@ -93,7 +94,8 @@ def open_dataset(
             with replaces `image_size` and `train`; one that changes the size otherwise gets whole
             images. Or any callable, which is called in a thread, with each crop as a uint8 tensor
             of shape (3, size, size), or with each sample that is not cropped.
-        seed: of crops, transforms and, in a loader, of the order.
+        seed: of crops, transforms and, in a loader, of the order. None follows torch's:
+            `torch.manual_seed`, or the loader's `generator`.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
         replicas: other places of the same data set. Each read goes to the copy that is expected
             to be fastest, by the measurements of `dlio bench tiers` and by the time that reads
@@ -186,9 +188,9 @@ def check_options(
     train: bool,
     crops: int,
     transform: Transform | None,
-    seed: int,
+    seed: int | None,
     on_error: str,
-) -> tuple[int | None, int, int]:
+) -> tuple[int | None, int, int | None]:
     """Check options of `dlio.open` and `dlio.mix`; return (image_size, crops, seed) as integers."""
     choose_tiers(tiers, 0)
     if image_size is not None:
@@ -196,7 +198,9 @@ def check_options(
     check_flag("train", train)
     check_callable("transform", transform)
     one_of("on_error", on_error, ("stop", "skip"))
-    return image_size, check_crops(crops, train), whole_number("seed", seed, 0, MOST_SEED)
+    if seed is not None:
+        seed = whole_number("seed", seed, 0, MOST_SEED)
+    return image_size, check_crops(crops, train), seed
 
 
 class Dataset(torch.utils.data.Dataset[Sample], Closable):
@@ -217,7 +221,7 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         image_size: int | None = None,
         train: bool = False,
         transform: Transform | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         on_error: str = "stop",
         finish: ForeignDecoder | None = None,
         requests: int | None = None,
@@ -233,7 +237,10 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         self.tiers = tiers
         self.image_size = image_size
         self.train = train
-        self.seed = seed
+        self.given_seed = seed
+        """None for torch's, which `seed` is then."""
+        self._seeds: tuple[int, int | None] = (0, None)
+        """The seed followed last, and torch's at that time."""
         self.on_error = on_error
         self.epoch = 0
         self._transform = transform
@@ -246,6 +253,24 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
     @property
     def path(self) -> str:
         return self.reader.path
+
+    @property
+    def seed(self) -> int:
+        """Seed of crops and transforms: the given one, or that of torch or of the last pass."""
+        if self.given_seed is not None:
+            return self.given_seed
+        seed, followed = self._seeds
+        # Workers of torch's loader have a seed of their own each; samples are not theirs.
+        if followed is None or get_worker_info() is None:
+            now = torch.initial_seed()
+            if now != followed:
+                seed = now & MOST_SEED
+                self._seeds = seed, now
+        return seed
+
+    def follow_seed(self, seed: int) -> None:
+        """Take the seed of a loader's pass, unless one was given, until torch is seeded anew."""
+        self._seeds = seed, torch.initial_seed()
 
     @property
     def classes(self) -> Sequence[str]:
@@ -266,6 +291,8 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         """How payloads become samples."""
         if self._recipe is None:  # In a job of several ranks, one inspects the data set for all.
             self._recipe = self._make_recipe()
+        if self._recipe.seed != self.seed:
+            self._recipe = self._recipe.seeded(self.seed)
         return self._recipe
 
     @property
@@ -451,7 +478,7 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
 
     def reads_like(self, other: "Dataset") -> bool:
         """True if the other data set has the same fields, options and tiers as this one."""
-        alike = ["tiers", "image_size", "train", "on_error", "seed", "_transform", "_finish"]
+        alike = ["tiers", "image_size", "train", "on_error", "given_seed", "_transform", "_finish"]
         alike += ["maps", "_patches", "min_visible", "_crops"]
         return self.reader.schema == other.reader.schema and all(
             getattr(self, name) == getattr(other, name) for name in alike

@@ -1,8 +1,9 @@
 """The engines of one loader."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler
 
 from dlio.errors import UsageError
@@ -114,7 +115,7 @@ class Engines:
         drawn = None
         may_list = in_threads and is_listable(options)
         if may_list and data is not None and isinstance(batches, SamplerPass):
-            self.threads.draw_base_seed(options)
+            self.threads.base_seed_of(options)
             drawn = ListedPass(batches)
             listed = listed_samples(drawn, len(data))
             if listed is not None:
@@ -154,6 +155,10 @@ class Engines:
         if options.on_error == "skip":
             raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
         stats = PassCounters(None if mounted is None else mounted.hierarchy, engine="torch")
+        if isinstance(batches, PlannedPass) and self.threads.was_drawn:
+            # The pass has drawn the base seed, and torch's iterator draws one as well.
+            workers_seed = torch.Generator().manual_seed(self.threads.base_seed_of(options))
+            options = replace(options, generator=workers_seed)
         theirs = self.torch.iterator(options, collate, batches, iterator)
         feed = torch_feed(theirs, batches)
         next(feed)

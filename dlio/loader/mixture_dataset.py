@@ -117,7 +117,7 @@ def mix(
     train: bool = True,
     crops: int = 1,
     transform: Transform | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     on_error: str = "stop",
     follow_links: bool | None = None,
     trust: bool | None = None,

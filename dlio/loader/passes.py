@@ -26,8 +26,10 @@ from dlio.loader.sampler_pass import (
     sampler_state,
 )
 from dlio.loader.stats import STAGES, PassStats
+from dlio.loader.torch_draws import PassDraws, TorchShuffle
 from dlio.plan.block_order import BlockOrder, window_of
 from dlio.plan.layout import Layout
+from dlio.plan.listed_order import PermutedOrder
 from dlio.plan.mixture import MixtureEpoch, MixtureRule
 from dlio.plan.order import Cursor, Order, again_of
 from dlio.plan.rank_shares import RankShares
@@ -84,6 +86,9 @@ class FormulaOrder:
     """Number of each rank that began it when the data set was mounted, if some are lost."""
     mixing: MixtureRule | None = None
     """Weights of the sources, if the data set is a mixture."""
+    draws: PassDraws | None = None
+    """What the next pass has drawn of torch's random numbers, if it begins an epoch without a seed
+    of its own."""
 
     @property
     def ranks(self) -> int:
@@ -157,6 +162,10 @@ class LoaderState:
     """Digest of the samples that the epoch uses; None for all."""
     shuffled: bool | None = None
     """None where it does not matter, at an epoch's start, and in states of before."""
+    shuffle: TorchShuffle | None = None
+    """The permutation of torch that the epoch follows."""
+    rng: str | None = None
+    """At the beginning of an epoch: the state of the generator that it will draw from."""
 
     def to_dict(self) -> State:
         """Return the state as whole numbers and text; without values that are as usual."""
@@ -174,8 +183,11 @@ class LoaderState:
         if self.kept is not None:
             state["kept"] = self.kept
         if self.shuffled is not None:
-            state["shuffle"] = int(self.shuffled)
-        return state
+            state["shuffled"] = int(self.shuffled)
+        if self.shuffle is not None:
+            state |= {"shuffle": -1 if self.shuffle.seed is None else self.shuffle.seed}
+        rng = self.rng if self.shuffle is None else self.shuffle.rng
+        return state if rng is None else {**state, "rng": rng}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "LoaderState":
@@ -193,7 +205,9 @@ class LoaderState:
             again_of(state),
             state.get("source_order", "sample"),
             state.get("kept"),
-            bool(state["shuffle"]) if "shuffle" in state else None,
+            bool(state["shuffled"]) if "shuffled" in state else None,
+            TorchShuffle.of(state) if "shuffle" in state else None,
+            state.get("rng"),
         )
 
 
@@ -249,6 +263,12 @@ class LoaderPosition:
         """True if the next pass continues an epoch that samples have been requeued in."""
         return self.resumed is not None and "again" in self.resumed
 
+    @property
+    def begins_epoch(self) -> bool:
+        """True if the next pass begins an epoch whose random numbers are not drawn yet."""
+        resumed = None if self.epoch is not None else self.resumed
+        return resumed is None or not (resumed.get("position") or "shuffle" in resumed)
+
     def state(self) -> State | None:
         """Return the state; None before the first pass of a loader without a loaded state."""
         if self.resumed is not None:
@@ -301,6 +321,10 @@ class LoaderPosition:
             if self.epoch is not None or state is None:
                 cursor = Cursor(order.seed, self.epoch or 0, 0, order.samples)
                 state = LoaderState(cursor, self._mixture(self.epoch or 0)).to_dict()
+            if order.draws is not None:
+                begun = LoaderState.from_dict(state)
+                cursor = replace(begun.cursor, seed=order.draws.seed)
+                state = replace(begun, cursor=cursor, shuffle=order.draws.shuffle).to_dict()
             batches = PlannedPass(state, order, self.mask)
         else:
             epoch = int((state or {}).get("epoch", 0)) if self.epoch is None else self.epoch
@@ -343,6 +367,8 @@ class PlannedPass:
         self.epoch = cursor.epoch
         self.mask = mask[1] if mask is not None and mask[0] == cursor.epoch else None
         self.requeued = self.begun.requeued
+        self.shuffle = self.begun.shuffle
+        """The permutation of torch that the pass follows; None for an order of dlio's own."""
         self.mixed = None if order.mixing is None else self._mixed_epoch(order.mixing)
         """The epoch of a mixture."""
         self.whole = cursor.samples if self.mask is None else self.mask.count
@@ -419,6 +445,7 @@ class PlannedPass:
         return (
             isinstance(other, PlannedPass)
             and (self.cursor, self.formula) == (other.cursor, other.formula)
+            and self.shuffle == other.shuffle
             and self.mask is other.mask
         )
 
@@ -470,7 +497,7 @@ class PlannedPass:
         mixture = None if self.mixed is None else self.mixed.text(position)
         # Nothing binds the beginning of an epoch: it continues on other ranks, tiers and modes.
         if not position:
-            return LoaderState(cursor, mixture).to_dict()
+            return LoaderState(cursor, mixture, shuffle=self.shuffle).to_dict()
         return LoaderState(
             cursor,
             mixture,
@@ -479,6 +506,7 @@ class PlannedPass:
             self.formula.source_order,
             self.digest,
             self.formula.shuffled,
+            self.shuffle,
         ).to_dict()
 
     def next_state(self) -> State:
@@ -489,7 +517,9 @@ class PlannedPass:
         cursor = Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples)
         mixed = self.mixed
         mixture = None if mixed is None else mixed.following(self.formula.drop_last)
-        return LoaderState(cursor, mixture)
+        shuffle = self.shuffle
+        rng = None if shuffle is None else shuffle.following(self.cursor.samples)
+        return LoaderState(cursor, mixture, rng=rng)
 
     def _mixed_epoch(self, mixing: MixtureRule) -> MixtureEpoch:
         """Return the epoch of a mixture that a state begins, or continues."""
@@ -546,6 +576,9 @@ class PlannedPass:
         if self.mixed is not None:
             return self.mixed.order(*about[1:])
         window = window_of(formula.source_order)
+        if self.shuffle is not None:
+            listed = self.shuffle.permutation(self.cursor.samples)
+            return PermutedOrder(*about, listed)
         if window is None:
             return Order(*about) if mask is None else MaskedOrder(*about, mask)
         layout = formula.layout
@@ -563,9 +596,9 @@ class PlannedPass:
         return BlockOrder(*about, layout, window)
 
 
-def check_state(given: object, formula: tuple[int, int] | None) -> State:
-    """Return a copy of a state that fits a loader with the order of (seed, samples); None if it
-    follows a sampler.
+def check_state(given: object, formula: tuple[int | None, int] | None) -> State:
+    """Return a copy of a state that fits a loader with the order of (seed, samples), whose seed is
+    None if it follows torch's; None if it follows a sampler.
 
     Raises UsageError for the state of another kind of order, and of another data set or seed.
     """
@@ -575,10 +608,11 @@ def check_state(given: object, formula: tuple[int, int] | None) -> State:
     if formula is not None:
         cursor = Cursor.from_dict(state)
         seed, samples = formula
-        if (cursor.seed, cursor.samples) != formula:
+        if cursor.samples != samples or seed not in (None, cursor.seed):
+            own = "torch's seed" if seed is None else f"seed {seed}"
             raise UsageError(
                 f"state of a loader with seed {cursor.seed} over {cursor.samples} samples "
-                f"does not fit this one, with seed {seed} over {samples}"
+                f"does not fit this one, with {own} over {samples}"
             )
         return state
     wanted = sampler_state(0, 0, 0)

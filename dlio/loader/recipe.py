@@ -5,12 +5,13 @@ one of a data set. A recipe gives the same sample to `dataset[i]` and to a batch
 keyed by (seed, epoch, sample).
 """
 
+import copy
 import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,14 @@ class Recipe(ABC):
         self.seed = seed
         functions = [each for each in functions if each is not None]
         self._seeded = SeededFunctions(functions) if functions else None
+
+    def seeded(self, seed: int) -> Self:
+        """Return this recipe with the random numbers of another seed."""
+        made = copy.copy(self)
+        made.seed = seed
+        if self.batch_transform is not None:
+            made.batch_transform = self.batch_transform.seeded(seed)
+        return made
 
     @property
     def moves(self) -> bool:
@@ -167,6 +176,11 @@ class CropRecipe(Recipe):
         self.decoder = Decoder(crop, seed, through_decoded)
         if parts.batchwise:
             self.batch_transform = BatchTransform(parts.batchwise, seed, len(reader.classes))
+
+    def seeded(self, seed: int) -> Self:
+        made = super().seeded(seed)
+        made.decoder = Decoder(self.crop, seed, self.decoder.kept)
+        return made
 
     @property
     def is_random(self) -> bool:

@@ -10,7 +10,7 @@ PatchRecipe     patches of volumes (`dlio.loader.patch_source`)
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from dlio.data.reader_contract import Reader, SampleName
 from dlio.data.schema import Buffer
@@ -163,6 +163,11 @@ class MappedRecipe(Recipe):
     def __init__(self, inner: Recipe, maps: Sequence[Callable[[Sample], Sample]]) -> None:
         super().__init__(inner.reader, inner.companion, None, inner.seed, maps)
         self._inner, self._maps = inner, tuple(maps)
+
+    def seeded(self, seed: int) -> Self:
+        made = super().seeded(seed)
+        made._inner = self._inner.seeded(seed)
+        return made
 
     @property
     def ragged(self) -> bool:

@@ -1,6 +1,5 @@
 """Passes that follow a sampler or an iterable data set, and how they are resumed."""
 
-import base64
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -10,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from dlio.errors import UsageError
 from dlio.loader.contract import Index, IndexBatches, Indices, State, StatefulObject
+from dlio.loader.torch_draws import decoded, encoded
 
 SAMPLER_KIND: Final = "sampler"
 _FORMAT: Final = 2
@@ -41,6 +40,8 @@ class SamplerOrder:
     """Source of the sampler's random numbers; None for torch's global one."""
     draws_seed: bool
     """True if torch's loader would draw a base seed for workers before the sampler draws."""
+    seed: int | None = None
+    """Seed of the crops; None if it was given."""
 
 
 class SamplerPass:
@@ -64,6 +65,7 @@ class SamplerPass:
             self._distributed = self._sampler
         self._generator = order.generator or getattr(self._sampler, "generator", None)
         self._state = state or {}
+        self.seed: int | None = self._state.get("seed", order.seed)
         self._batches = int(self._state.get("batches", 0))
         self._samples = int(self._state.get("consumed", 0))
         self._drawn: deque[tuple[int, Any]] = deque()
@@ -75,11 +77,11 @@ class SamplerPass:
         self._draws_seed = bool(self._state.get("seeded", order.draws_seed))
         if self._rng is not None:
             if self._generator is not None:
-                self._generator.set_state(_decoded(self._rng))
+                self._generator.set_state(decoded(self._rng))
         elif self._distributed is None and self._stateful is None:
             generator = self._generator
             state_now = torch.get_rng_state() if generator is None else generator.get_state()
-            self._rng = _encoded(state_now)
+            self._rng = encoded(state_now)
         if isinstance(self._sampler, DistributedSampler) and "sampler_epoch" in self._state:
             self._sampler.set_epoch(int(self._state["sampler_epoch"]))
 
@@ -110,6 +112,8 @@ class SamplerPass:
     def state(self) -> State:
         state = sampler_state(self.epoch, self._batches, self._samples)
         state["seeded"] = self._draws_seed
+        if self.seed is not None:
+            state["seed"] = self.seed
         if self._stateful is not None and self._sampler_state is not None:
             state["sampler"] = self._sampler_state
         elif self._distributed is not None:
@@ -127,7 +131,7 @@ class SamplerPass:
     def next_state(self) -> State:
         state = sampler_state(self.epoch + 1, 0, 0)
         if self._generator is not None:
-            state["rng"] = _encoded(self._generator.get_state())
+            state["rng"] = encoded(self._generator.get_state())
         return state
 
     def end(self) -> None:
@@ -170,7 +174,7 @@ class SamplerPass:
         # used. Only the first draw needs it, since torch's samplers draw a seed or a permutation at
         # once.
         now = torch.get_rng_state()
-        torch.set_rng_state(_decoded(self._rng))
+        torch.set_rng_state(decoded(self._rng))
         try:
             if self._draws_seed:
                 torch.empty((), dtype=torch.int64).random_()
@@ -230,15 +234,3 @@ def _length(whole: object) -> int:
     if isinstance(whole, Sized):
         return len(whole)
     raise TypeError(f"{type(whole).__name__} has no length")
-
-
-def _encoded(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decoded(text: Any) -> torch.Tensor:
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except (TypeError, ValueError) as error:
-        raise UsageError("loader state with damaged random numbers") from error
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -36,6 +36,8 @@ class ThreadEngine:
     def __init__(self) -> None:
         self.base_seed: int | None = None
         """torch's base seed as it was drawn last; thread k has `base_seed` + k."""
+        self.was_drawn = False
+        """True from the draw of a pass's base seed until the pass begins."""
         self._kept: UserDataset = None
         """The data set as it was in the first pass of persistent workers."""
 
@@ -67,20 +69,34 @@ class ThreadEngine:
             threads=threads,
             ahead=threads * factor,
             pin=pinning(options),
-            seed=self.draw_base_seed(options) if draws_seed else self.base_seed or 0,
+            seed=self.base_seed_of(options) if draws_seed else self.base_seed or 0,
         )
         stats = PassCounters(None if mounted is None else mounted.hierarchy, threads, "threads")
         feed = _feed(work, batches, stats, spans)
         next(feed)
         return RunningPass(batches, stats, feed, spans, workers=work.running)
 
-    def draw_base_seed(self, options: LoaderOptions) -> int:
+    def draws(self, options: LoaderOptions) -> bool:
+        """True if a pass draws a base seed: persistent workers keep theirs."""
+        return self.base_seed is None or not options.persistent_workers
+
+    def draw_base_seed(
+        self, options: LoaderOptions, generator: torch.Generator | None = None
+    ) -> int:
         """Draw the base seed that torch's loader draws before a sampler draws its numbers; return
-        it. Persistent workers keep theirs."""
+        it. Drawn from torch's generator, the options' one, or the given one."""
         if self.base_seed is None or not options.persistent_workers:
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+            source = generator or options.generator
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=source)
             self.base_seed = int(drawn.item())
         return self.base_seed
+
+    def base_seed_of(self, options: LoaderOptions) -> int:
+        """Return the base seed of a pass that begins now; drawn, if it has not been."""
+        drawn, self.was_drawn = self.was_drawn, False
+        if drawn and self.base_seed is not None:
+            return self.base_seed
+        return self.draw_base_seed(options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def batches_of(
     view: Callable[[dlio.Dataset], dlio.Dataset] | None = None,
 ) -> list[list[Any]]:
     """The batches of two epochs, the first while blocks are brought into the tier."""
-    options = {"tiers": "ram:64MiB", **opened}
+    options = {"tiers": "ram:64MiB", "seed": 0, **opened}
     loaded = {"batch_size": 16, "shuffle": True, **loaded}
     with (
         dlio.open(str(path), **options) as data,
@@ -93,7 +93,7 @@ def samples_of_rank(path: str, batch: int, mode: str) -> dict[str, Any]:
         spy = Spy(patched)
         nodes = min(2, world().size)  # Samples come from peers, too.
         with (
-            dlio.open(path, image_size=24, tiers="ram:1MiB") as data,
+            dlio.open(path, image_size=24, tiers="ram:1MiB", seed=0) as data,
             dlio.DataLoader(data, batch, shuffle=True, mode=mode, pretend_nodes=nodes) as loader,
         ):
             for epoch in range(2):

@@ -218,7 +218,7 @@ def test_the_pass_that_is_ahead_ends_before_the_data_set_is_closed(
 
 def test_batches_that_are_kept_are_not_overwritten(folder: Path) -> None:
     with (
-        dlio.open(str(folder), tiers="none", image_size=32) as data,
+        dlio.open(str(folder), tiers="none", image_size=32, seed=0) as data,
         dlio.DataLoader(data, 8, True) as loader,
     ):
         kept = list(loader)
@@ -279,7 +279,7 @@ def damaged(folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("tiers", ["ram:64MiB", "none"])
 def test_a_damaged_sample_stops_by_default_and_is_named(damaged: Path, tiers: str) -> None:
     with (
-        dlio.open(str(damaged), tiers=tiers, image_size=32) as data,
+        dlio.open(str(damaged), tiers=tiers, image_size=32, seed=0) as data,
         dlio.DataLoader(data, 8, True) as loader,
         pytest.raises(DecodeError, match=r"(crosses/00010|dots/00020|checkers/000.*).jpg cannot"),
     ):

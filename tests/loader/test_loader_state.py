@@ -149,5 +149,5 @@ def test_a_state_of_another_order_is_refused_in_the_middle_of_an_epoch(
             assert len(list(other)) == 6
         # States of before say nothing of it.
         with dlio.DataLoader(data, 2, shuffle=shuffle) as again:
-            again.load_state_dict({key: middle[key] for key in middle if key != "shuffle"})
+            again.load_state_dict({key: middle[key] for key in middle if key != "shuffled"})
             assert len(list(again)) == 5

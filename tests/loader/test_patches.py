@@ -193,7 +193,7 @@ def test_a_tier_brings_a_chunk_once_for_all_patches_and_epochs(
     tmp_path: Path, store_reads: list[tuple[str, Any]]
 ) -> None:
     path = store(tmp_path / "x.zarr", "v3", drawn())
-    with dlio.open(path, patch=PATCH, patches_per_volume=64, tiers="ram:4MiB") as data:
+    with dlio.open(path, patch=PATCH, patches_per_volume=64, tiers="ram:4MiB", seed=0) as data:
         loader = dlio.DataLoader(data, batch_size=8, shuffle=True, num_workers=4)
         store_reads.clear()
         first = [batch["image"].clone() for batch in loader]

@@ -203,8 +203,8 @@ def test_a_function_of_samples_is_called_for_each_use(pictures: Path) -> None:
         mapped.set_epoch(1)
         assert torch.equal(mapped[5]["image"], 255 - data[5][0])
         with (
-            dlio.DataLoader(mapped, 8, shuffle=True) as loader,
-            dlio.DataLoader(data, 8, shuffle=True) as plain,
+            dlio.DataLoader(mapped, 8, shuffle=True, seed=0) as loader,
+            dlio.DataLoader(data, 8, shuffle=True, seed=0) as plain,
         ):
             for epoch in range(2):
                 calls.clear()

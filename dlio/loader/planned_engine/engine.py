@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from dlio.comm import Communicator, world
-from dlio.comm.data_ranks import communicator
+from dlio.comm.data_ranks import communicator, covers_world
 from dlio.comm.deadlines import default_timeout_s
 from dlio.comm.world import membership
 from dlio.data.agreement import check_same_order
@@ -45,6 +45,7 @@ from dlio.storage.block_stream import BlockStream
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.mount import Mount
 from dlio.util.cores import available_cores
+from dlio.util.printable import log_warning
 from dlio.util.settings import DEVICE_TIER, settings
 from dlio.util.units import format_bytes
 
@@ -63,6 +64,8 @@ class PlannedEngine:
 
     def __init__(self) -> None:
         self._comm: Communicator | None = None
+        self._has_met = False
+        """True once the ranks know that they all follow torch's seed."""
         self._other_comm: Communicator | None = None
         self.generation = 0
         """Number of passes; the same on all ranks."""
@@ -82,6 +85,33 @@ class PlannedEngine:
             self._comm = communicator(options.group, options.mesh)
         whole = options.group is None and options.mesh is None
         return data.mount(world() if whole else self._comm, options.pretend_nodes)
+
+    def meet(
+        self, options: LoaderOptions, data: Dataset | None, batches: PlannedPass
+    ) -> Communicator:
+        """Return the communicator of the ranks that agree on the random numbers of passes: those
+        that share the data, and in a mesh those of one model, too. Collective; the first time, the
+        tiers are opened and the ranks' orders compared.
+
+        Raises UsageError if they differ.
+        """
+        if data is not None:
+            self.mount(options, data)
+        elif self._comm is None:
+            self._comm = communicator(options.group, options.mesh)
+        assert self._comm is not None
+        if not self._has_met:
+            # Before any other message: a rank of another order would wait for different ones.
+            own = {"order": "dlio's"} | _order_facts(batches, options) | {"seed": "torch's"}
+            check_same_order(own, self._comm)
+            self._has_met = True
+            if options.mesh is None and options.group is not None:
+                log_warning(
+                    "group=: ranks of other groups draw random numbers of their own: where they are "
+                    "parts of one model, seed torch alike on all of them, or give seed="
+                )
+        # Ranks of one model are in different groups, and get the same samples.
+        return world() if options.mesh is not None and covers_world(options.mesh) else self._comm
 
     def fill(self, options: LoaderOptions, data: Dataset) -> Mount:
         """Open the tiers and start filling them, for other engines that read the data set."""
@@ -156,6 +186,8 @@ class PlannedEngine:
         comm = self._comm
         if comm is None or comm.size == 1 or self.generation or membership() is not None:
             return
+        if self._has_met:
+            return
         if batches is None:
             check_same_order({"order": "a sampler's"}, comm)
         elif not batches.formula.members and batches.formula.ranks == comm.size:
@@ -224,7 +256,7 @@ class PlannedEngine:
         Raises UsageError for options that do not go together with the data set or its tiers.
         """
         kind, device = _memory_kind(options), _decodes_on(options)
-        made_for = data, options.collate_fn, kind, device
+        made_for = data, data.recipe, options.collate_fn, kind, device
         # Torch lets `collate_fn` and others be assigned between passes, so the options are compared
         # each time.
         if self._factory is None or made_for != self._made_for or batch_size > self._largest:

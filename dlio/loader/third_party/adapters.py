@@ -63,7 +63,7 @@ def read_by_dlio(data: UserDataset, tiers: Tiers | None, seed: int | None = None
     """Return a map-style data set as dlio reads it; None if torch's way is to be taken.
 
     With `tiers`, the samples of a data set that dlio does not understand are kept in them too.
-    `seed` is that of the transforms' random numbers; None for 0.
+    `seed` is that of the transforms' random numbers; None for torch's.
     """
     dataset = adapted(data, tiers, seed)
     if dataset is None and tiers is not None:
@@ -98,7 +98,7 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
     is_whole = len(readers) == 1 and np.array_equal(inner, np.arange(len(first)))
     view: Reader = readers[0] if is_whole else SelectionReader(readers, owners, inner)
     transform = _SampleTransform(known, owners, inner)
-    return Dataset(view, tiers=tiers, seed=seed or 0, finish=transform)
+    return Dataset(view, tiers=tiers, seed=seed, finish=transform)
 
 
 class _SampleTransform:
