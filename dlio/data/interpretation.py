@@ -28,6 +28,8 @@ _CLEAR: Final = 2
 _NAMED: Final = 3
 """Files that a message names."""
 _MOST_COUNTED: Final = 10_000
+_MOST_LISTED: Final = 4096
+"""Folders below one in which files are counted: links may lead to the same ones again and again."""
 _LISTED: Final = 64
 """Folders that are listed to count their files; the others count as one file each."""
 _DEEPEST: Final = 32
@@ -160,10 +162,14 @@ def counted(files: Sequence[str]) -> str:
 
 
 def count_below(source: Source, folder: str, suffixes: tuple[str, ...], most: int) -> int:
-    """Return the files at and below a folder with one of some suffixes; `most`, if so many."""
-    count = 0
+    """Return the files at and below a folder with one of some suffixes; `most`, if so many, or if
+    there are too many folders to look through."""
+    count = listed = 0
     stack = [(folder, 0)]
     while stack and count < most:
+        if listed == _MOST_LISTED:
+            return most
+        listed += 1
         here, depth = stack.pop()
         try:
             rows = source.names(here)

@@ -125,7 +125,7 @@ class SamplerPass:
         elif self._rng is not None:
             state["rng"] = self._rng
             if self._generator is not None and self.steps == 0:
-                state["after"] = _encoded(self._generator.get_state())
+                state["after"] = encoded(self._generator.get_state())
         return state
 
     def next_state(self) -> State:
@@ -137,7 +137,7 @@ class SamplerPass:
     def end(self) -> None:
         """Put the generator where the pass has left it, of which all batches were handed out."""
         if self._generator is not None and "after" in self._state:
-            self._generator.set_state(_decoded(self._state["after"]))
+            self._generator.set_state(decoded(self._state["after"]))
 
     def _count(self) -> int:
         if self._batches and self._own is not None:

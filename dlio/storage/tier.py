@@ -436,7 +436,7 @@ class TierView(Tier):
             for name in (user_folder(), *names):
                 with closing_descriptor(folder):
                     folder = open_below(folder, name)
-            self._blocks = _blocks_in(folder)
+            self._blocks |= _blocks_in(folder)
         except FileNotFoundError:
             return  # No job has made it.
         except OSError as error:
