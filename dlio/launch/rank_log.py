@@ -74,7 +74,7 @@ def main(folder: str, argv: Sequence[str]) -> NoReturn:
 def _copy(streams: Mapping[int, int], log: int) -> None:
     """Copy streams to this process's own, and to a log by whole lines, until all have ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # What the program says at its end counts, too.
+        signal.signal(number, signal.SIG_IGN)  # The program may still speak.
     rests = dict.fromkeys(streams, b"")
     with selectors.DefaultSelector() as selector:
         for stream in streams:
@@ -102,6 +102,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    from dlio.cli import guarded
-
-    guarded(lambda: main(sys.argv[1], sys.argv[2:]))
+    try:
+        main(sys.argv[1], sys.argv[2:])
+    except UsageError as problem:
+        sys.stderr.write(f"dlio: error: {problem}\n")
+        sys.exit(2)
