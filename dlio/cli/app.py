@@ -87,13 +87,13 @@ def make_app(
     brief = brief and path is not None  # A shell completes all options.
     groups = {use: Group(use, sort_key=k) for k, use in enumerate(_USES)}
     uses = {name: groups[use] for use, names in _USES.items() for name in names}
-    found = places()
-    ordered = [*(name for name in uses if name in found), *(n for n in found if n not in uses)]
+    every = places()
+    ordered = [*(name for name in uses if name in every), *(n for n in every if n not in uses)]
     for name in ordered:
         if path is None or list(path[:1]) == [name]:
-            part = _loaded(name, found[name], None if path is None else path[1:], rest, brief)
+            part = _loaded(name, every[name], None if path is None else path[1:], rest, brief)
         else:
-            part = _app(name, "" if path else _summary(found[name]))
+            part = _app(name, "" if path else _summary(every[name]))
         part.group = uses.get(name, others)
         app.command(part, name=name)
     return app

@@ -17,6 +17,8 @@ from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.errors import UsageError
 from dlio.launch import mpi_launch, spread, torch_launch
 from dlio.launch.command_ranks import has_mpi
+from dlio.launch.rank_log import LOGS, logged
+from dlio.launch.slurm_follow import follow
 from dlio.launch.slurm_script import JobScript, parse_slurm, submit
 from dlio.launch.slurm_tasks import become_rank, is_task
 from dlio.util.arguments import nearest
@@ -53,6 +55,13 @@ class LaunchOptions:
             "torch.distributed, without MPI. auto: MPI if it is installed."
         ),
     ] = "auto"
+    logs: Annotated[
+        str | None,
+        Option(
+            "Folder for a copy of each rank's output: rank-0.log, rank-1.log, ...",
+            metavar="FOLDER",
+        ),
+    ] = None
     slurm: Annotated[
         tuple[str, ...],
         Option(
@@ -64,6 +73,14 @@ class LaunchOptions:
     print_script: Annotated[
         bool,
         Option("Print the job script of --slurm, and submit nothing.", name="print", needs="slurm"),
+    ] = False
+    follow: Annotated[
+        bool,
+        Option(
+            "Print the output of the job of --slurm until it ends, and end as it does. Ctrl-C ends "
+            "the printing, not the job.",
+            needs="slurm",
+        ),
     ] = False
     script: Annotated[
         str | None,
@@ -193,8 +210,8 @@ def read_program(program: Program) -> CheckedCommand | None:
     "dlio launch --slurm nodes=4,time=2h train /data --checkpoint ckpt",
     "dlio launch --slurm nodes=2 --stage --print train /data --tiers '$TMPDIR:9TB'",
     groups={
-        "Ranks": ("ranks", "ranks_per_node", "backend"),
-        "Slurm": ("slurm", "print_script", "script", "setup", "stage"),
+        "Ranks": ("ranks", "ranks_per_node", "backend", "logs"),
+        "Slurm": ("slurm", "print_script", "follow", "script", "setup", "stage"),
     },
 )
 def command(program: Program, options: LaunchOptions) -> None:
@@ -211,8 +228,10 @@ def command(program: Program, options: LaunchOptions) -> None:
     if options.slurm:
         _submit(started, options)
         return
+    if options.logs is not None:
+        os.environ[LOGS] = os.path.abspath(options.logs)  # Ranks inherit it.
     if is_task():
-        become_rank(started.argv, options.ranks, options.backend)
+        become_rank(logged(started.argv), options.ranks, options.backend)
     if under_mpi() or under_torch() or under_torchrun():
         raise UsageError(
             "another launcher has started this process as a rank: leave out either "
@@ -309,12 +328,15 @@ def _submit(started: CheckedCommand, options: LaunchOptions) -> None:
     script.write(path)
     job = submit(path)
     print_line(f"job {job} is submitted: {path}; `squeue -j {job}` shows it")
+    if options.follow and (code := follow(job, script.output(job))):
+        raise SystemExit(code)
 
 
 def job_script(started: CheckedCommand, options: LaunchOptions) -> JobScript:
     """Return the job script of a command. Raises UsageError for options that do not fit."""
     slurm = parse_slurm(options.slurm)
     backend = () if options.backend == "auto" else ("--backend", options.backend)
+    logs = () if options.logs is None else ("--logs", options.logs)
     words = started.words if started.is_dlio else ("--", *started.words)
     checkpoint = started.option("checkpoint")
     resumes = checkpoint is not None
@@ -326,7 +348,7 @@ def job_script(started: CheckedCommand, options: LaunchOptions) -> JobScript:
     setup = options.setup or (f"export PATH={shlex.quote(path)}:$PATH",)
     script = JobScript(
         slurm,
-        ("dlio", "launch", *backend, *words),
+        ("dlio", "launch", *backend, *logs, *words),
         setup=setup,
         # A program of another kind says by code 75 that it goes on when it is started again.
         resumes=resumes or not started.is_dlio or started.words[0] in ("pack", "stage"),

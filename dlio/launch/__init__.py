@@ -10,6 +10,8 @@ starts it again. It imports no command.
 | `mpi_launch` | ranks on this machine under mpirun |
 | `torch_launch` | ranks on this machine without MPI, and the store by which they meet |
 | `rank_output` | output of ranks and launchers, and the filter of mpirun's errors |
+| `rank_log` | a copy of each rank's output in a file of its own |
+| `slurm_follow` | the output of a submitted job, until it ends |
 | `rank_failures` | reasons of the ends of ranks, of which the cause is printed last |
 | `relaunch` | jobs that start again |
 | `agent_links`, `node` | the agents of nodes: the launcher's side, and what runs on a node |

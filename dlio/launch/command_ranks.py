@@ -19,7 +19,7 @@ from dlio.util.child_processes import module_command
 from dlio.util.extras import how_to_install
 from dlio.util.live_line import LiveLine
 from dlio.util.options import as_mapping, from_mapping
-from dlio.util.settings import RECORD
+from dlio.util.settings import RECORD, settings
 from dlio.util.signals import passing_on
 from dlio.util.units import counted
 
@@ -152,6 +152,11 @@ def _launch(
         live.say("waiting for the first batch")
         live.write(sys.stdout, [f"starting {counted(ranks, 'rank')}\n"])
     if start is not None:
+        if settings().logs is not None:
+            raise UsageError(
+                "--logs does not go with --nodes and --fault-tolerance restart: redirect the "
+                "command's output"
+            )
         return start(module, [name], ranks, more, live)
     command = module_command(module, name)
     if backend == "mpi" or (backend == "auto" and has_mpi()):

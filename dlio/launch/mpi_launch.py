@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dlio.errors import UsageError
 from dlio.launch.job_folder import begin_job, open_job_folder
 from dlio.launch.rank_environment import rank_environment, root_permission
+from dlio.launch.rank_log import logged
 from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import end_groups, printed_by
 from dlio.util.cores import available_cores
@@ -100,7 +101,7 @@ def launch(
                 live.write(sys.stdout, [said])
             options += SURVIVING
             full = {**SURVIVING_ENVIRONMENT, **full, **own}
-        command = [mpirun, *options, "-n", str(ranks + spares), *argv]
+        command = [mpirun, *options, "-n", str(ranks + spares), *logged(argv)]
         if wrap is not None:
             command = wrap(command)
         for start in range(_STARTS):

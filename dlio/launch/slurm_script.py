@@ -308,6 +308,18 @@ class JobScript:
         base = os.path.basename(words[0]) if words else "job"
         return "dlio-" + re.sub(r"[^A-Za-z0-9_.-]", "_", base)
 
+    def output(self, job: str) -> str:
+        """Return the file of the job's output.
+
+        Raises UsageError for a pattern of sbatch's that only the job's node knows.
+        """
+        given = [line for line in self.options.directives if line.startswith("--output=")]
+        path = given[0].partition("=")[2] if given else "%x-%j.out"
+        path = path.replace("%x", self.name).replace("%j", job).replace("%A", job)
+        if "%" in path:
+            raise UsageError(f"--follow: --slurm output={path}: give a name with %x and %j alone")
+        return path
+
     def text(self) -> str:
         """Return the script."""
         again = self.resumes and self.options.requeue

@@ -20,6 +20,7 @@ from dlio.comm.launch_detection import meeting_port, whole_number
 from dlio.launch import mpi_launch
 from dlio.launch.agent_links import NodeProcess, no_agent
 from dlio.launch.rank_environment import rank_environment, root_permission
+from dlio.launch.rank_log import logged
 from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import module_command, printed_by
 from dlio.util.live_line import LiveLine
@@ -82,7 +83,7 @@ def run_under_mpirun(argv: Sequence[str], counts: Mapping[str, int]) -> int:
             file.writelines(f"{host}:{count}\n" for host, count in counts.items())
             file.flush()
             machines = file.name
-        command = mpirun_command(mpirun, argv, counts, environment, machines)
+        command = mpirun_command(mpirun, logged(argv), counts, environment, machines)
         return _relayed(command, environment)
 
 
@@ -150,7 +151,7 @@ def run_by_remote_shell(argv: Sequence[str], counts: Mapping[str, int]) -> int:
     """
     with ExitStack() as stack:
         agents = []
-        for host, order in zip(counts, _orders(argv, counts), strict=True):
+        for host, order in zip(counts, _orders(logged(argv), counts), strict=True):
             agent = NodeProcess(host, "dlio.launch.node_ranks")
             stack.callback(agent.end, _END_TIMEOUT_S)
             stack.callback(agent.close)

@@ -21,6 +21,7 @@ from dlio.launch.job_folder import open_job_folder
 from dlio.launch.mpi_launch import code_of
 from dlio.launch.rank_environment import meeting_variables, rank_environment
 from dlio.launch.rank_failures import ended_by_code, ended_by_signal
+from dlio.launch.rank_log import logged
 from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.closable import Closable
@@ -91,7 +92,7 @@ def launch(
             full[FAILURES] = folder
         sorter = ErrorFilter(folder=folder)
         output = stack.enter_context(RankOutput(ranks, live, sorter, capture))
-        job = stack.enter_context(_TorchJob(argv, ranks, full, output, done_file))
+        job = stack.enter_context(_TorchJob(logged(argv), ranks, full, output, done_file))
         store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
         stack.enter_context(receiving(job.ask_to_end))
         code = job.run(EventLog(store), timeout_s)

@@ -436,12 +436,12 @@ class TierView(Tier):
             for name in (user_folder(), *names):
                 with closing_descriptor(folder):
                     folder = open_below(folder, name)
-            self._blocks |= _blocks_in(folder)
+            with closing_descriptor(folder):
+                self._blocks |= _blocks_in(folder)
         except FileNotFoundError:
-            return  # No job has made it.
+            pass  # No job has made it.
         except OSError as error:
             raise TierError(f"tier {self.path} cannot be used: {error}") from error
-        os.close(folder)
 
     def _be(self, spec: TierSpec, path: str) -> None:
         self.spec, self.kind, self.path = spec, spec.kind, path

@@ -50,6 +50,12 @@ def row_of(title: str, done: float, total: float | None, note: str, columns: int
     return f"{head} {'#' * full}{'.' * (width - full)}{text[len(head) :]}"
 
 
+def without_progress(line: bytes) -> bytes:
+    """Return a line of a rank's output without the progress that it tells its launcher."""
+    text, mark, _ = line.partition(_MARK.encode())
+    return text if mark else line
+
+
 class LiveLine:
     """The line, drawn from `__enter__` to `__exit__` if `shown` and standard output is a terminal.
 

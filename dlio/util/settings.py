@@ -140,6 +140,12 @@ class Settings:
         "Folder for indexes of data sets and measured speeds of tiers.",
         "dlio in XDG_CACHE_HOME or in ~/.cache",
     )
+    logs: str | None = _text(
+        "DLIO_LOGS",
+        "Folder in which each rank keeps a copy of its output, rank-0.log and so on, as `dlio "
+        "launch --logs` does.",
+        "no copies",
+    )
     max_pixels: int = _setting(
         "DLIO_MAX_PIXELS",
         "integer",

@@ -89,7 +89,7 @@ def page(name: str) -> str:
 
 
 def readme_gain() -> str:
-    """Return the first sentence of README.md: what its table says, in one line."""
+    """Return the first sentence of README.md: its table in one line."""
     report = _dict(read("loader")["report"])
     ratio = _dict(report["dlio_over_torch"])
     middle, low, high = (number(_float(ratio[key])) for key in ("median", "min", "max"))

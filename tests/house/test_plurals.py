@@ -15,5 +15,5 @@ def test_no_message_has_a_plural_that_may_stand_after_one() -> None:
 
 
 def test_the_search_finds_both_forms() -> None:
-    found = wrong_plurals('a = f"{n} nodes"\nb = f"{n} rank(s)"\nc = f"{N} nodes, {n} nodesets"')
-    assert list(found) == [1, 2]
+    lines = wrong_plurals('a = f"{n} nodes"\nb = f"{n} rank(s)"\nc = f"{N} nodes, {n} nodesets"')
+    assert list(lines) == [1, 2]

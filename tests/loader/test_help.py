@@ -1,4 +1,4 @@
-"""What `help` and attributes of the package show of it."""
+"""The package as `help` and its attributes show it."""
 
 import inspect
 import subprocess

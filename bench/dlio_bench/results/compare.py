@@ -35,8 +35,8 @@ _FREE: Final = {
     *("path", "paths", "source", "repeats", "seed", "seeds", "loaders", "peers", "keep"),
     *("report", "json", "backend"),
 }
-"""Settings that leave figures comparable: another storage is what is compared, others change how
-many values there are, and of what."""
+"""Settings that leave figures comparable: another storage is compared on purpose, and others
+change how many values there are, and whose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ def _show(
                 [
                     printable(
                         f"without ratios, as the reports differ in {'; '.join(unlike)}: figures "
-                        f"are of other things, unless that is what you compare{remedy}"
+                        f"are of other things, unless you compare just that{remedy}"
                     )
                 ]
             )

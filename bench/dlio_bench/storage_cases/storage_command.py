@@ -273,10 +273,10 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
     ranks = len(measured.runs[0].ranks)
     yield (
         f"{workload.name}: {counted(workload.files, f'{workload.format} file')} of "
-        f"{workload.samples_per_file:,} samples, {format_bytes(measured.data.file_bytes)}; "
-        f"{counted(ranks, 'rank')} on {counted(len(measured.nodes.names), 'node')}, batches of "
-        f"{workload.batch_size}, "
-        f"steps of {1e3 * workload.step_s:.0f} ms"
+        f"{counted(workload.samples_per_file, 'sample')}, "
+        f"{format_bytes(measured.data.file_bytes)}; "
+        f"{counted(ranks, 'rank')} on {counted(len(measured.nodes.names), 'node')}, "
+        f"batches of {workload.batch_size}, steps of {1e3 * workload.step_s:.0f} ms"
     )
     if workload.step_s:
         step_bytes = measured.data.data_bytes / workload.samples * workload.batch_size * ranks
@@ -285,8 +285,7 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
         threads, rate = max(measured.bare.items(), key=lambda each: each[1])
         yield (
             f"the storage gives {format_bytes(int(rate))}/s to bare reads by "
-            f"{counted(threads, 'thread')} "
-            "a rank"
+            f"{counted(threads, 'thread')} a rank"
         )
 
 

@@ -252,8 +252,8 @@ def _halving(search: SearchOptions, epochs: int) -> SuccessiveHalving | None:
     halving = make(epochs, search.first_look, search.reduction)
     if not halving.looks(0):
         raise UsageError(
-            f"--pruner {search.pruner} --first-look {search.first_look}: there are {epochs} "
-            "--epochs: give more"
+            f"--pruner {search.pruner} --first-look {search.first_look}: no look before the "
+            f"end of --epochs {epochs}: give more --epochs"
         )
     return halving
 

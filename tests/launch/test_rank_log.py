@@ -1,0 +1,132 @@
+"""`dlio launch --logs`: each rank's output in a file of its own; `--follow`: a job's output."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlio.cli import main
+from dlio.errors import UsageError
+from dlio.launch.rank_log import rank_number
+from dlio.launch.slurm_follow import follow
+from dlio.launch.slurm_script import JobScript, parse_slurm
+from dlio.util.live_line import without_progress
+from tests.conftest import in_time
+
+SAYS = """
+import os, sys
+rank = next(os.environ[n] for n in ("OMPI_COMM_WORLD_RANK", "RANK") if n in os.environ)
+print("\\x1edlio-progress {}")
+print("part", end=""); print("\\x1edlio-progress {}")
+print("out", rank); print("err", rank, file=sys.stderr)
+sys.stdout.write("no end"); sys.stdout.flush()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_each_rank_has_a_log_and_its_output_is_passed_on(tmp_path: Path, backend: str) -> None:
+    argv = [sys.executable, "-m", "dlio.cli", "launch", "-n", "2", "--backend", backend]
+    done = subprocess.run(
+        [*argv, "--logs", "a/logs", "--", sys.executable, "-c", SAYS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in ("0", "1"):
+        log = (tmp_path / "a" / "logs" / f"rank-{rank}.log").read_text()
+        assert sorted(log.replace("part", "part\n").split("\n")) == sorted(
+            ["part", f"out {rank}", f"err {rank}", "no end"]
+        )
+        assert f"out {rank}" in done.stdout
+        assert f"err {rank}" in done.stderr
+
+
+@pytest.mark.cold
+def test_the_logged_process_is_the_program(tmp_path: Path) -> None:
+    """It has the program's number, gets its signals, and ends as it does."""
+    code = (
+        "import os, signal, time; print(os.getpid(), flush=True)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), os._exit(7)))\n"
+        "time.sleep(300)"
+    )
+    argv = [sys.executable, "-m", "dlio.launch.rank_log", str(tmp_path), sys.executable, "-c", code]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{process.pid}\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 7
+        assert process.stdout.read() == "told\n"
+    log = tmp_path / "rank-0.log"
+    assert in_time(lambda: log.read_text() == f"{process.pid}\ntold\n")
+
+
+def test_mpiruns_number_counts_in_a_job_of_slurms() -> None:
+    assert rank_number({"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "3"}) == "3"
+    assert rank_number({"SLURM_PROCID": "2"}) == "2"
+    assert rank_number({}) == "0"
+    assert without_progress(b"a\x1edlio-progress {}\n") == b"a"
+
+
+def test_ranks_that_start_again_have_no_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLIO_LOGS", "logs")
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "x", "-n", "2", "--fault-tolerance", "restart", "--epochs", "1"])
+    assert ended.value.code == 2
+
+
+SCONTROL = """#!/bin/sh
+n=$(cat count); echo $((n + 1)) > count
+case $n in
+0) echo "JobId=7 JobState=PENDING Reason=None" ;;
+1) echo "line 1" > out; printf half >> out; echo "JobId=7 JobState=RUNNING" ;;
+2) echo "scontrol: error: no answer" >&2; exit 1 ;;
+3) echo " and half" >> out; printf end >> out; echo "JobId=7 JobState=END Reason=x" ;;
+*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("COMPLETED", 0), ("FAILED", 1), ("TIMEOUT", 1)])
+def test_a_job_is_followed_to_its_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    end: str,
+    code: int,
+) -> None:
+    (tmp_path / "scontrol").write_text(SCONTROL.replace("=END", f"={end}"))
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "count").write_text("0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert follow("7", "out", every_s=0) == code
+    assert capsys.readouterr().out.splitlines() == [
+        *("job 7 is PENDING", "line 1", "job 7 is RUNNING", "half and half"),
+        *(f"job 7 is {end}", "end"),
+    ]
+
+
+def test_a_silent_slurm_ends_the_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(UsageError, match="Slurm does not answer"):
+        follow("7", "out", every_s=0)
+
+
+def test_the_output_of_a_job_is_where_sbatch_writes_it() -> None:
+    script = JobScript(parse_slurm(["name=x"]), ("true",))
+    assert script.output("7") == "x-7.out"
+    script = JobScript(parse_slurm(["name=x,output=logs/%x.%j"]), ("true",))
+    assert script.output("7") == "logs/x.7"
+    script = JobScript(parse_slurm(["output=%N.out"]), ("true",))
+    with pytest.raises(UsageError, match="with %x and %j alone"):
+        script.output("7")
