@@ -1,15 +1,18 @@
 """`dlio verify`: read a data set or a tier once and report all damage."""
 
+import itertools
 import logging
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Final
 
 import numpy as np
 
+from dlio.data.source import redact
 from dlio.data.splits import FormatChoice, SplitChoice, reading_options
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierError, UsageError, printable
 from dlio.storage.manifest import NAME, Manifest, read_manifest
@@ -17,6 +20,7 @@ from dlio.util.arguments import PathText, path_in
 from dlio.util.json_output import json_text
 from dlio.util.limits import is_plausible
 from dlio.util.options import Option
+from dlio.util.parallel import SourceThread
 from dlio.util.printable import print_line
 from dlio.util.trusted_files import closing_descriptor, open_file
 from dlio.util.units import format_bytes
@@ -306,9 +310,10 @@ def _verify_samples(path: str, checked: FolderVerification, options: dict[str, o
 
     reader = open_reader(path, follow_links=None, trust=None, **options)
     check = SampleCheck(reader.schema, decode_whole)
-    for block in range(reader.layout.blocks):
-        samples = reader.layout.samples_of(block)
-        for sample in samples:
+    with SourceThread(redact(path)) as thread:
+        for sample in itertools.chain.from_iterable(
+            map(reader.layout.samples_of, range(reader.layout.blocks))
+        ):
             name = SampleName(reader, int(sample))
             if not is_plausible(size := int(reader.sizes[sample]), 0):
                 checked.damaged.append(
@@ -317,9 +322,11 @@ def _verify_samples(path: str, checked: FolderVerification, options: dict[str, o
                 )
                 continue
             try:
-                payload = reader.read(np.array([sample], np.int64))[0]
+                payload = thread.call(partial(reader.read, np.array([sample], np.int64)))[0]
                 check.check(payload, name)
             except (CorruptBlock, SourceError) as error:
+                if thread.hangs:
+                    raise
                 checked.damaged.append(str(error))
                 continue
             if (reason := image_warnings.WARNINGS.of(name)) is not None:
