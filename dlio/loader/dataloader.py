@@ -60,7 +60,7 @@ from dlio.loader.planned_engine.engine import epoch_plan
 from dlio.loader.repeated_samples import repeated_batch, with_repeats
 from dlio.loader.sampler_pass import BatchesPass, SamplerOrder, SamplerPass
 from dlio.loader.stats import PassStats
-from dlio.loader.third_party import accelerate, lightning
+from dlio.loader.third_party import accelerate, fit_loop
 from dlio.loader.third_party.adapters import read_by_dlio
 from dlio.loader.torch_draws import MOST_PERMUTED, PassDraws, TorchSource
 from dlio.loader.torchdata_state.iteration_state import IterationState
@@ -303,7 +303,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         and text, for torch.distributed.checkpoint as for JSON.
         """
         keeper = self._keeper()
-        ahead = lightning.fetched_ahead()
+        ahead = fit_loop.fetched_ahead()
         if keeper is not None:
             return keeper.state_dict(self._options(), self._IterableDataset_len_called, ahead)
         state = self._place.state()
@@ -419,12 +419,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         begins it again before it trains, as it does after a validation."""
         if self.follows_formula():
             return False
-        if lightning.resumes(self):
+        if fit_loop.resumes(self):
             self._lightnings = self._place.resumed if self._kept is None else self._kept.loaded
             return True
         state, self._lightnings = self._lightnings, None
         current = self._place.current
-        if state is None or current is None or not lightning.fits():
+        if state is None or current is None or not fit_loop.fits():
             return False
         if self._place.ended or self._stats.batches > (current.steps is None):
             return False

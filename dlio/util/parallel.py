@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from dlio.errors import SourceError
+from dlio.util.closable import Closable
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
@@ -80,16 +81,65 @@ def follow(tasks: Sequence[Task], threads: int, source: str, *, may_be_long: boo
         waiting.put(task)
     with workers:
         while left:
-            try:
-                outcome = ended.get(timeout=patience_s)
-            except queue.Empty:
-                raise SourceError(
-                    f"{source}: no answer for {patience_s:.0f} s: the source hangs (DLIO_TIMEOUT "
-                    "sets the patience)"
-                ) from None
+            outcome = _answer(ended, patience_s, source)
             if isinstance(outcome, BaseException):
                 raise outcome
             left -= 1
             for task in outcome:
                 left += 1
                 waiting.put(task)
+
+
+class SourceThread(Closable):
+    """A thread that makes one call after another on a source, which nobody waits for if it hangs.
+
+    `source` is named in errors.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source, self._patience_s = source, settings().timeout_s
+        self.hangs = False
+        """True once a call has not ended in time: no other one would."""
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._workers = Workers(
+            "dlio-ask", self._run, wake=lambda: self._calls.put(None), stop_timeout_s=_END_TIMEOUT_S
+        ).start()
+
+    def call(self, function: Callable[[], R]) -> R:
+        """Return what `function` returns, or raise its error. By one thread at a time.
+
+        Raises SourceError when it has not ended for the time of DLIO_TIMEOUT.
+        """
+        result: list[R] = []
+        self._calls.put(lambda: result.append(function()))
+        try:
+            outcome = _answer(self._ended, self._patience_s, self._source)
+        except SourceError:
+            self.hangs = True
+            raise
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return result[0]
+
+    def close(self) -> None:
+        """End the thread; one whose call hangs is left behind."""
+        self._workers.close()
+
+    def _run(self, _: int) -> None:
+        while (function := self._calls.get()) is not None:
+            try:
+                self._ended.put(function())
+            except BaseException as error:
+                self._ended.put(error)
+
+
+def _answer(ended: "queue.SimpleQueue[T]", patience_s: float, source: str) -> T:
+    """Return the next outcome. Raises SourceError when there is none in time."""
+    try:
+        return ended.get(timeout=patience_s)
+    except queue.Empty:
+        raise SourceError(
+            f"{source}: no answer for {patience_s:.0f} s: the source hangs (DLIO_TIMEOUT "
+            "sets the patience)"
+        ) from None

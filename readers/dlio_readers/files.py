@@ -456,7 +456,6 @@ class FilesReader(PathReader):
             "dims": np.concatenate([numbers, table.reshape(-1)]),
         }
 
-
     def _fraction(self, arrays: Mapping[str, ChunkedArray]) -> str:
         """Return a value of the first target that is not a whole number, if there is one."""
         if arrays["label"].dtype.kind != "f":

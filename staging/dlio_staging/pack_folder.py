@@ -34,6 +34,7 @@ from dlio.comm import Communicator, world
 from dlio.data.agreement import check_same_data
 from dlio.data.reader import open_reader
 from dlio.data.schema import Buffer, Schema
+from dlio.data.source import redact
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
 from dlio.storage.block import NO_ROOM, check_block
 from dlio.storage.shard_file import read_footer
@@ -53,6 +54,7 @@ from dlio.util.folders import (
     seal,
 )
 from dlio.util.limits import open_regular
+from dlio.util.parallel import SourceThread
 from dlio.util.trusted_files import (
     UntrustedFile,
     closing_descriptor,
@@ -195,10 +197,11 @@ def write_shard(
     digests: list[int] = []
     written = read = undecodable = 0
     writer = WRITERS[options.format](temporary, description)
+    thread = SourceThread(redact(reader.path))
     try:
         for block in blocks.tolist():
             samples = part.samples[part.starts[block] : part.starts[block + 1]]
-            payloads = reader.read(samples)
+            payloads = thread.call(functools.partial(reader.read, samples))
             read += sum(len(payload) for payload in payloads)
             names = [reader.name(sample) for sample in samples.tolist()]
             changed = _changed(plan, payloads, names)
@@ -210,6 +213,7 @@ def write_shard(
             report(read)
         writer.finish()
     finally:
+        thread.close()
         writer.close()
     _read_back(temporary, plan.schema, digests, description)
     rename(temporary, os.path.join(inside, name))

@@ -6,10 +6,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Final
 
 import numpy as np
+import numpy.typing as npt
 
+from dlio.data.reader_contract import Reader, SampleName
+from dlio.data.schema import Buffer
+from dlio.data.source import redact
 from dlio.data.splits import FormatChoice, SplitChoice, reading_options
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierError, UsageError, printable
 from dlio.storage.manifest import NAME, Manifest, read_manifest
@@ -17,6 +22,7 @@ from dlio.util.arguments import PathText, path_in
 from dlio.util.json_output import json_text
 from dlio.util.limits import is_plausible
 from dlio.util.options import Option
+from dlio.util.parallel import SourceThread
 from dlio.util.printable import print_line
 from dlio.util.trusted_files import closing_descriptor, open_file
 from dlio.util.units import format_bytes
@@ -25,6 +31,8 @@ from dlio_staging.sample_check import SampleCheck
 
 # Verification and healing of disk tiers, by the checksums and manifests of their folders
 
+_GROUP_BYTES: Final = 1 << 18
+"""Bytes of samples that are read in one call."""
 _BLOCK: Final = re.compile(r"(\d{8,20})\.blk")
 
 
@@ -300,33 +308,71 @@ def _verify_data(path: str, options: dict[str, object]) -> FolderVerification:
 
 def _verify_samples(path: str, checked: FolderVerification, options: dict[str, object]) -> None:
     from dlio.data.reader import open_reader
-    from dlio.data.reader_contract import SampleName
     from dlio.image import image_warnings
     from dlio.image.decoder import decode_whole
 
     reader = open_reader(path, follow_links=None, trust=None, **options)
     check = SampleCheck(reader.schema, decode_whole)
-    for block in range(reader.layout.blocks):
-        samples = reader.layout.samples_of(block)
-        for sample in samples:
-            name = SampleName(reader, int(sample))
-            if not is_plausible(size := int(reader.sizes[sample]), 0):
-                checked.damaged.append(
-                    f"{name} has {size} bytes, more than a quarter of this process's memory, and "
-                    "is not read: store it in smaller parts, or give --trust"
-                )
-                continue
-            try:
-                payload = reader.read(np.array([sample], np.int64))[0]
-                check.check(payload, name)
-            except (CorruptBlock, SourceError) as error:
-                checked.damaged.append(str(error))
-                continue
-            if (reason := image_warnings.WARNINGS.of(name)) is not None:
-                checked.warned.append(f"{name}: {reason}")
-            checked.samples += 1
-            checked.bytes += len(payload)
+    with SourceThread(redact(path)) as thread:
+        for block in range(reader.layout.blocks):
+            samples = reader.layout.samples_of(block)
+            for sample, payload in _payloads(reader, samples, thread, checked.damaged):
+                name = SampleName(reader, sample)
+                try:
+                    check.check(payload, name)
+                except (CorruptBlock, SourceError) as error:
+                    checked.damaged.append(str(error))
+                    continue
+                if (reason := image_warnings.WARNINGS.of(name)) is not None:
+                    checked.warned.append(f"{name}: {reason}")
+                checked.samples += 1
+                checked.bytes += len(payload)
     reader.close()
+
+
+def _payloads(
+    reader: Reader, samples: npt.NDArray[np.int64], thread: SourceThread, damaged: list[str]
+) -> Iterator[tuple[int, Buffer]]:
+    """Yield samples with their payloads; add a line to `damaged` for each that cannot be read.
+
+    Raises SourceError if the source hangs.
+    """
+    group: list[int] = []
+    total = 0
+    for sample in samples.tolist():
+        size = int(reader.sizes[sample])
+        if not is_plausible(size, 0):
+            damaged.append(
+                f"{SampleName(reader, sample)} has {size} bytes, more than a quarter of this "
+                "process's memory, and is not read: store it in smaller parts, or give --trust"
+            )
+            continue
+        if group and total + size > _GROUP_BYTES:
+            yield from _group(reader, group, thread, damaged)
+            group, total = [], 0
+        group.append(sample)
+        total += size
+    yield from _group(reader, group, thread, damaged)
+
+
+def _group(
+    reader: Reader, group: list[int], thread: SourceThread, damaged: list[str]
+) -> Iterator[tuple[int, Buffer]]:
+    """Yield samples that are read together, or one by one if one of them cannot be read."""
+    if not group:
+        return
+    try:
+        payloads = thread.call(partial(reader.read, np.array(group, np.int64)))
+    except (CorruptBlock, SourceError) as error:
+        if thread.hangs:
+            raise
+        if len(group) == 1:
+            damaged.append(str(error))
+            return
+        for sample in group:
+            yield from _group(reader, [sample], thread, damaged)
+        return
+    yield from zip(group, payloads, strict=True)
 
 
 @contextmanager

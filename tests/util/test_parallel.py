@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
 from dlio.errors import SourceError
-from dlio.util.parallel import Task, each_of, follow
+from dlio.util.parallel import SourceThread, Task, each_of, follow
 from tests.conftest import SOURCES
 
 HANGS = """
@@ -71,3 +72,23 @@ def test_a_process_ends_whose_source_never_answers() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("/remote: no answer for 1 s: the source hangs")
+
+
+def test_a_thread_makes_one_call_after_another_and_gives_up_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DLIO_TIMEOUT", "0.2")
+
+    def fail() -> None:
+        raise SourceError("a sample is damaged")
+
+    over = threading.Event()
+    with SourceThread("/remote") as thread:
+        assert [thread.call(partial(pow, n, 2)) for n in range(3)] == [0, 1, 4]
+        with pytest.raises(SourceError, match="damaged"):
+            thread.call(fail)
+        assert not thread.hangs
+        with pytest.raises(SourceError, match="/remote: no answer"):
+            thread.call(over.wait)
+        assert thread.hangs
+        over.set()

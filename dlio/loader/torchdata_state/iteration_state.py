@@ -14,7 +14,7 @@ from dlio.loader.delivery import moved
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.passes import PassCounters
 from dlio.loader.sampler_pass import BatchesPass
-from dlio.loader.third_party import lightning
+from dlio.loader.third_party import fit_loop
 from dlio.loader.torch_engine import fed_by, plain_loader
 from dlio.loader.torch_private import distributed_settings, share_seed
 from dlio.loader.torchdata_state.inline_iterator import InlineIterator
@@ -83,7 +83,7 @@ class IterationState:
                 next(theirs, None)  # Now it is finished.
         engine = "threads" if _in_threads(options) and options.num_workers else "torch"
         self._before = None
-        looks_back = steps is None and lightning.fits()
+        looks_back = steps is None and fit_loop.fits()
 
         def note() -> None:
             if looks_back:
