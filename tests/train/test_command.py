@@ -259,7 +259,8 @@ def test_the_default_rate_grows_with_the_global_batch() -> None:
 def test_a_split_is_trained_on_and_another_held_out(
     dlio: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    generator, arrays = np.random.default_rng(0), {}
+    generator = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
     for split, count in (("train", 40), ("val", 12), ("test", 9)):
         arrays[f"{split}_images"] = generator.random((count, 16), np.float32)
         arrays[f"{split}_labels"] = generator.integers(0, 3, count)
