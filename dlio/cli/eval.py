@@ -6,6 +6,7 @@ from typing import Annotated
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
+from dlio.data.splits import SplitChoice
 from dlio.launch.command_ranks import on_ranks
 from dlio.train.config import TrainConfig, train_config
 from dlio.train.factory import check_name
@@ -36,6 +37,7 @@ class EvalOptions(CheckedOptions):
         str | None,
         Option("Column of a table to predict.", metavar="COLUMN", default_text="as in training"),
     ] = None
+    split: SplitChoice = None
     model: Annotated[
         str, Option("Model that the weights are of, as for `dlio train`.", metavar="MODEL")
     ] = DEFAULT_MODEL
@@ -96,7 +98,7 @@ def _config(options: EvalOptions) -> TrainConfig:
 
 def _check(options: EvalOptions, ranks: int) -> None:
     """Raise an error for a mistake that can be found before ranks are started."""
-    from dlio.data.reader import open_reader
+    from dlio.data.reader import open_split
 
     _config(options).check_ranks(ranks)
-    open_reader(options.source).close()
+    open_split(options.source, options.split).close()

@@ -14,6 +14,7 @@ from dlio.cli.train_command import find_parts
 from dlio.comm.allocation import Allocation, find_allocation
 from dlio.comm.launch_detection import check_launch, under_torchrun
 from dlio.comm.launch_environment import under_mpi, under_torch
+from dlio.data.splits import split_words
 from dlio.errors import UsageError
 from dlio.launch import mpi_launch, spread, torch_launch
 from dlio.launch.command_ranks import has_mpi
@@ -365,9 +366,13 @@ def _with_staging(
 
     tiers = started.option("tiers") or settings().tiers
     source, val = started.option("source"), started.option("val")
+    split, val_split = started.option("split"), started.option("val_split")
     if isinstance(source, str) and started.words[0] == "train":
-        source, val = find_parts(source, val if isinstance(val, str) else None, quiet=True)
-    sources = [str(each) for each in (source, val) if each is not None]
+        if split is None and val_split is None:
+            source, val = find_parts(source, val if isinstance(val, str) else None, quiet=True)
+        elif val is None and val_split is not None:
+            val = source
+    sources = [(str(p), s) for p, s in ((source, split), (val, val_split)) if p is not None]
     if not sources or not isinstance(tiers, str):
         raise UsageError(
             f"--stage: {_shown(started)} names no data and --tiers: give, for example, --tiers "
@@ -378,7 +383,10 @@ def _with_staging(
             f"--stage: --tiers {tiers} has no disk: name one, such as --tiers '$TMPDIR:200GiB'"
         )
     once = ("dlio", "launch", *backend, "--ranks-per-node", "1", "stage")
-    stage = tuple((*once, each, "--tiers", tiers, "--allow-partial") for each in sources)
+    stage = tuple(
+        (*once, each, *split_words(part), "--tiers", tiers, "--allow-partial")
+        for each, part in sources
+    )
     return replace(
         script, stage=stage, evict=("dlio", "evict", "--job", "$SLURM_JOB_ID", "--tiers", tiers)
     )

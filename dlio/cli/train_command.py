@@ -13,7 +13,7 @@ from dlio.train.checkpoint_progress import finished_epochs
 from dlio.train.config import TrainConfig
 from dlio.train.factory import check_name
 from dlio.train.names import CALLBACKS
-from dlio.train.train_options import MODEL_NAMES
+from dlio.train.train_options import MODEL_NAMES, DataOptions
 from dlio.util.live_line import LiveLine
 from dlio.util.printable import print_line
 from dlio.util.units import counted
@@ -29,6 +29,8 @@ from dlio.util.units import counted
             *(
                 "source",
                 "val",
+                "split",
+                "val_split",
                 "task",
                 "target",
                 "category",
@@ -88,7 +90,7 @@ from dlio.util.units import counted
 )
 def command(config: TrainConfig, ranks: RankOptions, file: ConfigFile) -> None:  # noqa: ARG001
     """Train a network on a data set that is cached in a hierarchy of tiers."""
-    source, val = find_parts(config.data.source, config.data.val)
+    source, val = parts_of(config.data)
     run(config.replaced(source=source, val=val), ranks.ranks, ranks.backend)
 
 
@@ -191,6 +193,13 @@ def _start_again(
     )
 
 
+def parts_of(data: DataOptions) -> tuple[str, str | None]:
+    """Return (training data, validation data) of a run, of which splits may be chosen."""
+    if data.split is None and data.val_split is None:
+        return find_parts(data.source, data.val)
+    return data.source, data.val or (data.source if data.val_split else None)
+
+
 def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:
     """Return (training data, validation data).
 
@@ -218,7 +227,7 @@ def _check(config: TrainConfig, ranks: int) -> None:
 
     Opens the data sets, which also lists them, so that ranks find the lists in the cache.
     """
-    from dlio.data.reader import open_reader
+    from dlio.data.reader import open_reader, open_split
     from dlio.storage.tier_spec import choose_tiers
 
     config.check_ranks(ranks)
@@ -227,6 +236,9 @@ def _check(config: TrainConfig, ranks: int) -> None:
         check_name("--callback", callback, tuple(CALLBACKS))
     config.check_run()
     choose_tiers(config.data.tiers, 0)
-    for path in (config.data.source, config.data.val, *config.data.replica):
+    data = config.data
+    for path, split in ((data.source, data.split), (data.val, data.val_split)):
         if path is not None:
-            open_reader(path).close()
+            open_split(path, split).close()
+    for path in data.replica:
+        open_reader(path).close()

@@ -66,6 +66,11 @@ def open_reader(
     return open_reading(path, follow_links=follow_links, trust=trust, **options)[0]
 
 
+def open_split(path: object, split: str | None) -> Reader:
+    """Do `open_reader` for a command that may have chosen a split."""
+    return open_reader(path) if split is None else open_reader(path, split=split)
+
+
 def open_reading(
     path: object,
     *,

@@ -49,6 +49,11 @@ def reading_options(split: str | None, reader: str | None) -> dict[str, object]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def split_words(split: object) -> tuple[str, ...]:
+    """Return the words of a command line that choose a split; () for None."""
+    return () if split is None else ("--split", str(split))
+
+
 def how_to_choose(split: str) -> str:
     """Return the words by which an error tells how to choose a split."""
     return f"choose one with split={split!r} (--split {split}; of dlio pack --source-split {split})"

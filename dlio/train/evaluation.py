@@ -63,7 +63,9 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
     with ExitStack() as stack:
         layout = stack.enter_context(layout_of(config, comm))
         sources = RunData(config, layout)
-        data = stack.enter_context(sources.open(config.data.source, config.data.tiers, False))
+        options = config.data
+        opened = sources.open(options.source, options.tiers, False, options.split)
+        data = stack.enter_context(opened)
         config = resolve_config(config, data, layout.schema(data))
         if config.model.task == "regress" and not is_table(data.reader.schema):
             raise UsageError(

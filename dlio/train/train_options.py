@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, Self
 
+from dlio.data.splits import SplitChoice
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import COMPRESSORS, ExchangeSpec, parse_exchange
 from dlio.train.feature_spec import FeatureSpec, find_features, option_records
@@ -37,6 +38,11 @@ class DataOptions(CheckedOptions):
     val: Annotated[
         str | None,
         Option("Held-out data set, evaluated after each epoch.", metavar="PATH"),
+    ] = None
+    split: SplitChoice = None
+    val_split: Annotated[
+        str | None,
+        Option("Split of the held-out data set; without --val one of SRC.", metavar="NAME"),
     ] = None
     replica: Annotated[
         tuple[str, ...],

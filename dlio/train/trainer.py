@@ -90,7 +90,7 @@ class TrainingRun:
         self._checkpoints = self._open_checkpoints()
         self._layout = layout = stack.enter_context(layout_of(config, comm))
         sources, options = RunData(config, layout), config.data
-        data = stack.enter_context(sources.open(options.source, options.tiers, True))
+        data = stack.enter_context(sources.open(options.source, options.tiers, True, options.split))
         self._data = data
         self._config = config = resolve_config(config, data, layout.schema(data))
         self._device = device = choose_device(config.model.device, comm)
@@ -101,7 +101,7 @@ class TrainingRun:
         self._held_out: DataLoader | None = None
         if options.val is not None:
             spare = self._mounted.spare_tiers()
-            val = stack.enter_context(sources.open(options.val, spare, False))
+            val = stack.enter_context(sources.open(options.val, spare, False, options.val_split))
             self._held_out = stack.enter_context(sources.loader(val, False, device))
             # Now, while all ranks are there: at the first evaluation some may be lost.
             val.mount(layout.data, config.ranks.pretend_nodes)

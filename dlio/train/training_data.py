@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dlio.data.reader import Reader, open_reader
+from dlio.data.reader import Reader, open_split
 from dlio.image import crop_transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
@@ -23,8 +23,11 @@ class RunData:
     config: TrainOptions
     layout: RankLayout
 
-    def open(self, path: str, tiers: Tiers | None, training: bool) -> Dataset:
-        """Open a data set, on rank 0 first so that the others find its listing in the cache.
+    def open(
+        self, path: str, tiers: Tiers | None, training: bool, split: str | None = None
+    ) -> Dataset:
+        """Open a data set, or one split of it, on rank 0 first so that the others find its listing
+        in the cache.
 
         None for `tiers` stands for the default. In training, crops and flips of images are random,
         and replicas are read from, too.
@@ -33,7 +36,7 @@ class RunData:
         if comm.rank:
             comm.barrier()
         options, size = self.config.data, self.config.model.image_size
-        reader = open_reader(path)
+        reader = open_split(path, split)
         drawn = None
         if training and not is_table(reader.schema) and not is_arrays(reader.schema):
             drawn = crop_transforms.Compose(

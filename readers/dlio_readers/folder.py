@@ -320,7 +320,7 @@ def plan_of(
         files: list[str] = []
         if here and not table and not layout:
             notes, files = unread_labels(source, here)
-            notes = notes or _lists_above(source)
+            notes = (*_lists_above(source), *notes)
         fit = Fit(words, weight, left_out=notes, used=(table, *files))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)

@@ -168,7 +168,7 @@ def _yolo(root: Path, described: str) -> str:
 def test_splits_that_data_yaml_lists_are_read(tmp_path: Path) -> None:
     path = _yolo(tmp_path, "path: .\ntrain: train.txt\nval: val.txt\n")
     for place in (path, str(tmp_path)):
-        with pytest.raises(UsageError, match="splits train, val: choose with split='train'"):
+        with pytest.raises(UsageError, match="splits train, val: choose one with split='train'"):
             open_reader(place)
         counts = [len(open_reader(place, split=name)) for name in ("train", "validation", "all")]
         assert counts == [4, 2, 6]

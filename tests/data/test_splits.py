@@ -3,7 +3,10 @@
 import shutil
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
+import zarr
 
 import dlio
 from dlio.data.reader import open_reader
@@ -73,3 +76,29 @@ def test_parts_of_another_format_are_to_be_opened_by_themselves(tmp_path: Path) 
         (tmp_path / "packed" / name / "000000.dlio").write_bytes(b"a shard")
     with pytest.raises(UsageError, match="holds the splits train, val: choose"):
         open_reader(str(tmp_path / "packed"))
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.h5", "a.csv", "a.zarr", "arrays", "pictures"])
+def test_a_split_of_a_data_set_without_any_is_an_error_with_every_command_s_option(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    array = np.zeros((3, 2), np.float32)
+    if name == "a.npz":
+        np.savez(path, x=array)
+    elif name == "a.h5":
+        with h5py.File(path, "w") as file:
+            file["x"] = array
+    elif name == "a.csv":
+        path.write_text("x,y\n1,2\n")
+    elif name == "a.zarr":
+        zarr.open_group(str(path), mode="w").create_array("x", data=array)
+    else:
+        path.mkdir()
+        for k in range(3):
+            if name == "arrays":
+                np.save(path / f"{k}.npy", array[:2])
+            else:
+                (path / f"{k}.png").write_bytes(b"\x89PNG")
+    with pytest.raises(UsageError, match=r"leave split= out \(.*--split, of dlio pack --source-"):
+        open_reader(str(path), split="val")

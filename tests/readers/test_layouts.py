@@ -128,7 +128,7 @@ def test_masks_of_cityscapes_are_its_label_ids(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     LAYOUTS["Cityscapes"](tmp_path)
-    with pytest.raises(SourceError, match=r"train, val: choose with split='train'"):
+    with pytest.raises(SourceError, match=r"train, val: choose one with split='train'"):
         open_reader(str(tmp_path))
     reader = open_reader(str(tmp_path), split="train")
     assert "instanceIds" in caplog.text  # Left out, with the option that chooses it.

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -253,3 +254,29 @@ def test_the_default_rate_grows_with_the_global_batch() -> None:
     assert config.peak_lr(2) == pytest.approx(0.1)
     assert config.peak_lr(1) < config.peak_lr(2) < config.peak_lr(8)
     assert train_config("pictures", lr=0.3).peak_lr(8) == 0.3
+
+
+def test_a_split_is_trained_on_and_another_held_out(
+    dlio: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    generator = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for split, count in (("train", 40), ("val", 12), ("test", 9)):
+        arrays[f"{split}_images"] = generator.random((count, 16), np.float32)
+        arrays[f"{split}_labels"] = generator.integers(0, 3, count)
+    np.savez(tmp_path / "a.npz", **arrays)
+    files = ("--report", "r.json", "--trace", "t.jsonl", "--save", "w.pt", "--tiers", "none")
+    shape = ("--epochs", "1", "--batch-size", "8")
+    refused = dlio("train", "a.npz", *files, *shape)
+    assert refused.returncode
+    assert "--split train" in refused.stderr
+    done = dlio("train", "a.npz", "--split", "train", "--val-split", "val", *files, *shape)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["dataset"]["samples"] == 40
+    assert report["epochs"][0]["metrics"]
+    assert not dlio("ledger", "t.jsonl", "a.npz", "--split", "train").returncode
+    assert dlio("ledger", "t.jsonl", "a.npz", "--split", "all").returncode == 1
+    judged = dlio("eval", "a.npz", "--split", "test", "--weights", "w.pt")
+    assert judged.returncode == 0, judged.stderr
+    assert "9 samples on 1 rank" in judged.stdout

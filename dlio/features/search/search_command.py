@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile
-from dlio.cli.train_command import find_parts
+from dlio.cli.train_command import parts_of
 from dlio.comm.launch_environment import under_mpi, under_torch
+from dlio.data.splits import split_words
 from dlio.errors import UsageError
 from dlio.features.search.objectives import Objective, parse_objectives
 from dlio.features.search.parameter_sampler import ParameterSampler, quiet_optuna
@@ -61,14 +62,15 @@ def checked_tiers(tiers: str) -> str:
     return ",".join(map(str, specs))
 
 
-def own_tiers(folder: str, paths: Sequence[str]) -> str:
-    """Make a tier in the search's folder with room for data sets; return it for --tiers."""
-    from dlio.data.reader import open_reader
+def own_tiers(folder: str, paths: Sequence[tuple[str, str | None]]) -> str:
+    """Make a tier in the search's folder with room for data sets, (path, split) of each; return it
+    for --tiers."""
+    from dlio.data.reader import open_split
     from dlio.data.reader_contract import data_bytes
 
     total = 0
-    for path in paths:
-        reader = open_reader(path)
+    for path, split in paths:
+        reader = open_split(path, split)
         total += data_bytes(reader)
         reader.close()
     root = os.path.abspath(os.path.join(folder, "tiers"))
@@ -77,13 +79,21 @@ def own_tiers(folder: str, paths: Sequence[str]) -> str:
     return f"{root}:{-(-size >> 20)}MiB"
 
 
-def stage(path: str, tiers: str) -> int:
-    """Stage a data set, or the rest of it; return the bytes that were read from the source.
+def stage(path: str, tiers: str, split: str | None = None) -> int:
+    """Stage a data set or a split, or the rest of it; return the bytes read from the source.
 
     Raises UsageError with the reason of `dlio stage`, and if another data set had to make room.
     """
     done = subprocess.run(
-        [*module_command("dlio.cli"), "stage", path, "--tiers", tiers, "--json"],
+        [
+            *module_command("dlio.cli"),
+            "stage",
+            path,
+            "--tiers",
+            tiers,
+            "--json",
+            *split_words(split),
+        ],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -165,7 +175,7 @@ def command(
     if words and not search.objective:
         raise UsageError("--objective is missing: name the metric that the script prints")
     if run.data.source:
-        source, val = find_parts(run.data.source, run.data.val)
+        source, val = parts_of(run.data)
         run = run.replaced(source=source, val=val)
     quiet_optuna()
     axes = parse_words(search.space, words) if words else parse_space(search.space, run)
@@ -199,15 +209,16 @@ def _search(
                     f"{name} {given}: the search in {search.study} has begun with "
                     f"{study.first[name]}: leave it out"
                 )
-        paths = [path for path in (run.data.source, run.data.val) if path]
+        chosen = ((run.data.source, run.data.split), (run.data.val, run.data.val_split))
+        paths = [(path, split) for path, split in chosen if path]
         tiers = shared or (own_tiers(search.study, paths) if paths else None)
         trials = min(search.trials or sampling.most or _TRIALS, sampling.most or 1 << 62)
         if tiers is not None and any(not r.has_ended for r in study.records) | (
             len(study.records) < trials
         ):
-            for path in paths:
+            for path, split in paths:
                 print_line(f"staging {path} into {tiers}")
-                study.add_staged(stage(path, tiers))
+                study.add_staged(stage(path, tiers, split))
         run = run.replaced(tiers=tiers)
 
         def work(point: Point, folder: str) -> TrialProgram:

@@ -43,7 +43,18 @@ REFUSED: Final = {
 }
 """Options of `dlio train` that a search refuses, with the reason."""
 _SAME: Final = (
-    *("source", "val", "replica", "tiers", "keep", "fault_tolerance", "device", "callback"),
+    *(
+        "source",
+        "val",
+        "split",
+        "val_split",
+        "replica",
+        "tiers",
+        "keep",
+        "fault_tolerance",
+        "device",
+        "callback",
+    ),
     *REFUSED,
 )
 """Options that a search cannot vary."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio.data.reader import Reader, open_reader
+from dlio.data.reader import Reader, open_split
 from dlio.data.schema import Schema
 from dlio.errors import SourceError, UsageError
 from dlio.loader.contract import BatchData
@@ -24,7 +24,7 @@ from dlio.train.tasks.classification import Classes
 from dlio.train.tasks.regression import Numbers, standardised
 from dlio.train.tasks.segmentation import IGNORED, Segments
 from dlio.train.tasks.task_base import Convert, TaskObjective, TrainingTask
-from dlio.train.train_options import ModelOptions
+from dlio.train.train_options import DataOptions, ModelOptions
 
 _PIECE: Final = 64
 _PICTURE: Final = (3, 2)
@@ -109,7 +109,7 @@ def usual_task(fields: ArrayFields) -> str:
 
 
 def make_array_task(
-    options: ModelOptions, source: str, data: Dataset, whole: Schema, comm: Communicator
+    options: ModelOptions, given: DataOptions, data: Dataset, whole: Schema, comm: Communicator
 ) -> ArrayTask:
     """Make the task of a settled configuration on a data set of arrays. Collective.
 
@@ -118,6 +118,7 @@ def make_array_task(
 
     Raises UsageError for a target that does not suit the task.
     """
+    source = given.source
     fields = array_fields(source, whole, options.target)
     if options.task == "classify" and fields.is_real:
         raise UsageError(
@@ -130,7 +131,7 @@ def make_array_task(
             f"--task {options.task} needs {needs}, and {fields.target} of {source} is "
             f"{whole.kinds[fields.target].text}: name another --target"
         )
-    with closing(_target_reader(fields)) as reader:
+    with closing(_target_reader(fields, given.split)) as reader:
         if options.task == "regress":
             values = _values(reader, fields.target, comm)
             with np.errstate(over="ignore", invalid="ignore"):
@@ -147,13 +148,13 @@ def make_array_task(
     return ArrayTask(options, fields, made(max(classes, len(data.classes))))
 
 
-def _target_reader(fields: ArrayFields) -> Reader:
+def _target_reader(fields: ArrayFields, split: str | None) -> Reader:
     """Open the training data with the target alone, if their format can; else whole samples."""
     place = fields.path.partition("::")[0]
     try:
-        return open_reader(f"{place}::{fields.target}")
+        return open_split(f"{place}::{fields.target}", split)
     except (UsageError, SourceError):
-        return open_reader(fields.path)
+        return open_split(fields.path, split)
 
 
 def _mine(reader: Reader, name: str, comm: Communicator) -> Any:

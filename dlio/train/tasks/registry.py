@@ -86,7 +86,7 @@ def make_task(
     """
     options, source = config.model, config.data.source
     if is_arrays(schema):
-        return make_array_task(options, source, data, schema, comm)
+        return make_array_task(options, config.data, data, schema, comm)
     name = "table" if is_table(schema) else options.task
     assert name is not None
     return TASKS[name](options, source, data, comm)
