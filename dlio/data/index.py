@@ -77,8 +77,8 @@ _near: dict[int, bool] = {}
 class GrowingColumn:
     """Whole numbers of an index that is being built, in as few bytes as the largest one needs.
 
-    Equal numbers take no memory: they become an array of one. The memory grows in place, so that
-    there is no second copy at its peak.
+    Equal numbers take no memory: they become an array of one. The memory grows in place,
+    without a second copy at its peak.
     """
 
     def __init__(self, *, signed: bool = False) -> None:

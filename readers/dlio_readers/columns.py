@@ -394,7 +394,7 @@ class ColumnReader(PathReader):
 
         The fingerprint is made of `stamps`, strings that change when the data change; `select` is
         the part of every sample that the user chose. Of all `files` of the data set, if they are
-        given, sizes and labels are kept in the cache; the first of `stamps` are then those of the files.
+        given, sizes and labels are kept in the cache; `stamps` begins with those of the files then.
 
         Raises UsageError if a part of `select` is of no column.
         """

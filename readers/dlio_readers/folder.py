@@ -135,9 +135,7 @@ class FolderReader(ListedReader):
         self.labels = index["labels"]
         self.sizes = index["sizes"]
         """Bytes of each payload: the file's, and eight for the label."""
-        self._files = FileSet(
-            self._source, {**index, "sizes": index["sizes"] - self.schema.overhead}
-        )
+        self._files = FileSet(self._source, index, overhead=self.schema.overhead)
         self.layout = shuffled_layout(self.sizes)
 
     @staticmethod
