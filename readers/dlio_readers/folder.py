@@ -641,7 +641,7 @@ class _Walk:
             self.listed.append(_listed(folder, modified_ns, images))
             inner = [entry.name for entry in entries if entry.folder]
             return [partial(self._list_folder, f"{folder}/{name}", came_by) for name in inner]
-        rows = source.names(folder)
+        rows = source.names(folder, keep=False)
         names = [n for n, inside in rows if not inside and n.lower().endswith(PICTURES)]
         parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
         below = [name for name, inside in rows if inside]
