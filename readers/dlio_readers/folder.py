@@ -31,7 +31,7 @@ from dlio.data.labels import (
 )
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
-from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
+from dlio.data.schema import IMAGE_LABEL, LABEL, Schema, WholeNumbers
 from dlio.data.source import Entry, Source, file_at
 from dlio.data.splits import splits_among
 from dlio.errors import SourceError, UsageError
@@ -78,7 +78,7 @@ class _FolderFiles:
     name: str
     modified_ns: int
     names: bytes
-    ends: npt.NDArray[np.integer[Any]]
+    ends: WholeNumbers
     sizes: npt.NDArray[np.int64]
     times: npt.NDArray[np.int64]
     changed: npt.NDArray[np.int64]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, GrowingColumn, Names
 from dlio.data.labels import encode_labels, label_name
+from dlio.data.schema import WholeNumbers
 from dlio.util.structured_text import parse_json
 
 BLOCK: Final = 512
@@ -56,7 +57,7 @@ class TarIndex:
     def __init__(self, part: Arrays, order: Sequence[int]) -> None:
         self._part, self._order = part, order
         self._first = part["first"]
-        self._new: dict[int, npt.NDArray[np.integer[Any]]] = {}
+        self._new: dict[int, WholeNumbers] = {}
         self.is_array = [bool(part["npy"][place]) for place in order]
         """True for each field that is a .npy file."""
         self.names = Names(part["names"], part["name_ends"])
@@ -64,7 +65,7 @@ class TarIndex:
     def __len__(self) -> int:
         return len(self._first)
 
-    def _column(self, kind: str, k: int) -> npt.NDArray[np.integer[Any]]:
+    def _column(self, kind: str, k: int) -> WholeNumbers:
         """Return a column, shape (samples,) or (1,) if its values are equal."""
         return self._part[f"{kind}{self._order[k]}"]
 
