@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -257,10 +257,16 @@ class _TextColumn:
             return texts, np.zeros(stop - start, np.int64)
         return texts, codes[start:stop].astype(np.int64)
 
+    @cached_property
+    def _whole_numbers(self) -> npt.NDArray[np.int64]:
+        """The different texts of a column of whole numbers that may be the label."""
+        return np.array([int(text) for text in self._part.labels[self._number]], np.int64)
+
     def rows(self, start: int, stop: int) -> Any:
-        codes = self.codes(start, stop) if self.kind == "int64" else None
+        # A single row is parsed anyway, for the other columns.
+        codes = self.codes(start, stop) if self.kind == "int64" and stop - start > 1 else None
         if codes is not None:
-            return np.array([int(text) for text in codes[0]], np.int64)[codes[1]]
+            return self._whole_numbers[codes[1]]
         values = [row[self._number] for row in _parsed(self._part, start, stop)]
         if self.kind == "text":
             return values
