@@ -24,6 +24,7 @@ import simplejpeg
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
+from dlio.util.input_files import open_text
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import format_seconds
@@ -252,7 +253,7 @@ def _answer(name: str, command: list[str], python: str, caches: str) -> list[flo
 
 def _calls_of(trace: str) -> int:
     """Return the number of system calls between the last two marks in the lines of strace."""
-    with open(trace, encoding="utf-8", errors="replace") as file:
+    with open_text(trace, errors="replace") as file:
         lines = [line for line in file if " resumed>" not in line]
     marks = [number for number, line in enumerate(lines) if _MARK in line]
     return marks[-1] - marks[-2] - 1

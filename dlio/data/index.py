@@ -33,6 +33,7 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.npy import read_npy_head
+from dlio.data.schema import WholeNumbers
 from dlio.data.source import File
 from dlio.errors import CorruptBlock
 from dlio.util.folders import (
@@ -77,8 +78,8 @@ _near: dict[int, bool] = {}
 class GrowingColumn:
     """Whole numbers of an index that is being built, in as few bytes as the largest one needs.
 
-    Equal numbers take no memory: they become an array of one. The memory grows in place, so that
-    there is no second copy at its peak.
+    Equal numbers take no memory: they become an array of one. The memory grows in place,
+    without a second copy at its peak.
     """
 
     def __init__(self, *, signed: bool = False) -> None:
@@ -104,7 +105,7 @@ class GrowingColumn:
             self._values.append(value)
         self._count += 1
 
-    def extend(self, values: npt.NDArray[np.integer[Any]]) -> None:
+    def extend(self, values: WholeNumbers) -> None:
         """Add numbers, shape (n,)."""
         if not len(values):
             return
@@ -119,14 +120,14 @@ class GrowingColumn:
         self._values.frombytes(values.astype(self._values.typecode).tobytes())
         self._count += len(values)
 
-    def values(self) -> npt.NDArray[np.integer[Any]]:
+    def values(self) -> WholeNumbers:
         """Return the numbers, shape (n,), or (1,) if they are equal; nothing is added after it."""
         values = self._values
         if values is None:
             values = array(self._code_of(self._same), [self._same])
         return np.frombuffer(values, values.typecode)
 
-    def spread(self) -> npt.NDArray[np.integer[Any]]:
+    def spread(self) -> WholeNumbers:
         """Return the numbers, shape (n,)."""
         values = self.values()
         return values if len(values) == self._count else np.broadcast_to(values, self._count)
@@ -152,7 +153,7 @@ class Names:
     """Many strings in two arrays, decoded one at a time. `blob` has the bytes of all strings, one
     after another, and `ends` the end of each in it."""
 
-    def __init__(self, blob: npt.NDArray[np.uint8], ends: npt.NDArray[np.integer[Any]]) -> None:
+    def __init__(self, blob: npt.NDArray[np.uint8], ends: WholeNumbers) -> None:
         self.blob = blob
         self.ends = ends
 

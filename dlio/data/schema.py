@@ -48,6 +48,8 @@ MAX_PAYLOAD: Final = 2**31 - 1
 """Bytes that a sample may have at most."""
 _KIND: Final = re.compile(r"([a-z]+[0-9]*)(?:\[([0-9?]+(?:,[0-9?]+)*)?\])?")
 
+WholeNumbers: TypeAlias = npt.NDArray[np.integer[Any]]
+"""Whole numbers of any size."""
 Buffer = bytes | bytearray | memoryview
 Value = Any
 """Value of a field in a user's sample; the field's kind decides whether it is a number, a numpy
@@ -245,7 +247,7 @@ class Schema:
             raise CorruptBlock(f"schema is not a list of (name, kind): {error!r}") from error
 
     def payload_sizes(
-        self, count: int, bodies: Mapping[str, npt.NDArray[np.integer[Any]]]
+        self, count: int, bodies: Mapping[str, WholeNumbers]
     ) -> npt.NDArray[np.int64]:
         """Return the payload bytes of `count` samples; shape (count,). `bodies` has the bytes of
         the values of each variable field: of an array's data, or of an encoded value."""

@@ -219,8 +219,10 @@ class Source(FsspecHandle):
         entries = [entry for entry in entries if not is_hidden(entry.name)]
         return sorted(entries, key=lambda entry: entry.name)
 
-    def names(self, name: str = "") -> list[tuple[str, bool]]:
+    def names(self, name: str = "", *, keep: bool = True) -> list[tuple[str, bool]]:
         """List (name, True if it is a folder) of a folder's entries, sorted.
+
+        Within `listed_once` they are kept for the next call, unless this is the last one.
 
         Hidden files (`is_hidden`) are left out. Attributes of local files are not read,
         which would take a request each over a network.
@@ -230,13 +232,13 @@ class Source(FsspecHandle):
         seen = _seen.get()
         key = (self.root, name)
         if seen is not None and key in seen:
-            return seen[key]
+            return seen[key] if keep else seen.pop(key)
         if self._files is not None:
             rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
             with ReadErrors(self.path(name)), self._scanned(name) as entries:
                 rows = sorted((e.name, e.is_dir()) for e in entries if not is_hidden(e.name))
-        if seen is not None:
+        if seen is not None and keep:
             seen[key] = rows
         return rows
 

@@ -24,7 +24,7 @@ from dlio.data.index import Arrays as IndexArrays
 from dlio.data.index import cached_index, fingerprint_of
 from dlio.data.labels import LabelColumn, SampleLabels, label_name, label_names, not_scalar
 from dlio.data.reader_contract import Abilities
-from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind, parse_kind
+from dlio.data.schema import DTYPES, Schema, Structure, Value, WholeNumbers, array_kind, parse_kind
 from dlio.data.source import File, ReadErrors, redact
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
@@ -175,7 +175,7 @@ class Column(Protocol):
     unit: int
     """Rows that are decoded together (a chunk); 1 if rows can be read separately."""
 
-    def bodies(self) -> npt.NDArray[np.integer[Any]] | None:
+    def bodies(self) -> WholeNumbers | None:
         """Bytes of each value, shape (rows,); None if all have the same size."""
 
     def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
@@ -326,7 +326,7 @@ class ConcatColumn:
         self.dimensions = getattr(parts[0], "dimensions", None)
         self.is_single = isinstance(parts[0], SingleValue)
 
-    def bodies(self) -> npt.NDArray[np.integer[Any]] | None:
+    def bodies(self) -> WholeNumbers | None:
         bodies = [part.bodies() for part in self._parts]
         known = [body for body in bodies if body is not None]
         return np.concatenate(known) if known else None
@@ -394,7 +394,7 @@ class ColumnReader(PathReader):
 
         The fingerprint is made of `stamps`, strings that change when the data change; `select` is
         the part of every sample that the user chose. Of all `files` of the data set, if they are
-        given, sizes and labels are kept in the cache; the first of `stamps` are then those of the files.
+        given, sizes and labels are kept in the cache; `stamps` begins with those of the files then.
 
         Raises UsageError if a part of `select` is of no column.
         """

@@ -149,11 +149,14 @@ _OTHER_PICTURES: Final = (
 class FileSet:
     """Files below a source, in the order of a listing. Thread-safe.
 
-    `index` has the arrays of `listing`, whose names have the prefix.
+    `index` has the arrays of `listing`, whose names have the prefix; its sizes may be `overhead`
+    bytes more than the files'.
     """
 
-    def __init__(self, source: Source, index: Arrays, prefix: str = "") -> None:
-        self._source = source
+    def __init__(
+        self, source: Source, index: Arrays, prefix: str = "", *, overhead: int = 0
+    ) -> None:
+        self._source, self._overhead = source, overhead
         self.names = Names(index[f"{prefix}names"], index[f"{prefix}name_ends"])
         self.sizes: npt.NDArray[np.int64] = index[f"{prefix}sizes"]
         self._times, self._changed = index[f"{prefix}times"], index[f"{prefix}changed"]
@@ -217,6 +220,10 @@ class FileSet:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def size_of(self, number: int) -> int:
+        """Return the bytes of a file, as it was listed."""
+        return int(self.sizes[number]) - self._overhead
+
     def path(self, number: int) -> str:
         """Return the full path of a file."""
         return self._source.path(self.names[number])
@@ -226,7 +233,7 @@ class FileSet:
 
         Raises SourceError when it cannot be read.
         """
-        size = int(self.sizes[number])
+        size = self.size_of(number)
         if self._source.local:
             with request():
                 changed_ns = int(self._changed[number])
@@ -347,9 +354,10 @@ class ListedReader:
             return content
         if self._source.local:
             forget_index(self._kind, self.version, self._source.root)
+        size = files.size_of(number)
         raise SourceError(
-            f"{files.path(number)} is no longer the {files.sizes[number]} bytes that were listed: "
-            "the data set has changed; run again to list it anew"
+            f"{files.path(number)} is no longer the {size} bytes that were listed: the data set "
+            "has changed; run again to list it anew"
         )
 
     def _holds(self, index: Arrays) -> bool:

@@ -31,7 +31,7 @@ from dlio.data.labels import (
 )
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
-from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
+from dlio.data.schema import IMAGE_LABEL, LABEL, Schema, WholeNumbers
 from dlio.data.source import Entry, Source, file_at
 from dlio.data.splits import splits_among
 from dlio.errors import SourceError, UsageError
@@ -80,7 +80,7 @@ class _FolderFiles:
     name: str
     modified_ns: int
     names: bytes
-    ends: npt.NDArray[np.integer[Any]]
+    ends: WholeNumbers
     sizes: npt.NDArray[np.int64]
     times: npt.NDArray[np.int64]
     changed: npt.NDArray[np.int64]
@@ -137,9 +137,7 @@ class FolderReader(ListedReader):
         self.labels = index["labels"]
         self.sizes = index["sizes"]
         """Bytes of each payload: the file's, and eight for the label."""
-        self._files = FileSet(
-            self._source, {**index, "sizes": index["sizes"] - self.schema.overhead}
-        )
+        self._files = FileSet(self._source, index, overhead=self.schema.overhead)
         self.layout = shuffled_layout(self.sizes)
 
     @staticmethod
@@ -667,7 +665,7 @@ class _Walk:
             self.listed.append(_listed(folder, modified_ns, images))
             inner = [entry.name for entry in entries if entry.folder]
             return [partial(self._list_folder, f"{folder}/{name}", came_by) for name in inner]
-        rows = source.names(folder)
+        rows = source.names(folder, keep=False)
         names = [n for n, inside in rows if not inside and n.lower().endswith(PICTURES)]
         parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
         below = [name for name, inside in rows if inside]

@@ -316,6 +316,8 @@ class TarReader(PathReader):
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
+        if len(samples) == 1:
+            return [self._read_one(int(samples[0]))]
         payloads: list[bytes | memoryview] = [b""] * len(samples)
         files = np.searchsorted(self._firsts, samples, side="right") - 1
         for number in np.unique(files).tolist():
@@ -344,12 +346,7 @@ class TarReader(PathReader):
             if k < len(rows) and begins[k] <= ends[start:k].max() + _GAP:
                 continue
             low, high = int(begins[start:k].min()), int(ends[start:k].max())
-            memory = new_memory(high - low)
-            frame = self._frames[number]
-            if frame is None:
-                self._files[number].read_into(low, memory)
-            else:
-                frame.read_into(low, memory)
+            memory = self._bytes_of(number, low, high)
             run = slice(start, k)
             starts = (places[run] - low).tolist()
             members = zip(starts, sizes[run].tolist(), strict=True)
@@ -359,6 +356,26 @@ class TarReader(PathReader):
                 bodies = [memory[a : a + n] for a, n in zip(begin, size, strict=True)]
                 payloads[slot] = self._payload(number, row, bodies)
             start = k
+
+    def _read_one(self, sample: int) -> bytes | memoryview:
+        number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
+        row = sample - int(self._firsts[number])
+        begins, sizes = self._parts[number].place(row)
+        ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+        low = min(begins)
+        memory = self._bytes_of(number, low, max(ends))
+        bodies = [memory[a - low : b - low] for a, b in zip(begins, ends, strict=True)]
+        return self._payload(number, row, bodies)
+
+    def _bytes_of(self, number: int, low: int, high: int) -> memoryview:
+        """Return bytes of a file, as they are in the tar. Raises SourceError."""
+        memory = new_memory(high - low)
+        frame = self._frames[number]
+        if frame is None:
+            self._files[number].read_into(low, memory)
+        else:
+            frame.read_into(low, memory)
+        return memory
 
     def _payload(self, number: int, row: int, bodies: Sequence[memoryview]) -> bytes | memoryview:
         """Return the payload of a sample out of the members that its fields are."""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, GrowingColumn, Names
 from dlio.data.labels import encode_labels, label_name
+from dlio.data.schema import WholeNumbers
 from dlio.util.structured_text import parse_json
 
 BLOCK: Final = 512
@@ -56,7 +57,10 @@ class TarIndex:
     def __init__(self, part: Arrays, order: Sequence[int]) -> None:
         self._part, self._order = part, order
         self._first = part["first"]
-        self._new: dict[int, npt.NDArray[np.integer[Any]]] = {}
+        self._places = [
+            (self._column("shift", k), self._column("size", k)) for k in range(len(order))
+        ]
+        self._numbers = [self._column("number", k) for k in range(len(order))]
         self.is_array = [bool(part["npy"][place]) for place in order]
         """True for each field that is a .npy file."""
         self.names = Names(part["names"], part["name_ends"])
@@ -64,7 +68,7 @@ class TarIndex:
     def __len__(self) -> int:
         return len(self._first)
 
-    def _column(self, kind: str, k: int) -> npt.NDArray[np.integer[Any]]:
+    def _column(self, kind: str, k: int) -> WholeNumbers:
         """Return a column, shape (samples,) or (1,) if its values are equal."""
         return self._part[f"{kind}{self._order[k]}"]
 
@@ -85,25 +89,34 @@ class TarIndex:
         sizes = [self._rows("size", k, rows) for k in fields]
         return self.firsts(rows)[:, None] + np.stack(shifts, 1), np.stack(sizes, 1)
 
+    def place(self, row: int) -> tuple[list[int], list[int]]:
+        """Return (offset, bytes) of each member of a sample."""
+        first, count = int(self._first[row]), len(self._first)
+        begins, sizes = [], []
+        for shift, size in self._places:
+            begins.append((first + int(shift[row if len(shift) == count else 0])) * BLOCK)
+            sizes.append(int(size[row if len(size) == count else 0]))
+        return begins, sizes
+
     def bodies(self, k: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the bytes of a field's values in samples: of an array those of its data."""
         return self._rows("body" if self.is_array[k] else "size", k, rows)
 
     def number(self, k: int, row: int) -> int:
         """Return the number that a field is in a sample."""
-        column = self._new[k] if k in self._new else self._column("number", k)
-        return int(column[row if len(column) == len(self) else 0])
+        column = self._numbers[k]
+        return int(column[row if len(column) == len(self._first) else 0])
 
     def numbers(self, k: int) -> npt.NDArray[np.int64]:
         """Return the numbers that a field is, shape (samples,)."""
-        numbers = (self._new[k] if k in self._new else self._column("number", k)).astype(np.int64)
+        numbers = self._numbers[k].astype(np.int64)
         return numbers if len(numbers) == len(self) else np.full(len(self), numbers[0])
 
     def renumber(self, k: int, numbers: npt.NDArray[np.int64]) -> None:
         """Replace the numbers of a field."""
         column = GrowingColumn(signed=True)
         column.extend(numbers)
-        self._new[k] = column.values()
+        self._numbers[k] = column.values()
 
 
 def number_classes(

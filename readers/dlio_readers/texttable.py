@@ -10,8 +10,8 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, TypeAlias
+from functools import cached_property, partial
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import xxhash
 
 from dlio.data.index import Arrays, GrowingColumn, cached_index
 from dlio.data.labels import MAX_CLASSES, MISSING, label_name, label_names
+from dlio.data.schema import WholeNumbers
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
 from dlio_readers.columns import Column, ConcatColumn
@@ -42,7 +43,6 @@ _SEPARATORS: Final = (",", ";", "\t", "|")
 _MAX_DIGITS: Final = 64
 """Characters of a whole number: Python converts no number of thousands of digits."""
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
-_Numbers: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class _TextColumn:
     def __init__(self, part: _TableFile, number: int, kind: str) -> None:
         self._part, self._number, self.kind = part, number, kind
 
-    def bodies(self) -> _Numbers | None:
+    def bodies(self) -> WholeNumbers | None:
         if self.kind != "text":
             return None
         return np.broadcast_to(self._part.index[f"bodies{self._number}"], self._part.count)
@@ -257,10 +257,16 @@ class _TextColumn:
             return texts, np.zeros(stop - start, np.int64)
         return texts, codes[start:stop].astype(np.int64)
 
+    @cached_property
+    def _whole_numbers(self) -> npt.NDArray[np.int64]:
+        """The different texts of a column of whole numbers that may be the label."""
+        return np.array([int(text) for text in self._part.labels[self._number]], np.int64)
+
     def rows(self, start: int, stop: int) -> Any:
-        codes = self.codes(start, stop) if self.kind == "int64" else None
+        # A single row is parsed anyway, for the other columns.
+        codes = self.codes(start, stop) if self.kind == "int64" and stop - start > 1 else None
         if codes is not None:
-            return np.array([int(text) for text in codes[0]], np.int64)[codes[1]]
+            return self._whole_numbers[codes[1]]
         values = [row[self._number] for row in _parsed(self._part, start, stop)]
         if self.kind == "text":
             return values
@@ -380,7 +386,9 @@ class _TableScan:
         if any(held):
             yield b"".join(held)
 
-    def _plain(self, part: bytes) -> tuple[_Numbers, list[Sequence[str]], list[_Numbers]] | None:
+    def _plain(
+        self, part: bytes
+    ) -> tuple[WholeNumbers, list[Sequence[str]], list[WholeNumbers]] | None:
         """Return (start of each row, values of each column, their bytes) of lines that need no
         parser; None for others: with quotes, blank lines or a wrong number of values.
         """
@@ -453,7 +461,7 @@ class _TableScan:
             self._add(np.array([start for start, _ in some], np.int64), values, sizes)
 
     def _add(
-        self, starts: _Numbers, values: Sequence[Sequence[str]], sizes: Sequence[_Numbers]
+        self, starts: WholeNumbers, values: Sequence[Sequence[str]], sizes: Sequence[WholeNumbers]
     ) -> None:
         first = len(self._starts)
         self._starts.extend(starts)
@@ -480,7 +488,7 @@ class _ColumnScan:
         """Return the fields of `_TextColumnFacts`."""
         return [self.name, self.kind, self._missing, self._blank]
 
-    def add(self, first: int, values: Sequence[str], sizes: _Numbers) -> None:
+    def add(self, first: int, values: Sequence[str], sizes: WholeNumbers) -> None:
         """Add the values of the rows from `first` on, with their bytes."""
         self._look(first, values, sizes)
         if self.kind == "text" and not self.has_sizes:
@@ -494,7 +502,7 @@ class _ColumnScan:
             if len(codes) > MAX_CLASSES:
                 self.is_label, self.labels, self.codes = False, GrowingColumn(), {}
 
-    def _look(self, first: int, values: Sequence[str], sizes: _Numbers) -> None:
+    def _look(self, first: int, values: Sequence[str], sizes: WholeNumbers) -> None:
         """Note the kind of values, and which is missing."""
         text = "".join(values)
         if sizes.min() > 0 and sizes.max() < 19 and text.isascii() and text.isdigit():

@@ -55,6 +55,8 @@ _MAX_TEXTS: Final = 16 << 20
 _DEEPEST: Final = 8
 """Levels of groups below a store whose own group holds no arrays."""
 _ARCHIVE: Final = ".zarr.zip"
+_MOST_FOLDERS: Final = 32
+"""Folders of an array that are listed to count its chunks."""
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
@@ -223,9 +225,7 @@ class ZarrReader(ColumnReader):
     def _check_chunks(self, array: Any, where: str) -> None:
         if self._missing != "error":
             return
-        from dlio_readers.zarrstore import stored_chunks
-
-        stored, wanted = stored_chunks(self._source, array)
+        stored, wanted = _stored_chunks(self._source, array)
         if stored < wanted:
             kind = "shards" if array.shards else "chunks"
             raise SourceError(
@@ -262,9 +262,7 @@ class ZarrReader(ColumnReader):
             raise SourceError(f"{where} has {array.nchunks} chunks: store larger ones")
         rows = array.shape[0] if array.shape else 0
         if missing != "fill" and rows > MAX_ABSENT_ROWS and not is_trusted():
-            from dlio_readers.zarrstore import stored_chunks
-
-            stored, wanted = stored_chunks(self._source, array)
+            stored, wanted = _stored_chunks(self._source, array)
             absent = rows * (wanted - stored) // max(1, wanted)
             if absent > MAX_ABSENT_ROWS:
                 raise SourceError(
@@ -284,6 +282,45 @@ class ZarrReader(ColumnReader):
         with ReadErrors(source.url):
             content = store_sample(source.root, source.open_regular) if source.local else ""
         return " ".join([*metadata, *times, content])
+
+
+def _stored_chunks(source: Source, array: Any) -> tuple[int, int]:
+    """Return (chunks or shards of an array that are stored, those that it has).
+
+    Folders are listed once, up to 32 of them: where each chunk has a folder of its own, those that
+    are there are taken to be full, which a read finds out. Raises SourceError.
+    """
+    units = array.shards or array.chunks
+    sides = [-(-size // unit) for size, unit in zip(array.shape, units, strict=True)]
+    key = array.metadata.encode_chunk_key((0,) * len(sides))
+    total = math.prod(sides)
+    if not total or not sides:
+        return total, total
+    folder = array.path
+    if key.startswith("c/"):
+        folder, key = f"{folder}/c".lstrip("/"), key[2:]
+    levels = [[side] for side in sides] if "/" in key else [sides]
+    folders, listed = [folder] if source.is_folder(folder) else [], 0
+    for depth, level in enumerate(levels):
+        listed += len(folders)
+        if listed > _MOST_FOLDERS:
+            return len(folders) * math.prod(sides[depth:]), total
+        folders = [
+            f"{each}/{name}"
+            for each in folders
+            for name, _ in source.names(each)
+            if _is_place(name.removeprefix("c."), level)
+        ]
+    return len(folders), total
+
+
+def _is_place(name: str, sides: Sequence[int]) -> bool:
+    """True if a name such as 3.0 is the place of a chunk in a grid."""
+    parts = name.split(".")
+    return len(parts) == len(sides) and all(
+        part.isascii() and part.isdecimal() and len(part) < 19 and int(part) < side
+        for part, side in zip(parts, sides, strict=True)
+    )
 
 
 def _in_archive(url: str) -> tuple[str, str]:

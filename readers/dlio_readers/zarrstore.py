@@ -5,9 +5,8 @@ that it would become are compared with the size that the array's metadata declar
 """
 
 import asyncio
-import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final, Self, cast
 
 from zarr.abc.store import (
@@ -26,8 +25,6 @@ from dlio.util.decompression_limits import exceeds, is_cut_off
 
 METADATA: Final = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
 """Names of the files that describe arrays and groups."""
-_MOST_FOLDERS: Final = 32
-"""Folders of an array that are listed to count its chunks."""
 _MAX_METADATA: Final = 64 << 20
 _SLACK: Final = 1 << 16
 _EXPANSION: Final = 8
@@ -180,45 +177,6 @@ class RemoteFiles(FsspecStore):
             return None
         self.limits.check(key, data.to_bytes())
         return data
-
-
-def stored_chunks(source: Source, array: Any) -> tuple[int, int]:
-    """Return (chunks or shards of an array that are stored, those that it has).
-
-    Folders are listed once, up to 32 of them: where each chunk has a folder of its own, those that
-    are there are taken to be full, which a read finds out. Raises SourceError.
-    """
-    units = array.shards or array.chunks
-    sides = [-(-size // unit) for size, unit in zip(array.shape, units, strict=True)]
-    key = array.metadata.encode_chunk_key((0,) * len(sides))
-    total = math.prod(sides)
-    if not total or not sides:
-        return total, total
-    folder = array.path
-    if key.startswith("c/"):
-        folder, key = f"{folder}/c".lstrip("/"), key[2:]
-    levels = [[side] for side in sides] if "/" in key else [sides]
-    folders, listed = [folder] if source.is_folder(folder) else [], 0
-    for depth, level in enumerate(levels):
-        listed += len(folders)
-        if listed > _MOST_FOLDERS:
-            return len(folders) * math.prod(sides[depth:]), total
-        folders = [
-            f"{each}/{name}"
-            for each in folders
-            for name, _ in source.names(each)
-            if _is_place(name.removeprefix("c."), level)
-        ]
-    return len(folders), total
-
-
-def _is_place(name: str, sides: Sequence[int]) -> bool:
-    """True if a name such as 3.0 is the place of a chunk in a grid."""
-    parts = name.split(".")
-    return len(parts) == len(sides) and all(
-        part.isascii() and part.isdecimal() and len(part) < 19 and int(part) < side
-        for part, side in zip(parts, sides, strict=True)
-    )
 
 
 def _span(part: Any, size: int) -> tuple[int, int]:

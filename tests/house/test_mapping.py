@@ -1,4 +1,7 @@
-"""Files are read, not mapped: a mapped file that somebody truncates kills the process."""
+"""Files are read, not mapped: a mapped file that somebody truncates kills the process.
+
+Indexes are mapped where the file system is this node's own, in a folder that no other user enters.
+"""
 
 import re
 from pathlib import Path
@@ -11,9 +14,10 @@ MEMORY: Final = {
     "dlio/comm/board.py": "rows of the board",
     "dlio/storage/decoded_tier.py": "slabs",
     "dlio/storage/block_stream.py": "positions",
+    "dlio/data/index.py": "indexes",
     "dlio/util/memory.py": "private memory, of no file",
 }
-"""Modules that map memory of their own, not files of disks or data sets."""
+"""Modules that map memory or files of their own, not data sets."""
 
 
 def test_only_memory_is_mapped() -> None:

@@ -2,8 +2,8 @@
 
 import csv
 import io
-import json
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
