@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.hostile.corpus.case import ANY, ERROR, RIGHT, Ask, Case, Cases, Make
+from tests.hostile.corpus.case import ANY, ERROR, RIGHT, Ask, Case, Cases, Expected, Make
 from tests.hostile.corpus.mutate import damaged, special_files
 
 _PICTURE = b"\xff\xd8\xff\xe0" + bytes(200)
@@ -189,7 +189,7 @@ def cases() -> Cases:
     }
     for name, value in odd.items():
         # Truth values and numbers beside texts are classes of these names, which is told.
-        expected = ANY if name in ("true-label", "float-label") else ERROR
+        expected: Expected = ANY if name in ("true-label", "float-label") else ERROR
         yield Case(f"table/json-{name}", _json(value), expected)
     deep = "[" * 100_000
     yield Case("table/json-deep", lambda folder: table(folder, deep, "labels.json"))
