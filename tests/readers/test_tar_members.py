@@ -131,6 +131,21 @@ def test_a_packed_tar_has_the_same_samples_in_webdataset(tmp_path: Path) -> None
     assert len(open_reader(str(path))) == 6
 
 
+def test_a_tar_that_an_earlier_version_packed_keeps_its_kinds(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(12.0).reshape(6, 2), label=np.arange(6))
+    pack(open_reader(f"{tmp_path}/a.npz"), str(tmp_path / "b"), format="tar", order="source")
+    path, former = next((tmp_path / "b").rglob("*.tar")), tmp_path / "former.tar"
+    with tarfile.open(path) as new, tarfile.open(former, "w") as old:
+        for member in new:
+            data = new.extractfile(member)
+            member.name = member.name.replace("__dlio__/schema.json", "__dlio__.json")
+            old.addfile(member, data)
+    with tarfile.open(former) as old:
+        assert "__dlio__.json" in old.getnames()
+    assert len(open_reader(str(former))) == 6
+    assert open_reader(str(former)).schema == open_reader(str(path)).schema
+
+
 def test_two_members_of_a_name_are_refused_and_underscores_begin_names(tmp_path: Path) -> None:
     members: list[Member] = [("__meta__/0.txt", b""), ("__0.txt", b"a"), ("__0.bin", b"b")]
     reader = open_reader(tar(tmp_path / "a.tar", members))
