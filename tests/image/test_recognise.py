@@ -167,7 +167,8 @@ def test_a_known_pipeline_is_cut_like_dlios_own() -> None:
     )
     for pipeline in (first, second):
         parts = fused(pipeline)
-        assert parts.crop == Crop(32, True, (0.2, 1.0), (0.7, 1.4), flip=0.5, across=40)
+        ranges = (0.2, 1.0), (0.7, 1.4)
+        assert parts.crop == Crop(32, True, *ranges, flip=0.5, across=40, exact=True)
         assert [type(step) for _, step in parts.paints] == [T.TrivialAugmentWide]
         kinds = [type(step).__mro__[-3] for _, step in parts.batchwise]
         assert kinds == [T.ToDtype, T.Normalize, T.RandomErasing]
