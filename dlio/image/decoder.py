@@ -405,9 +405,7 @@ def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8])
         cv2.flip(out, (-1 if box.upend else 1) if box.flip else 0, dst=out)
 
 
-def resampled(
-    pixels: npt.NDArray[np.uint8], size: tuple[int, ...]
-) -> npt.NDArray[np.uint8]:
+def resampled(pixels: npt.NDArray[np.uint8], size: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     """Resize to (height, width), as torchvision does with antialias, and Pillow to within 1."""
     given = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     made = torch.nn.functional.interpolate(

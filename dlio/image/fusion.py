@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.errors import UsageError
+from dlio.errors import UsageError, printable
 from dlio.image.composition import RandomChoice, is_pixelwise
 from dlio.image.crop import Crop
 from dlio.image.crop_transforms import (
@@ -281,6 +281,30 @@ def fused(transform: Transform | None, is_cropped: bool = True) -> TransformPart
     if crop is None and not paints and not later:
         return TransformParts(None, (), _rest(steps, known, [], 0, form, transform), (), None)
     return TransformParts(crop, tuple(paints), _rest(steps, known, later, at, form), (), None)
+
+
+def why_not_fused(transform: object) -> str:
+    """Return why torchvision's pipeline of Pillow's images has to be called with these; "" if
+    `fused` gives the same tensors, to within a level."""
+    steps = flattened(transform)
+    if not steps:
+        return "it has no transform"
+    own = next((each for each in steps if not is_torchvision(each)), None)
+    if own is not None:
+        return f"{printable(type(own).__name__)} in its transform is not of torchvision"
+    form = "pil"
+    for step in steps:
+        form = form_after(step, form)
+    if form == "pil":
+        return "its transform makes no tensors"
+    known = [recognised(each) for each in steps]
+    if any(map(_is_mixer, known)):
+        return "its transform mixes batches"
+    first = next((k for k, each in enumerate(known) if each is None), len(known))
+    at = next((k for k, each in enumerate(known) if not _is_conversion(each)), 0)
+    if first < len(steps) and _crop(known, at)[0] is None:
+        return f"{printable(type(steps[first]).__name__)} in its transform is not known"
+    return ""
 
 
 def _rest(

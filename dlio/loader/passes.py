@@ -593,7 +593,7 @@ def check_state(given: object, formula: tuple[int | None, int] | None) -> State:
         raise UsageError(f"{named('state_dict', given)}: give what state_dict() returned")
     state = dict(given)
     if formula is not None:
-        cursor = Cursor.from_dict(state)
+        cursor = LoaderState.from_dict(state).cursor
         seed, samples = formula
         if cursor.samples != samples or seed not in (None, cursor.seed):
             own = "torch's seed" if seed is None else f"seed {seed}"

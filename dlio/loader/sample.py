@@ -80,8 +80,8 @@ def decoded_field(kind: str, value: Any, name: object) -> Any:
 
 
 def picture_tensor(value: Any, name: object, exact: bool = False) -> torch.Tensor:
-    """Decode a picture: a uint8 tensor of shape (3, height, width), with Pillow's pixels if `exact`.
-    Raises DecodeError."""
+    """Decode a picture: a uint8 tensor of shape (3, height, width), with Pillow's pixels if
+    `exact`. Raises DecodeError."""
     if isinstance(value, np.ndarray):
         return _tensor(value)
     return _tensor(decode_whole(value, name, exact)).permute(2, 0, 1)

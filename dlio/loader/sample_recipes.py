@@ -22,7 +22,6 @@ from dlio.loader.picture_targets import Companion, companion_of
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample import decode_sample, picture_tensor
 
-
 ImageSize = int | tuple[int, int] | Literal["auto"] | None
 """Side, or (height, width), of crops in pixels; None for none."""
 USUAL_SIDE: Final = 224

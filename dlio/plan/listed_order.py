@@ -1,4 +1,4 @@
-"""An epoch's order as a list, where a sampler gives it: the samples of one rank, batch by batch; and as
+"""An epoch's order as a list: the samples of one rank, batch by batch, where a sampler gives it; and
 a permutation that torch has drawn, which all ranks share."""
 
 from dataclasses import dataclass, field
