@@ -86,7 +86,7 @@ class FormulaOrder:
     mixing: MixtureRule | None = None
     """Weights of the sources, if the data set is a mixture."""
     draws: PassDraws | None = None
-    """What the next pass has drawn of torch's random numbers, if it begins an epoch without a seed
+    """Draws of the next pass from torch, if it begins an epoch without a seed
     of its own."""
 
     @property

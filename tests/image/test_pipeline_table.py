@@ -19,12 +19,12 @@ def test_pipelines_come_as_close_as_the_guide_says() -> None:
     text = GUIDE.read_text(encoding="utf-8").split("| pipeline | for | antialias |")[1]
     lines = text.split("\n\n")[0].splitlines()[2:]
     said = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in lines]
-    found = pipeline_table.rows()
-    assert [row[:4] for row in said] == [row[:4] for row in found]
-    assert len(found) >= 40
-    for written, measured in zip(said, found, strict=True):
-        assert abs(float(written[4]) - float(measured[4])) <= 0.2, measured
-        assert float(measured[4]) <= 1, measured
+    measured = pipeline_table.rows()
+    assert [row[:4] for row in said] == [row[:4] for row in measured]
+    assert len(measured) >= 40
+    for written, row in zip(said, measured, strict=True):
+        assert abs(float(written[4]) - float(row[4])) <= 0.2, row
+        assert float(row[4]) <= 1, row
 
 
 @pytest.fixture
