@@ -318,7 +318,8 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         if isinstance(self.recipe, CropRecipe):
             return self.recipe.crop
         height, width = sides_of(self.image_size)
-        return Crop(height or 1, self.train, across=width or 1, crops=self._crops)
+        across = None if width == height else width
+        return Crop(height or 1, self.train, across=across, crops=self._crops)
 
     @property
     def transform(self) -> Transform | None:

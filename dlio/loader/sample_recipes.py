@@ -90,7 +90,8 @@ def recipe_for(
     if finish is not None:
         return ForeignRecipe(reader, finish, transform, seed)
     if companion is not None and is_cropped:
-        crop = parts.crop or Crop(height, train, across=width, crops=crops)
+        across = None if width == height else width
+        crop = parts.crop or Crop(height, train, across=across, crops=crops)
         recipe = CropRecipe(reader, companion, transform, parts, crop, seed, through_decoded)
         _check_crops(recipe, parts)
         return recipe
