@@ -33,7 +33,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-import torch
 
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
@@ -407,6 +406,8 @@ def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8])
 
 def resampled(pixels: npt.NDArray[np.uint8], size: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     """Resize to (height, width), as torchvision does with antialias, and Pillow to within 1."""
+    import torch  # Here: launchers of ranks come without it.
+
     given = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     made = torch.nn.functional.interpolate(
         given, size, mode="bilinear", antialias=True, align_corners=False
