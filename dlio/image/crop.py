@@ -80,6 +80,8 @@ class Crop:
     """Width of the result, in pixels; its height by default."""
     crops: int = 1
     """Crops of each image, drawn independently; the first is the one that is drawn alone."""
+    exact: bool = False
+    """True for the pixels of Pillow's decoder and torchvision's resizing, which cost more."""
 
     @property
     def width(self) -> int:
@@ -130,6 +132,14 @@ class Crop:
         else:
             h, w = height, width
         return Box((height - h) // 2, (width - w) // 2, h, w, flip, upend)
+
+    def middle(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return (height, width) of the whole image resized to the short side `resize`, and (top,
+        left) of its middle, as torchvision's Resize and CenterCrop round them."""
+        assert self.resize is not None
+        long = int(self.resize * max(height, width) / min(height, width))
+        tall, wide = (self.resize, long) if height <= width else (long, self.resize)
+        return tall, wide, round((tall - self.size) / 2), round((wide - self.width) / 2)
 
     def _middle(self, height: int, width: int) -> Box:
         short = min(height, width)

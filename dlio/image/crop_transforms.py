@@ -21,7 +21,6 @@ Source of the distributions: torchvision.transforms.
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from dlio.errors import UsageError
@@ -39,7 +38,6 @@ from dlio.image.colour import (
 )
 from dlio.image.composition import Compose, MultiCropTransform, RandomApply, RandomChoice, stacked
 from dlio.image.crop import TRIES, Crop
-from dlio.image.decoder import opencv
 from dlio.image.mixup import CutMix, MixUp
 from dlio.image.picture import (
     DescribedTransform,
@@ -176,7 +174,7 @@ class Resize(DescribedTransform):
 
 
 class CenterCrop(DescribedTransform):
-    """Cut out the middle. Raises UsageError for a smaller image."""
+    """Cut out the middle; a smaller image gets a black border."""
 
     _shown = ("size",)
 
@@ -185,8 +183,19 @@ class CenterCrop(DescribedTransform):
 
     def __call__(self, img: Picture) -> Picture:
         height, width = shape_of(img)
-        if height < self.size[0] or width < self.size[1]:
-            raise UsageError(f"CenterCrop({self.size}) of {height} x {width} pixels: resize first")
+        missing = [max(0, side - own) for side, own in zip(self.size, (height, width), strict=True)]
+        if any(missing):
+            (above, before), (below, behind) = (
+                [each // 2 for each in missing],
+                [(each + 1) // 2 for each in missing],
+            )
+            if isinstance(img, torch.Tensor):
+                img = torch.nn.functional.pad(img, (before, behind, above, below))
+            else:
+                from PIL import ImageOps
+
+                img = ImageOps.expand(img, (before, above, behind, below))
+            height, width = shape_of(img)
         top = round((height - self.size[0]) / 2)
         left = round((width - self.size[1]) / 2)
         height, width = self.size
@@ -231,20 +240,14 @@ def _resized(img: Picture, size: tuple[int, int], box: tuple[int, int, int, int]
         area = (left, top, left + width, top + height)
         return img.resize(size[::-1], Image.Resampling.BILINEAR, box=area)
     part = img[..., top : top + height, left : left + width]
-    if img.dtype == torch.uint8 and img.ndim == 3:
-        cv2 = opencv()
-        shrinks = height >= 2 * size[0] and width >= 2 * size[1]
-        plain = np.ascontiguousarray(part.permute(1, 2, 0).numpy())
-        how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-        made = cv2.resize(plain, size[::-1], interpolation=how)
-        return torch.from_numpy(made.reshape(*size, -1)).permute(2, 0, 1)
     whole = part if part.ndim == 4 else part[None]
+    if not whole.is_floating_point() and whole.dtype != torch.uint8:
+        whole = whole.float()
     made = torch.nn.functional.interpolate(
-        whole.float(), size, mode="bilinear", antialias=True, align_corners=False
+        whole, size, mode="bilinear", antialias=True, align_corners=False
     )
-    if img.dtype == torch.uint8:
-        made = made.round_().clamp_(0, 255)
-    made = made.to(img.dtype)
+    if made.dtype != img.dtype:
+        made = made.round_().to(img.dtype)
     return made if img.ndim == 4 else made[0]
 
 

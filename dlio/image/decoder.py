@@ -116,7 +116,8 @@ class Decoder:
         """Name of the result of `prepare`, for the folder of a tier."""
         if self.crop.train:
             return f"short{self._short}"
-        return f"middle{self.crop.size}x{self.crop.width}r{self.crop.resize or 0}"
+        exact = "exact" if self.crop.exact else ""
+        return f"middle{self.crop.size}x{self.crop.width}r{self.crop.resize or 0}{exact}"
 
     def prepare(self, image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         """Decode as far as the result is the same in every epoch: RGB, shape (rows, columns, 3).
@@ -183,6 +184,8 @@ class Decoder:
         self, image: Buffer, name: object, uniforms: Sequence[float], out: npt.NDArray[np.uint8]
     ) -> CropRegion:
         size, parts = _jpeg_size(image, name), _parts(out)
+        if self.crop.exact:
+            return self._cut_exactly(image, name, size, uniforms, parts)
         if size is None:
             pixels = _decode_other(image, name)
             size = pixels.shape[0], pixels.shape[1]
@@ -205,6 +208,34 @@ class Decoder:
                 box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
                 _resize(pixels, box, parts[k])
         return CropRegion(shown, *size)
+
+    def _cut_exactly(
+        self,
+        image: Buffer,
+        name: object,
+        size: tuple[int, int] | None,
+        uniforms: Sequence[float],
+        parts: npt.NDArray[np.uint8],
+    ) -> CropRegion:
+        """Do `_cut_out` with the pixels of Pillow and torchvision; `size` is that of a JPEG."""
+        crop, top, left = self.crop, 0, 0
+        pixels = _decode_other(image, name) if size is None else None
+        height, width = pixels.shape[:2] if size is None and pixels is not None else size or (0, 0)
+        boxes = crop.boxes(height, width, uniforms)
+        if pixels is None:
+            whole = Box(0, 0, height, width, flip=False)
+            shown = enclosing(boxes) if crop.train else whole
+            pixels, top, left = _decode_jpeg(image, name, (height, width), shown, 1, exact=True)
+        for box, part in zip(boxes, parts, strict=True):
+            if crop.train:
+                y, x = box.top - top, box.left - left
+                made = resampled(pixels[y : y + box.height, x : x + box.width], part.shape[:2])
+            else:
+                tall, wide, y, x = crop.middle(height, width)
+                made = resampled(pixels[:height, :width], (tall, wide))
+                made = made[y : y + crop.size, x : x + crop.width]
+            part[:] = made[:: -1 if box.upend else 1, :: -1 if box.flip else 1]
+        return CropRegion(boxes[0], height, width)
 
     def _decodes(
         self, image: Buffer, boxes: Sequence[Box], width: int
@@ -252,7 +283,8 @@ def decode_all(
     """Do `decoder.decode` for several images; return its results, or errors in their places."""
     shown: list[CropRegion | Exception | None] = [None] * len(images)
     alone = list(range(len(images)))
-    library = None if decoder.kept or decoder.crop.crops > 1 else _library()
+    crop = decoder.crop
+    library = None if decoder.kept or crop.crops > 1 or crop.exact else _library()
     if library is not None:
         cuts: dict[int, native.NativeCrop] = {}
         alone = []
@@ -323,11 +355,13 @@ def resizes_natively() -> bool:
 # Whole images, and parts of JPEGs
 
 
-def decode_whole(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
-    """Decode a whole image: RGB, shape (height, width, 3). Raises DecodeError."""
+def decode_whole(image: Buffer, name: object, exact: bool = False) -> npt.NDArray[np.uint8]:
+    """Decode a whole image: RGB, shape (height, width, 3); with Pillow's pixels if `exact`. Raises
+    DecodeError."""
     size = _jpeg_size(image, name)
     if size is not None:
-        return _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), 1)[0].copy()
+        whole = Box(0, 0, *size, flip=False)
+        return _decode_jpeg(image, name, size, whole, 1, exact)[0].copy()
     return _decode_other(image, name)
 
 
@@ -369,6 +403,17 @@ def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8])
     )
     if box.flip or box.upend:
         cv2.flip(out, (-1 if box.upend else 1) if box.flip else 0, dst=out)
+
+
+def resampled(pixels: npt.NDArray[np.uint8], size: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Resize to (height, width), as torchvision does with antialias, and Pillow to within 1."""
+    import torch  # Here: launchers of ranks come without it.
+
+    given = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    made = torch.nn.functional.interpolate(
+        given, size, mode="bilinear", antialias=True, align_corners=False
+    )
+    return made[0].permute(1, 2, 0).numpy()
 
 
 def _parts(out: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -497,14 +542,20 @@ _threads = threading.local()
 
 
 def _decode_jpeg(
-    image: Buffer, name: object, size: tuple[int, int], box: Box, factor: int
+    image: Buffer,
+    name: object,
+    size: tuple[int, int],
+    box: Box,
+    factor: int,
+    exact: bool = False,
 ) -> tuple[npt.NDArray[np.uint8], int, int]:
-    """Decode the box, and possibly more around it.
+    """Decode the box, and possibly more around it. `exact` smooths chroma and transforms blocks
+    exactly, as Pillow does.
 
     Returns: (pixels at 1/factor, rows of the image left out above, columns left out on the left).
     The pixels lie in memory of this thread, which its next decode overwrites.
     """
-    if factor == 1 and (library := native.find()) is not None:
+    if factor == 1 and not exact and (library := native.find()) is not None:
         made = library.crop(image, box.top, box.left, box.height, box.width)
         if made is not None:
             return made[0], box.top, made[1]
@@ -513,7 +564,7 @@ def _decode_jpeg(
     height, width = small.height, small.width
     if factor > 1 and (small.top % factor or small.left % factor):
         raise AssertionError("blocks are multiples of every factor")
-    options: dict[str, Any] = {"fastdct": True, "fastupsample": True}
+    options: dict[str, Any] = {"fastdct": not exact, "fastupsample": not exact}
     if factor > 1:
         options.update(min_height=height // factor, min_width=width // factor, min_factor=factor)
     need = (height // factor + 1) * (width // factor + 1) * 3
@@ -529,7 +580,7 @@ def _decode_jpeg(
             if clean is None:
                 raise damaged(name, reason) from error
             WARNINGS.note(name, reason)
-            return _decode_jpeg(clean, name, size, box, factor)
+            return _decode_jpeg(clean, name, size, box, factor, exact)
         # libjpeg reports its first warning alone: it must not hide that the end is missing.
         if small.image is image and not ends(image):
             raise damaged(name, "it is cut off: its end is missing") from error

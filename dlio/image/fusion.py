@@ -11,14 +11,14 @@ Pipelines of torchvision are cut in the same way, as far as they are known (`rec
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.errors import UsageError
+from dlio.errors import UsageError, printable
 from dlio.image.composition import RandomChoice, is_pixelwise
 from dlio.image.crop import Crop
 from dlio.image.crop_transforms import (
@@ -91,8 +91,10 @@ class TransformParts:
     batchwise: tuple[Step, ...]
     """Transforms of a whole batch; empty if there is a rest."""
     whole: Transform | None
-    """The pipeline as a transform of a whole image, as a uint8 tensor, if it changes the size but
-    does not begin with a crop; the other parts are not done then."""
+    """The pipeline as a transform of a whole image, as a uint8 tensor, if it does not begin with a
+    crop and changes the size, or images are not cropped; the other parts are not done then."""
+    exact: bool = False
+    """True if whole images have Pillow's pixels, as torchvision's pipelines expect."""
 
     def paint(self, pixels: Pixels, seed: int, epoch: int, sample: int, crop: int = 0) -> None:
         """Transform the pixels of a sample's crop in place; shape (height, width, 3)."""
@@ -217,8 +219,9 @@ class BatchTransform:
         ]
 
 
-def fused(transform: Transform | None) -> TransformParts:
-    """Cut a transform into its parts.
+def fused(transform: Transform | None, is_cropped: bool = True) -> TransformParts:
+    """Cut a transform into its parts; without a crop of its own, those of crops if images are
+    cropped before it.
 
     The crop is the one that the transform begins with; None if it begins with anything else. A
     transform of another library is returned as the rest.
@@ -237,11 +240,15 @@ def fused(transform: Transform | None) -> TransformParts:
         early.append((at, known[at]))
         at += 1
     crop, at = _crop(known, at)
+    if crop is not None and any(map(is_torchvision, steps)):
+        crop = replace(crop, exact=True)
     sizes = any(hasattr(each, name) for each in steps for name in _SIZES)
-    if crop is None and sizes and (_is_own(transform) or is_torchvision(transform)):
+    knows_sizes = sizes and is_pipeline(transform)
+    if crop is None and transform is not None and (knows_sizes or not is_cropped):
         if any(map(_is_mixer, known)):
             raise UsageError("MixUp and CutMix mix batches of crops: begin with RandomResizedCrop")
-        return TransformParts(None, (), None, (), _rest(steps, known, [], 0, form))
+        exact = any(map(is_torchvision, steps))
+        return TransformParts(None, (), None, (), _rest(steps, known, [], 0, form), exact)
     if crop is None:
         at, early = 0, []
     elif crop.crops > 1 and any(map(_is_mixer, known)):
@@ -276,6 +283,30 @@ def fused(transform: Transform | None) -> TransformParts:
     return TransformParts(crop, tuple(paints), _rest(steps, known, later, at, form), (), None)
 
 
+def why_not_fused(transform: object) -> str:
+    """Return why torchvision's pipeline of Pillow's images has to be called with these; "" if
+    `fused` gives the same tensors, to within a level."""
+    steps = flattened(transform)
+    if not steps:
+        return "it has no transform"
+    own = next((each for each in steps if not is_torchvision(each)), None)
+    if own is not None:
+        return f"{printable(type(own).__name__)} in its transform is not of torchvision"
+    form = "pil"
+    for step in steps:
+        form = form_after(step, form)
+    if form == "pil":
+        return "its transform makes no tensors"
+    known = [recognised(each) for each in steps]
+    if any(map(_is_mixer, known)):
+        return "its transform mixes batches"
+    first = next((k for k, each in enumerate(known) if each is None), len(known))
+    at = next((k for k, each in enumerate(known) if not _is_conversion(each)), 0)
+    if first < len(steps) and _crop(known, at)[0] is None:
+        return f"{printable(type(steps[first]).__name__)} in its transform is not known"
+    return ""
+
+
 def _rest(
     steps: list[Any],
     known: list[Any],
@@ -308,14 +339,20 @@ def _crop(known: list[Any], at: int) -> tuple[Crop | None, int]:
             end += 1
         height, width = first.size
         probabilities = flips[RandomHorizontalFlip], flips[RandomVerticalFlip]
-        shape = {"across": width, "crops": first.crops}
-        return Crop(height, True, first.scale, first.ratio, *probabilities, **shape), at + end
+        ranges = first.scale, first.ratio
+        crop = Crop(height, True, *ranges, *probabilities, across=width, crops=first.crops)
+        return crop, at + end
     if len(steps) > 1 and type(steps[0]) is Resize and type(steps[1]) is CenterCrop:
         resize, middle = steps[0], steps[1]
         if isinstance(resize.size, int) and resize.size >= max(middle.size):
             height, width = middle.size
             return Crop(height, False, resize=resize.size, across=width), at + 2
     return None, at
+
+
+def is_pipeline(transform: object) -> bool:
+    """True for a transform of dlio or torchvision, which is one of images."""
+    return _is_own(transform) or is_torchvision(transform)
 
 
 def _is_own(step: object) -> bool:

@@ -4,7 +4,7 @@ import copy
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,14 @@ from dlio.loader import dataset_views
 from dlio.loader.contract import Sample, Transform, UserDataset
 from dlio.loader.patch_source import PatchRecipe, PatchSource, open_patches
 from dlio.loader.recipe import CropRecipe, Recipe
-from dlio.loader.sample_recipes import ForeignDecoder, MappedRecipe, recipe_for
+from dlio.loader.sample_recipes import (
+    USUAL_SIDE,
+    ForeignDecoder,
+    ImageSize,
+    MappedRecipe,
+    recipe_for,
+    sides_of,
+)
 from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.tier_spec import Tiers, choose_tiers, decoded_spec
@@ -55,7 +62,7 @@ def open_dataset(
     path: UserDataset | PathText | Sequence[PathText],
     *,
     tiers: Tiers | None = None,
-    image_size: int | None = 224,
+    image_size: int | Sequence[int] | Literal["auto"] | None = "auto",
     train: bool = True,
     crops: int = 1,
     transform: Transform | None = None,
@@ -84,16 +91,18 @@ def open_dataset(
         tiers: `"ram:2GiB,/local/scratch:20GiB"`, bytes per node, fastest first; `"none"` for no
             tiers; None for DLIO_TIERS, or for RAM up to a quarter of the free memory.
             `"gpu:40GiB:decoded"` keeps decoded images on each rank's device.
-        image_size: side of the square crops of images, in pixels; None for samples as they are.
-            Boxes, masks and keypoints move with the crop.
+        image_size: side of the square crops of images in pixels, or (height, width); None for
+            samples as they are. By default 224 pixels without `transform`, and no crops but its own
+            with it. Boxes, masks and keypoints move with the crop, which is made by default.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
             middle of the image.
         crops: random crops of each image, as self-supervised learning takes them. Samples of more
             than one have shape (crops, 3, size, size), out of one decoding.
         transform: one of `dlio.transforms`, or a pipeline of torchvision. A crop that it begins
-            with replaces `image_size` and `train`; one that changes the size otherwise gets whole
-            images. Or any callable, which is called in a thread, with each crop as a uint8 tensor
-            of shape (3, size, size), or with each sample that is not cropped.
+            with replaces `image_size` and `train`; without one it gets whole images, or the crops
+            of a given `image_size`. Or any callable, which is called in a thread, with each image
+            or crop as a uint8 tensor of shape (3, height, width); with `image_size=None`, and where
+            samples have no image, with each sample.
         seed: of crops, transforms and, in a loader, of the order. None follows torch's:
             `torch.manual_seed`, or the loader's `generator`.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
@@ -138,9 +147,7 @@ def open_dataset(
     check_flag("trust", trust, optional=True)
     chosen = {"format": format, "split": split}
     options |= {name: value for name, value in chosen.items() if value is not None}
-    image_size, crops, seed = check_options(
-        tiers, image_size, train, crops, transform, seed, on_error
-    )
+    size, crops, seed = check_options(tiers, image_size, train, crops, transform, seed, on_error)
     min_visible = number_in("min_visible", min_visible, 0, "a share of a box's area")
     if min_visible > 1:
         raise UsageError(f"min_visible={min_visible:g}: give a share of a box's area, 0 to 1")
@@ -156,7 +163,7 @@ def open_dataset(
             raise UsageError("select= and patch= or window= exclude each other: leave one out")
         if crops > 1:
             raise UsageError("crops= are of images: with patch= give patches_per_volume=")
-        image_size = None
+        size = None
         copies = [
             open_parts(each, follow_links=follow_links, trust=trust, **options) for each in places
         ]
@@ -170,7 +177,7 @@ def open_dataset(
     return Dataset(
         reader,
         tiers=tiers,
-        image_size=image_size,
+        image_size=size,
         train=train,
         transform=transform,
         seed=seed,
@@ -184,23 +191,31 @@ def open_dataset(
 
 def check_options(
     tiers: Tiers | None,
-    image_size: int | None,
+    image_size: int | Sequence[int] | Literal["auto"] | None,
     train: bool,
     crops: int,
     transform: Transform | None,
     seed: int | None,
     on_error: str,
-) -> tuple[int | None, int, int | None]:
+) -> tuple[ImageSize, int, int | None]:
     """Check options of `dlio.open` and `dlio.mix`; return (image_size, crops, seed) as integers."""
     choose_tiers(tiers, 0)
-    if image_size is not None:
-        image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
+    size: ImageSize = None
+    if isinstance(image_size, str):
+        size = "auto" if one_of("image_size", image_size, ("auto",)) and transform else USUAL_SIDE
+    elif isinstance(image_size, list | tuple) and len(image_size) == 2:
+        height, width = (
+            whole_number("image_size", side, 1, _MOST_PIXELS, "pixels") for side in image_size
+        )
+        size = height if height == width else (height, width)
+    elif image_size is not None:
+        size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
     check_flag("train", train)
     check_callable("transform", transform)
     one_of("on_error", on_error, ("stop", "skip"))
     if seed is not None:
         seed = whole_number("seed", seed, 0, MOST_SEED)
-    return image_size, check_crops(crops, train), seed
+    return size, check_crops(crops, train), seed
 
 
 class Dataset(torch.utils.data.Dataset[Sample], Closable):
@@ -218,7 +233,7 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         reader: Reader,
         *,
         tiers: Tiers | None = None,
-        image_size: int | None = None,
+        image_size: ImageSize = None,
         train: bool = False,
         transform: Transform | None = None,
         seed: int | None = None,
@@ -310,7 +325,9 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         """The rule for the part of an image that a sample shows."""
         if isinstance(self.recipe, CropRecipe):
             return self.recipe.crop
-        return Crop(self.image_size or 1, self.train, crops=self._crops)
+        height, width = sides_of(self.image_size)
+        across = None if width == height else width
+        return Crop(height or 1, self.train, across=across, crops=self._crops)
 
     @property
     def transform(self) -> Transform | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +113,7 @@ def mix(
     schedule: Mapping[int, Mapping[str, float]] | None = None,
     labels: str = "merge",
     tiers: Tiers | None = None,
-    image_size: int | None = 224,
+    image_size: int | Sequence[int] | Literal["auto"] | None = "auto",
     train: bool = True,
     crops: int = 1,
     transform: Transform | None = None,
@@ -166,9 +166,7 @@ def mix(
     one_of("labels", labels, ("merge", "keep"))
     check_flag("follow_links", follow_links, optional=True)
     check_flag("trust", trust, optional=True)
-    image_size, crops, seed = check_options(
-        tiers, image_size, train, crops, transform, seed, on_error
-    )
+    size, crops, seed = check_options(tiers, image_size, train, crops, transform, seed, on_error)
     if not {"patch", "window"}.isdisjoint(options):
         raise UsageError("patches and windows are not mixed: dlio.open([a, b], patch=...) cuts all")
     # Readers that were opened here are closed if a later source fails; given data sets are not.
@@ -187,7 +185,7 @@ def mix(
     mixture = Mixture(
         joined,
         tiers=tiers,
-        image_size=image_size,
+        image_size=size,
         train=train,
         crops=crops,
         transform=transform,

@@ -87,7 +87,7 @@ class FormulaOrder:
     mixing: MixtureRule | None = None
     """Weights of the sources, if the data set is a mixture."""
     draws: PassDraws | None = None
-    """What the next pass has drawn of torch's random numbers, if it begins an epoch without a seed
+    """Draws of the next pass from torch, if it begins an epoch without a seed
     of its own."""
 
     @property
@@ -606,7 +606,7 @@ def check_state(given: object, formula: tuple[int | None, int] | None) -> State:
         raise UsageError(f"{named('state_dict', given)}: give what state_dict() returned")
     state = dict(given)
     if formula is not None:
-        cursor = Cursor.from_dict(state)
+        cursor = LoaderState.from_dict(state).cursor
         seed, samples = formula
         if cursor.samples != samples or seed not in (None, cursor.seed):
             own = "torch's seed" if seed is None else f"seed {seed}"

@@ -68,15 +68,23 @@ def decoded_field(kind: str, value: Any, name: object) -> Any:
 
     Raises DecodeError, UnicodeDecodeError or json.JSONDecodeError.
     """
+    if kind in IMAGES:
+        return picture_tensor(value, name)
     if isinstance(value, np.ndarray):
         return _tensor(value)
-    if kind in IMAGES:
-        return _tensor(decode_whole(value, name)).permute(2, 0, 1)
     if kind == "text":
         return str(value, "utf-8")
     if kind == "json":
         return parse_json(value, f"{kind} of {name}")
     return bytes(value) if kind == "bytes" else value
+
+
+def picture_tensor(value: Any, name: object, exact: bool = False) -> torch.Tensor:
+    """Decode a picture: a uint8 tensor of shape (3, height, width), with Pillow's pixels if
+    `exact`. Raises DecodeError."""
+    if isinstance(value, np.ndarray):
+        return _tensor(value)
+    return _tensor(decode_whole(value, name, exact)).permute(2, 0, 1)
 
 
 def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:

@@ -10,17 +10,29 @@ PatchRecipe     patches of volumes (`dlio.loader.patch_source`)
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Final, Literal, Protocol, Self
 
 from dlio.data.reader_contract import Reader, SampleName
 from dlio.data.schema import Buffer
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
-from dlio.image.fusion import TransformParts, check_pixelwise, fused
+from dlio.image.fusion import TransformParts, check_pixelwise, fused, is_pipeline
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.picture_targets import Companion, companion_of
 from dlio.loader.recipe import CropRecipe, Recipe
-from dlio.loader.sample import decode_sample, decoded_field
+from dlio.loader.sample import decode_sample, picture_tensor
+
+ImageSize = int | tuple[int, int] | Literal["auto"] | None
+"""Side, or (height, width), of crops in pixels; None for none."""
+USUAL_SIDE: Final = 224
+"""Side of crops without a transform, in pixels."""
+
+
+def sides_of(size: ImageSize) -> tuple[int, int]:
+    """Return (height, width) of crops; zeros for none."""
+    if size == "auto":
+        size = USUAL_SIDE
+    return (size or 0, size or 0) if size is None or isinstance(size, int) else size
 
 
 class ForeignDecoder(Protocol):
@@ -36,7 +48,7 @@ class ForeignDecoder(Protocol):
 def recipe_for(
     reader: Reader,
     *,
-    image_size: int | None,
+    image_size: ImageSize,
     train: bool,
     transform: Transform | None,
     seed: int,
@@ -47,7 +59,8 @@ def recipe_for(
 ) -> Recipe:
     """Choose the recipe of a data set's samples.
 
-    Crops are square, with sides of `image_size` pixels; None for no crops. They are random with
+    Crops have `image_size` pixels; None for no crops, "auto" for none if there is a transform, but
+    for samples whose boxes or masks move with the pixels. They are random with
     `train`, otherwise of the middle of the image, and cut out of images that a tier keeps decoded
     with `through_decoded`. The transform is cut into parts, see `dlio.image.fusion.fused`; there
     are `crops` of each image where it does not begin with crops. A box stays in a crop that shows
@@ -56,12 +69,18 @@ def recipe_for(
     Raises UsageError for a transform that would move pixels, and leave boxes behind, for mixtures
     of images without classes, and for several crops of samples that have none.
     """
-    parts = fused(transform)
     companion = None if finish is not None else companion_of(reader.schema, min_visible)
+    moves = companion is not None and companion.moves
+    is_given = image_size != "auto"
+    side = None if image_size == "auto" and transform is not None and not moves else image_size
+    height, width = sides_of(side)
+    # A callable gets the sample where the user has said that samples stay as they are.
+    is_cropped = bool(height) or moves or (is_given and not is_pipeline(transform))
+    parts = fused(transform, is_cropped or companion is None)
     # A transform that changes the size otherwise than by a crop gets whole pictures; with boxes or
     # masks it gets the sample instead, whose parts it has to move together.
     takes_pictures = companion is not None and not companion.moves and parts.whole is not None
-    is_cropped = not takes_pictures and (image_size is not None or parts.crop is not None)
+    is_cropped = not takes_pictures and (bool(height) or parts.crop is not None)
     if crops > 1 and (parts.crop is not None or companion is None or not is_cropped):
         raise UsageError(
             f"{reader.path}: crops={crops}: "
@@ -71,13 +90,14 @@ def recipe_for(
     if finish is not None:
         return ForeignRecipe(reader, finish, transform, seed)
     if companion is not None and is_cropped:
-        crop = parts.crop or Crop(image_size or 1, train, crops=crops)
+        across = None if width == height else width
+        crop = parts.crop or Crop(height, train, across=across, crops=crops)
         recipe = CropRecipe(reader, companion, transform, parts, crop, seed, through_decoded)
         _check_crops(recipe, parts)
         return recipe
     if companion is not None and (takes_pictures or companion.moves):
         whole = parts.whole if takes_pictures else transform
-        return PictureRecipe(reader, companion, whole, seed, [transform])
+        return PictureRecipe(reader, companion, whole, seed, [transform], parts.exact)
     return FieldRecipe(reader, companion, transform, seed, [transform])
 
 
@@ -106,13 +126,25 @@ class PictureRecipe(Recipe):
 
     companion: Companion
 
+    def __init__(
+        self,
+        reader: Reader,
+        companion: Companion,
+        transform: Transform | None,
+        seed: int,
+        functions: Sequence[object],
+        exact: bool = False,
+    ) -> None:
+        super().__init__(reader, companion, transform, seed, functions)
+        self._exact = exact
+
     @property
     def ragged(self) -> bool:
         return self.moves
 
     def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
         values, name = self.fields(sample, payload), SampleName(self.reader, sample)
-        picture = decoded_field("image", values[self.companion.image], name)
+        picture = picture_tensor(values[self.companion.image], name, self._exact)
         beside = self.accompanying(values, None, sample)
         if self.moves:
             whole = self.companion.sample(picture, beside)

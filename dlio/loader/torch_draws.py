@@ -48,7 +48,7 @@ class TorchShuffle:
         return encoded(generator.get_state())
 
     def end(self, own: torch.Generator | None, samples: int) -> None:
-        """Draw from a loader's generator what RandomSampler draws at the end of a pass."""
+        """Draw from a loader's generator as RandomSampler does at the end of a pass."""
         if self.seed is None and own is not None:
             torch.randperm(samples, generator=own)
 
@@ -130,7 +130,7 @@ class TorchSource:
     def peeked(
         self, own: torch.Generator | None, samples: int | None, draws_base: bool
     ) -> PassDraws:
-        """Return what the next pass would draw, and draw nothing; `samples` is None for a pass
+        """Return the draws of the next pass without drawing; `samples` is None for a pass
         that is not shuffled by torch's permutation."""
         source = self.generator(own)
         copy = torch.Generator()

@@ -1,5 +1,5 @@
-"""An epoch's order as a list, where a sampler gives it: the samples of one rank, batch by batch; and as
-a permutation that torch has drawn, which all ranks share."""
+"""An epoch's order as a list: the samples of one rank, batch by batch, where a sampler gives them;
+and a permutation that torch has drawn, which all ranks share."""
 
 from dataclasses import dataclass, field
 from functools import cached_property

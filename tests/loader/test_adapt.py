@@ -12,6 +12,8 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DistributedSampler, Subset
 
 import dlio
+from dlio.loader.third_party import adapters
+from tests.image.pipeline_table import PipelineCase
 
 
 @pytest.fixture
@@ -114,3 +116,72 @@ def test_a_folder_with_a_loader_of_its_own_is_left_alone(pictures: Path, image_f
     loader = dlio.DataLoader(data, 4, num_workers=1)
     assert sum(int(images.sum()) for images, _ in loader) == 0
     assert loader.stats()["engine"] == "threads"
+
+
+_STEPS = "Resize(40), CenterCrop(32), ToTensor, Normalize"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        _STEPS,
+        "RandomResizedCrop(32), HorizontalFlip, ToTensor",
+        "Resize((40, 56)), ToTensor",
+        "RandomResizedCrop(32), Grayscale(3), ToTensor",
+    ],
+)
+def test_a_known_pipeline_is_done_without_pillow(
+    image_folder: Any, pictures: Path, monkeypatch: pytest.MonkeyPatch, steps: str
+) -> None:
+    folder = image_folder(str(pictures), PipelineCase("v1", steps, True, "Pillow").pipeline())
+    wanted = [folder[k] for k in range(len(folder))]
+    opened: list[object] = []
+    opening = Image.open
+
+    def counted(*given: Any) -> Any:
+        opened.append(given)
+        return opening(*given)
+
+    monkeypatch.setattr(Image, "open", counted)
+    with dlio.DataLoader(folder, 4, num_workers=1, tiers="none") as loader:
+        images, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
+        assert loader.stats()["engine"] == "planned"
+        subset = dlio.DataLoader(Subset(folder, [3, 1]), 2, num_workers=1, tiers="none")
+        ((some, _),) = list(subset)
+        subset.close()
+    assert not opened
+    for image, label, (expected, number) in zip(images, labels, wanted, strict=True):
+        assert int(label) == number
+        assert (image - expected).abs().mean() < 1 / 255 / 0.224
+    assert torch.equal(some, images[[3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("steps", "change", "reason"),
+    [
+        ("Resize(40, bicubic), ToTensor", {}, "Resize in its transform is not known"),
+        ("Resize(40)", {}, "its transform makes no tensors"),
+        (_STEPS, {"target_transform": lambda label: label}, "it has a target_transform"),
+        ("", {"transform": _transform}, "function in its transform is not of torchvision"),
+        ("", {"transform": None}, "it has no transform"),
+    ],
+)
+def test_what_keeps_a_folder_slow_is_said_once(
+    image_folder: Any,
+    pictures: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    steps: str,
+    change: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(adapters, "_told", set())
+    pipeline = PipelineCase("v1", steps, True, "Pillow").pipeline() if steps else None
+    folder = image_folder(str(pictures), **{"transform": pipeline, **change})
+    for _ in range(2):
+        loader = dlio.DataLoader(folder, 4, tiers="none", collate_fn=list)
+        samples = [sample for batch in loader for sample in batch]
+        assert len(samples) == len(folder)
+        loader.close()
+    assert [reason in each.getMessage() for each in caplog.records] == [True]
+    assert "dlio.open" in caplog.records[0].getMessage()

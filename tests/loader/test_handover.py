@@ -229,7 +229,7 @@ def test_a_loader_hands_over_the_same_batches_and_takes_no_more_memory_each_epoc
     def epochs(device: str | None) -> tuple[list[tuple[bytes, list[int]]], list[int]]:
         batches, allocated = [], []
         with (
-            dlio.open(folder, image_size=32, tiers="ram:64MiB") as data,
+            dlio.open(folder, image_size=32, tiers="ram:64MiB", seed=0) as data,
             dlio.DataLoader(data, 8, shuffle=True, device=device, workers=workers) as loader,
         ):
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""Without a seed, orders and crops follow torch's: `torch.manual_seed`, or the loader's generator."""
+"""Without a seed, orders and crops follow torch's: `torch.manual_seed`, or a generator."""
 
 import json
 import pickle
@@ -223,7 +223,6 @@ def test_damaged_random_numbers_in_a_state_are_named(pictures: Path) -> None:
             fresh = dlio.DataLoader(data, 4, shuffle=True)
             with pytest.raises(UsageError, match=r"random numbers|shuffle"):
                 fresh.load_state_dict({**state, **wrong})
-                next(iter(fresh))
 
 
 @pytest.mark.mpi

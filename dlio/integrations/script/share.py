@@ -508,6 +508,8 @@ def _set_random_states(generator: torch.Generator | None, states: list[torch.Ten
 
 def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
     """Return a loader with the options of another one that yields the given batches of indices."""
+    # Crops follow torch's seed as it is in one process, and not the one that this rank draws with.
+    seed = loader.seed if loader._planned_data() is None else loader._order_seed()
     made = DataLoader(
         loader.dataset,
         batch_sampler=batches,
@@ -520,6 +522,7 @@ def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
         tiers=loader.tiers,
+        seed=seed,
         workers=loader.workers,
     )
     made._data = loader._data  # Share its open tiers.

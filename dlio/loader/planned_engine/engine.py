@@ -107,8 +107,8 @@ class PlannedEngine:
             self._has_met = True
             if options.mesh is None and options.group is not None:
                 log_warning(
-                    "group=: ranks of other groups draw random numbers of their own: where they are "
-                    "parts of one model, seed torch alike on all of them, or give seed="
+                    "group=: ranks of other groups draw random numbers of their own: where they "
+                    "are parts of one model, seed torch alike on all of them, or give seed="
                 )
         # Ranks of one model are in different groups, and get the same samples.
         return world() if options.mesh is not None and covers_world(options.mesh) else self._comm

@@ -247,7 +247,7 @@ class NativeRecipe:
             return schema.is_fixed
         # The picture has to be the only field of variable size, and every crop a picture's only.
         sizes = [name for name, kind in schema.kinds.items() if not kind.fixed]
-        return len(sizes) == 1 and crop.crops == 1 and resizes_natively()
+        return len(sizes) == 1 and crop.crops == 1 and not crop.exact and resizes_natively()
 
 
 def _is_known(schema: Schema, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Data sets of other libraries that dlio understands, and reads through its tiers.
 
-These are torchvision's ImageFolder and DatasetFolder with torchvision's own image loader, Hugging
+These are torchvision's ImageFolder and DatasetFolder with torchvision's own image loader, whose
+images dlio decodes and transforms itself if it knows the pipeline (`why_called`), Hugging
 Face `datasets` of images, and torch's Subset and ConcatDataset of those, and of data sets of
 `dlio.open`. They are recognised by
 the names of their classes, so that neither torchvision nor `datasets` need be installed.
@@ -17,11 +18,13 @@ import numpy.typing as npt
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Buffer
 from dlio.data.selection import SelectionReader
-from dlio.errors import DecodeError, SourceError
+from dlio.errors import DecodeError, SourceError, printable
+from dlio.image.fusion import why_not_fused
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.third_party.huggingface import ForeignFile, ImageSet, is_image_set
 from dlio.storage.tier_spec import Tiers
+from dlio.util.printable import log_warning
 
 _Part = tuple[UserDataset, npt.NDArray[np.int64]]
 """(whole data set, indices into it)"""
@@ -32,7 +35,7 @@ class _TorchvisionFolder:
     order, and the user's functions of samples, which may draw random numbers."""
 
     def __init__(self, folder: Any, reader: Reader) -> None:
-        self._folder = folder
+        self.folder = folder
         self.reader = reader
         self.functions: list[object] = [folder.transform, folder.target_transform]
 
@@ -40,7 +43,7 @@ class _TorchvisionFolder:
         """Return the result of the data set's own `[i]`, from bytes that have been read."""
         from PIL import Image
 
-        folder = self._folder
+        folder = self.folder
         values = self.reader.schema.split(payload)
         try:
             with Image.open(io.BytesIO(values["image"])) as image:
@@ -97,8 +100,36 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
     readers = [each.reader for each in known]
     is_whole = len(readers) == 1 and np.array_equal(inner, np.arange(len(first)))
     view: Reader = readers[0] if is_whole else SelectionReader(readers, owners, inner)
+    folders = [each.folder for each in known if isinstance(each, _TorchvisionFolder)]
+    if folders:
+        reason = why_called(folders)
+        if not reason:
+            return Dataset(view, tiers=tiers, seed=seed, transform=folders[0].transform)
+        if reason not in _told:
+            _told.add(reason)
+            log_warning(
+                "a %s is as fast as in torch's loader, since %s: begin its transform with "
+                "RandomResizedCrop, or Resize and CenterCrop, and end with ToTensor, or open the "
+                "folder by dlio.open, whose transform gets tensors",
+                *(printable(type(first).__name__), reason),
+            )
     transform = _SampleTransform(known, owners, inner)
     return Dataset(view, tiers=tiers, seed=seed, finish=transform)
+
+
+_told: set[str] = set()
+"""Reasons that have been logged; each is once a process."""
+
+
+def why_called(folders: Sequence[Any]) -> str:
+    """Return why samples of torchvision's folders are made one by one, of Pillow's images; "" if
+    dlio makes the same ones."""
+    first = folders[0]
+    if any(each.transform is not first.transform for each in folders):
+        return "its folders have different transforms"
+    if any(each.target_transform is not None for each in folders):
+        return "it has a target_transform"
+    return why_not_fused(first.transform)
 
 
 class _SampleTransform:

@@ -298,3 +298,36 @@ print(early[0], len(started))
     early, all_of_them = map(int, done.stdout.split())
     assert all_of_them >= 5
     assert early >= all_of_them - 1
+
+
+_CROPS = """
+import sys
+import torch, dlio
+from torch.utils.data import DataLoader
+torch.manual_seed(5)
+loader = DataLoader(dlio.open(sys.argv[1], image_size=8, tiers="none"), 4, shuffle=True)
+model = torch.nn.Linear(3 * 8 * 8, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(2):
+    for images, labels in loader:
+        made = model(images.flatten(1) / 255)
+        loss = torch.nn.functional.cross_entropy(made, labels % 2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+torch.save(model.state_dict(), sys.argv[2])
+"""
+
+
+@pytest.mark.mpi
+def test_crops_follow_torchs_seed_on_any_number_of_ranks(pictures: Path, tmp_path: Path) -> None:
+    script = tmp_path / "crops.py"
+    script.write_text(_CROPS, encoding="utf-8")
+    saved = []
+    for ranks in ("1", "2"):
+        out = str(tmp_path / f"{ranks}.pt")
+        done = _run("-m", "dlio.cli", "run", "-n", ranks, str(script), str(pictures), out)
+        assert done.returncode == 0, done.stderr
+        saved.append(_flat(torch.load(out)))
+    for key, tensor in saved[0].items():
+        assert torch.allclose(tensor, saved[1][key], atol=1e-5, rtol=0), key
