@@ -364,7 +364,7 @@ class _TableScan:
             "starts": self._starts.spread(),
         }
         for k, column in enumerate(self._columns):
-            if column.has_sizes:
+            if column.has_sizes and not column.is_late:
                 arrays[f"bodies{k}"] = column.sizes.values()
             if column.codes:
                 arrays[f"labels{k}"] = column.labels.values()

@@ -72,7 +72,7 @@ def test_tasks_of_srun_and_processes_outside_of_jobs_have_no_allocation() -> Non
 
 
 def test_numbers_for_other_nodes_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"for 1 node\(s\), but the list of nodes n\[1-2\],m07"):
+    with pytest.raises(UsageError, match=r"for 1 nodes?, but the list of nodes n\[1-2\],m07"):
         find_allocation({**_SLURM, "SLURM_TASKS_PER_NODE": "5"})
 
 
@@ -108,7 +108,7 @@ def test_ranks_are_spread_over_the_hosts(
 
 
 def test_more_ranks_than_the_nodes_take_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"-n 7: 3 node\(s\) of 2 ranks have 6"):
+    with pytest.raises(UsageError, match=r"-n 7: 3 nodes? of 2 ranks have 6"):
         Allocation("Slurm", "7", ("a", "b", "c"), (2, 2, 2)).counts(7, 2)
 
 

@@ -233,7 +233,7 @@ def _drop(part: str, number: int, key: str) -> Callable[[dict[str, Any]], None]:
         (_set("images", 1, id=100), "images[1]", "images[0] has the same id"),
         (_set("images", 1, id="x"), "images[1]", "not a whole number"),
         (_set("images", 1, width=10**12), "images[1]", "not within"),
-        (_set("images", 1, file_name="gone.png"), "gone.png", "lacks 1 of the 4 files"),
+        (_set("images", 1, file_name="gone.png"), "gone.png", "lacks 1 of 4 files"),
         (_set("categories", 1, id=1), "categories[1]", "occurs twice"),
         (_set("categories", 1, id=10**9), "1000000000", "labels='contiguous'"),
         (_drop("categories", 1, "name"), "categories[1]", "no name"),
