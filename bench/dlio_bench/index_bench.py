@@ -145,7 +145,8 @@ class IndexBenchOptions(CheckedOptions):
     ] = tuple(_CONTENDERS)
     samples: Annotated[int, Option("Number of samples of each data set.", least=10)] = 10_000
     scratch: Annotated[
-        str | None, Option("Folder for the data sets; by default a temporary one.", metavar="DIR")
+        str | None,
+        Option("Folder for the data sets.", metavar="DIR", default_text="a temporary folder"),
     ] = None
 
 

@@ -62,7 +62,7 @@ def test_masks_that_do_not_fit_into_memory_are_refused(
     made = annotated.annotations()
     made["annotations"] = [made["annotations"][0] | {"id": k} for k in range(60)]
     (tmp_path / annotated.COCO_FILE).write_text(json.dumps(made))
-    with dlio.open(str(ask.path), tiers="none", format="coco", masks=True) as data:
+    with dlio.open(str(ask.path), tiers="none", format="coco", masks=True, seed=0) as data:
         assert len(data[0][1]["masks"]) == 60
         monkeypatch.setattr(limits, "usable_memory", lambda: 1000)
         monkeypatch.setattr(limits, "_FREE_BYTES", 0)

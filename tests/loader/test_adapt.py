@@ -1,5 +1,6 @@
 """torchvision's folders are read through tiers, and their samples stay the same."""
 
+import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -176,6 +177,8 @@ def test_what_keeps_a_folder_slow_is_said_once(
     reason: str,
 ) -> None:
     monkeypatch.setattr(adapters, "_told", set())
+    # A script that ran in this process before has its log to itself.
+    monkeypatch.setattr(logging.getLogger("dlio"), "propagate", True)
     pipeline = PipelineCase("v1", steps, True, "Pillow").pipeline() if steps else None
     folder = image_folder(str(pictures), **{"transform": pipeline, **change})
     for _ in range(2):

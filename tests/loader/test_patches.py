@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import h5py
 import numpy as np
 import pytest
@@ -450,6 +451,8 @@ def test_the_chunks_of_a_patch_are_requests_at_a_time_over_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = store(tmp_path / "x.zarr", "v3", drawn())
+    remote = fsspec.filesystem("memory")
+    remote.put(str(path), "/patches/x.zarr", recursive=True)
     gate = threading.Barrier(4)
     real = ChunkReader._read
 
@@ -457,7 +460,8 @@ def test_the_chunks_of_a_patch_are_requests_at_a_time_over_a_network(
         gate.wait(60)  # Fewer readers at a time would wait for ever.
         return real(self, sample)
 
-    with dlio.open(f"file://{path}", patch=(8, 16, 32), patch_stride=(8, 16, 32)) as data:
+    there = "memory://patches/x.zarr"
+    with dlio.open(there, patch=(8, 16, 32), patch_stride=(8, 16, 32)) as data:
         monkeypatch.setattr(ChunkReader, "_read", read)
         data.mount(world())
         assert np.array_equal(data[0]["image"], drawn()[:8, :16, :32])

@@ -7,10 +7,13 @@ the same place in the script, over the same data, has trained.
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Final
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.script_lines import line_of, loops_at, script_frames
@@ -80,6 +83,8 @@ class PassMemory:
 
     def __init__(self) -> None:
         self.trained: set[tuple[object, ...]] = set()
+        self._numbers: MutableMapping[object, int] = WeakIdKeyDictionary()
+        self._next_number = itertools.count()
         self._open: list[PassUse] = []
         """Passes that may get batches or be computed on still."""
 
@@ -91,7 +96,7 @@ class PassMemory:
         frames = script_frames(_FRAMES)
         place = tuple((each.f_code.co_filename, each.f_lineno) for each in frames)
         where = line_of(frames[0]) if frames else "the script"
-        key = (place, id(dataset), length, evaluating)
+        key = (place, self._number_of(dataset), length, evaluating)
         said = None
         for before in [each for each in self._open if each.is_of(key) and each.is_over]:
             self._open.remove(before)
@@ -102,6 +107,17 @@ class PassMemory:
             # Without an optimizer, no exchange: the script changes its weights itself.
             use.trains |= has_optimizer and loop_trains(*_place_of(frames[0]))
         return use, said
+
+    def _number_of(self, dataset: object) -> object:
+        """Return a number of a data set that no other one gets, and that is the same on all ranks:
+        its `id` may be that of one that is gone, on some of them."""
+        try:
+            number = self._numbers.get(dataset)
+            if number is None:
+                number = self._numbers[dataset] = next(self._next_number)
+        except TypeError:  # It cannot be referred to weakly, such as a list.
+            return type(dataset)
+        return number
 
     def end(self) -> Iterator[str]:
         """End all passes. Yields messages about those that were taken for ones that train."""

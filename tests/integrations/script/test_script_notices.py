@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from dlio.integrations.script import script_lines
 from dlio.integrations.script.pass_use import PassMemory, loop_trains
@@ -247,6 +249,19 @@ def test_of_two_passes_that_are_under_way_neither_is_over() -> None:
             use.steps()
             use.is_under_way = False
     assert not list(memory.end())
+
+
+def test_a_data_set_in_the_memory_of_one_that_is_gone_is_another_one() -> None:
+    # Whether memory is used again differs between ranks.
+    memory = PassMemory()
+    for _ in range(20):
+        use = memory.begin(TensorDataset(torch.zeros(4)), 4, evaluating=False)[0]
+        assert not use.trains
+        use.takes()
+        use.computes()
+        use.backward()
+        use.steps()
+        use.is_under_way = False
 
 
 def test_what_starts_dlio_is_no_line_of_the_script() -> None:

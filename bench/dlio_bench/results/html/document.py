@@ -47,6 +47,11 @@ def page(reports: Sequence[SavedReport], title: str) -> str:
     )
 
 
+def _cores(number: object) -> str:
+    """Return a report's number of cores in words; the report may have been changed."""
+    return counted(number, "core") if isinstance(number, int) else f"{number or '?'} cores"
+
+
 def _overview(reports: Sequence[SavedReport]) -> str:
     rows = []
     for k, report in enumerate(reports):
@@ -55,7 +60,7 @@ def _overview(reports: Sequence[SavedReport]) -> str:
             report.benchmark,
             report.started.replace("T", " ").replace("+00:00", " UTC"),
             "" if report.seconds is None else f"{report.seconds:,.0f} s",
-            f"{environment.get('processor', '')}, {counted(environment.get('cores', '?'), 'core')}",
+            f"{environment.get('processor', '')}, {_cores(environment.get('cores'))}",
             str(environment.get("commit") or ""),
         )
         link = f'<a href="#r{k}">{html.escape(report.name)}</a>'
