@@ -19,8 +19,8 @@ def bytes_there(folder: Path) -> int:
     """Return the bytes that files below a folder take, without their holes."""
     # Not os.walk: some folders are deeper than Python can recurse.
     words = ["find", str(folder), "-type", "f", "-printf", "%s %b\\n"]
-    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    pairs = [map(int, line.split()) for line in found.splitlines()]
+    listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    pairs = [map(int, line.split()) for line in listed.splitlines()]
     return sum(min(size, 512 * blocks) for size, blocks in pairs)
 
 

@@ -188,7 +188,7 @@ def cases() -> Cases:
         "list-file": [{"file_name": [1], "label": 1}] * 3,
     }
     for name, value in odd.items():
-        # Truth values and numbers beside texts are classes of these names, which is told.
+        # Truth values and numbers next to texts are classes of these names, which is told.
         expected: Expected = ANY if name in ("true-label", "float-label") else ERROR
         yield Case(f"table/json-{name}", _json(value), expected)
     deep = "[" * 100_000
