@@ -230,7 +230,7 @@ def _index(
     """Return an index from the cache if it is good there, otherwise as one process builds it."""
     with _entry(kind, key) as folder, _near_entry(kind, key, folder) as near:
         for place in (folder,) if near is None else (near, folder):
-            index = _load(place, name)
+            index = _load(place, name, says=False)  # Said by the one that builds it.
             if index is not None and good(index):
                 return index if place is near or near is None else _copied(near, name, index)
         with _alone(folder):
@@ -437,8 +437,8 @@ def _save(folder: int | None, name: str, arrays: Mapping[str, npt.NDArray[Any]])
     return True
 
 
-def _load(folder: int | None, name: str) -> Arrays | None:
-    """Return the arrays of an index, None if they are missing or damaged."""
+def _load(folder: int | None, name: str, *, says: bool = True) -> Arrays | None:
+    """Return the arrays of an index, None if they are missing or damaged, which it `says`."""
     if folder is None:
         return None
     arrays = None
@@ -450,7 +450,7 @@ def _load(folder: int | None, name: str) -> Arrays | None:
             return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, CorruptBlock):
         pass
-    if arrays is None:
+    if arrays is None and says:
         shown = os.readlink(path_of(folder))
         log_warning("%s/%s: this cached index is damaged, and is built again", shown, name)
     return arrays

@@ -201,9 +201,16 @@ def check_options(
     """Check options of `dlio.open` and `dlio.mix`; return (image_size, crops, seed) as integers."""
     choose_tiers(tiers, 0)
     size: ImageSize = None
-    if isinstance(image_size, str):
-        size = "auto" if one_of("image_size", image_size, ("auto",)) and transform else USUAL_SIDE
-    elif isinstance(image_size, list | tuple) and len(image_size) == 2:
+    if isinstance(image_size, str) and image_size == "auto":
+        size = "auto" if transform else USUAL_SIDE
+    elif isinstance(image_size, str) or (
+        isinstance(image_size, list | tuple) and len(image_size) != 2
+    ):
+        raise UsageError(
+            f"{named('image_size', image_size)}: give a whole number of pixels, (height, width), "
+            "'auto' or None"
+        )
+    elif isinstance(image_size, list | tuple):
         height, width = (
             whole_number("image_size", side, 1, _MOST_PIXELS, "pixels") for side in image_size
         )
@@ -258,6 +265,8 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         """The seed followed last, and torch's at that time."""
         self.on_error = on_error
         self.epoch = 0
+        self._passed = 0
+        """The epoch that a loader's pass has set last."""
         self._transform = transform
         self._finish = finish
         self.maps: tuple[Callable[[Sample], Sample], ...] = ()
@@ -391,6 +400,11 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         """Choose the epoch whose crops `[i]` returns."""
         self.epoch = whole_number("epoch", epoch)
 
+    def follow_epoch(self, epoch: int) -> None:
+        """Take the epoch of a loader's pass, unless the user has chosen one."""
+        if self.epoch == self._passed:
+            self.epoch = self._passed = epoch
+
     def retier(self, tiers: Tiers) -> None:
         """Replace the tiers. Raises UsageError if they are already in use."""
         choose_tiers(tiers, 0)
@@ -405,7 +419,8 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         tiers = self.tiers if tiers is None else tiers
         # Not of this class: chosen samples of a mixture have no weights.
         made = Dataset.__new__(Dataset)
-        made.__setstate__({**self.__getstate__(), "reader": reader, "tiers": tiers, "epoch": 0})
+        changed = {"reader": reader, "tiers": tiers, "epoch": 0, "_passed": 0}
+        made.__setstate__({**self.__getstate__(), **changed})
         return made
 
     def with_maps(self, maps: tuple[Callable[[Sample], Sample], ...]) -> "Dataset":

@@ -70,8 +70,6 @@ class Engines:
         self.delivered = DeviceDelivery()
         self.ahead: RunningPass | None = None
         """The next pass, if it has begun while the last batches of the current one are used."""
-        self._crops = 0
-        """Epoch of the crops of the last pass that followed a sampler."""
         self._has_warned = False
 
     def begin_foreign(
@@ -105,10 +103,8 @@ class Engines:
             )
         # Crops are drawn by epoch: without this each pass over a sampler would have those of epoch
         # 0.
-        if data is not None and not isinstance(batches, PlannedPass) and data.epoch == self._crops:
-            # Unless the user has chosen the epoch whose crops are taken.
-            self._crops = batches.epoch
-            data.set_epoch(batches.epoch)
+        if data is not None and not isinstance(batches, PlannedPass):
+            data.follow_epoch(batches.epoch)
         # A sampler whose order is known in advance is read as a planned pass: blocks come in the
         # order of their use, and crops are decoded into the batch, which asking sample by sample
         # cannot do.

@@ -606,6 +606,11 @@ def check_state(given: object, formula: tuple[int | None, int] | None) -> State:
         raise UsageError(f"{named('state_dict', given)}: give what state_dict() returned")
     state = dict(given)
     if formula is not None:
+        if state.get("kind") == SAMPLER_KIND:
+            raise UsageError(
+                "state of a loader that follows a sampler or torch's order does not fit this one, "
+                "which has dlio's own: make it as the one that was saved"
+            )
         cursor = LoaderState.from_dict(state).cursor
         seed, samples = formula
         if cursor.samples != samples or seed not in (None, cursor.seed):

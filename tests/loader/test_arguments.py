@@ -227,6 +227,21 @@ def test_errors_of_a_transform_name_the_sample(
     assert str(pictures / place) in note
 
 
+@pytest.mark.parametrize("size", ["32", "32x48", "Auto", (32,), (1, 2, 3)])
+def test_a_wrong_size_of_images_names_what_is_taken(pictures: pathlib.Path, size: Any) -> None:
+    with pytest.raises(dlio.UsageError, match=r"\(height, width\), 'auto' or None"):
+        dlio.open(pictures / "flat", image_size=size, tiers="none")
+
+
+def test_a_state_of_another_kind_of_order_is_named(pictures: pathlib.Path) -> None:
+    state = dlio.DataLoader(list(range(8)), 4, shuffle=True).state_dict()
+    with (
+        dlio.open(pictures / "flat", image_size=8, tiers="none") as data,
+        pytest.raises(dlio.UsageError, match="follows a sampler or torch's order"),
+    ):
+        dlio.DataLoader(data, 4).load_state_dict(state)
+
+
 def test_whole_photos_of_several_sizes_cannot_be_stacked(pictures: pathlib.Path) -> None:
     with (
         dlio.open(pictures / "flat", image_size=None, tiers="none") as data,

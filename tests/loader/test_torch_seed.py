@@ -141,6 +141,21 @@ def test_crops_follow_the_seed(pictures: Path, options: dict[str, Any]) -> None:
     assert not any(map(torch.equal, first, other))
 
 
+def test_loaders_over_one_data_set_have_each_their_own_epochs(pictures: Path) -> None:
+    torch.manual_seed(1)
+    with dlio.open(str(pictures), image_size=16, tiers="none") as data:
+
+        def epochs() -> list[torch.Tensor]:
+            loader = dlio.DataLoader(data, 8, sampler=range(8))
+            return [images.clone() for _ in range(2) for images, _ in loader]
+
+        first, again = epochs(), epochs()
+        assert not torch.equal(*first)
+        assert all(map(torch.equal, first, again))
+        data.set_epoch(5)  # The user's choice holds for all of them.
+        assert torch.equal(*epochs())
+
+
 def test_random_transforms_of_a_folder_follow_the_seed(image_folder: Any, pictures: Path) -> None:
     def noise(picture: Any) -> torch.Tensor:
         return torch.rand(2)

@@ -327,6 +327,12 @@ class TorchLoader(RankLoader):
                     f"as many files, and there are {workload.files} (--files)"
                 )
             self.steps = self._sequential_steps()
+            if not self.steps:
+                raise UsageError(
+                    f"the files of one of torch's workers have less than a batch of "
+                    f"{workload.batch_size}: give more --files, fewer --workers or a smaller "
+                    "--batch-size"
+                )
             self.left_out = (place.steps - self.steps) * workload.batch_size * place.ranks
         else:
             self._sampler = _RankSampler(place)

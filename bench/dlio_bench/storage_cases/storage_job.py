@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
-from dlio.errors import CorruptBlock, SourceError
+from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.util.units import counted
 from dlio_bench.bench_processes import cpu_s, pss, tree
 from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.results.repeats import turns
@@ -254,6 +255,13 @@ def measure(
     Raises UsageError for options that cannot work, SourceError or CorruptBlock for a loader that
     does not give the data.
     """
+    least = workload.batch_size * comm.size
+    if workload.samples < least:
+        raise UsageError(
+            f"{counted(workload.samples, 'sample')}: an epoch has less than a batch of "
+            f"{workload.batch_size} for each of {counted(comm.size, 'rank')}: give at least "
+            f"{least} (--files, --samples-per-file), or a smaller --batch-size"
+        )
     nodes = find_nodes(comm)
     emulation.check_possible(len(nodes.names))
     with ExitStack() as stack:

@@ -172,6 +172,10 @@ class StorageCase:
     def __post_init__(self) -> None:
         check(self)
         self.names()
+        if self.plan and self.csv is not None:
+            raise UsageError(
+                "--csv is of no use with --plan, which measures nothing: leave one out"
+            )
         if self.memory is not None:
             parse_bytes(self.memory)
 

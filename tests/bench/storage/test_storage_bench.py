@@ -101,6 +101,15 @@ def test_wrong_options_name_the_remedy(tmp_path: Path) -> None:
     done = _run(tmp_path, "--workload", "resnet5_h100")
     assert done.returncode == 2
     assert "resnet50_h100" in done.stderr
+    done = _run(tmp_path, "--files", "2", "--epochs", "1")
+    assert done.returncode == 2
+    assert "2 samples: an epoch has less than a batch of 3" in done.stderr
+    streams = ("--format", "tar", "--files", "2", "--samples-per-file", "2", "--workers", "2")
+    done = _run(tmp_path, *streams, "--epochs", "1")
+    assert done.returncode == 2
+    assert "torch's workers have less than a batch of 3" in done.stderr
+    with pytest.raises(UsageError, match="--csv is of no use with --plan"):
+        StorageCase(str(tmp_path), plan=True, csv="x.csv")
     assert not list(tmp_path.iterdir())
 
 

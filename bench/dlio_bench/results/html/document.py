@@ -49,7 +49,7 @@ def page(reports: Sequence[SavedReport], title: str) -> str:
 
 def _cores(number: object) -> str:
     """Return a report's number of cores in words; the report may have been changed."""
-    return counted(number, "core") if isinstance(number, int) else f"{number or '?'} cores"
+    return counted(number, "core") if isinstance(number, int) else "unknown number of cores"
 
 
 def _overview(reports: Sequence[SavedReport]) -> str:
