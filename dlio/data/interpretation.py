@@ -22,6 +22,7 @@ from dlio.data.splits import (
 )
 from dlio.errors import SourceError, UsageError
 from dlio.util.printable import log_warning
+from dlio.util.units import counted
 
 _CLEAR: Final = 2
 """How many times the files of the next reader the chosen one has, at least."""
@@ -124,7 +125,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
             others = [f for f in files if owns(f.lower()) and not (taken and taken(f.lower()))]
             others = [f for f in others if f not in best.used]
             if others:
-                left.append(f"{counted(others)}, which format={rival!r} reads")
+                left.append(f"{named_files(others)}, which format={rival!r} reads")
     for fit, rival, each in fits[1:]:
         if path_rules_of(each).owns is None:
             left.append(f"{fit.words}, which format={rival!r} reads")
@@ -152,13 +153,13 @@ def _fit_of(
     own = [file for file in files if owns is not None and owns(file.lower())]
     if not own:
         return Fit(f"a data set of {name}", 1, is_marked=True)
-    return Fit(f"{counted(own)} of {name}", len(own))
+    return Fit(f"{named_files(own)} of {name}", len(own))
 
 
-def counted(files: Sequence[str]) -> str:
+def named_files(files: Sequence[str]) -> str:
     """Return `2 files (a.tar, b.tar)`."""
     shown = ", ".join(files[:_NAMED]) + (", ..." if len(files) > _NAMED else "")
-    return f"{len(files):,} file{'s' * (len(files) != 1)} ({shown})"
+    return f"{counted(len(files), 'file')} ({shown})"
 
 
 def count_below(source: Source, folder: str, suffixes: tuple[str, ...], most: int) -> int:

@@ -1,11 +1,11 @@
 """The output of a job of Slurm's, as it is written, until the job ends."""
 
 import os
-import subprocess
 import time
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.util.child_processes import printed_by
 from dlio.util.input_files import open_input
 from dlio.util.printable import print_line
 
@@ -48,20 +48,10 @@ def _state(job: str) -> str | None:
     """Return a job's state; None if Slurm does not answer. A job that Slurm has forgotten, some
     minutes after its end, counts as completed."""
     command = ["scontrol", "--oneliner", "show", "job", job]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ANSWER_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if "Invalid job id" in done.stderr:
+    printed, complained = printed_by(command, _ANSWER_TIMEOUT_S)
+    if "Invalid job id" in complained:
         return "COMPLETED"
-    words = (word.partition("=") for word in done.stdout.split())
+    words = (word.partition("=") for word in printed.split())
     return next((value for key, _, value in words if key == "JobState"), None)
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.index import Arrays, cached_index, fingerprint_of
-from dlio.data.interpretation import counted, counted_below, tell_once
+from dlio.data.interpretation import counted_below, named_files, tell_once
 from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
@@ -297,7 +297,7 @@ class FilesReader(PathReader):
             words = "inputs and their targets, one a file"
             return Fit(words, 1, is_marked=True, left_out=left)
         if here:
-            return Fit(f"{counted(here)}, one a sample", len(here))
+            return Fit(f"{named_files(here)}, one a sample", len(here))
         counts, more = counted_below(source, folders, _SUFFIXES)
         total = sum(counts.values())
         over = "over " if more else ""

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names
-from dlio.data.interpretation import counted, counted_below, tell_once
+from dlio.data.interpretation import counted_below, named_files, tell_once
 from dlio.data.labels import (
     LABEL_NAMES,
     LabelEncoding,
@@ -40,6 +40,7 @@ from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
 from dlio.util.parallel import follow
 from dlio.util.structured_text import check_cells, parse_json
+from dlio.util.units import counted
 from dlio_readers.fileset import (
     PICTURES,
     FileSet,
@@ -324,7 +325,7 @@ def plan_of(
     _check_classes(source, folders)
     others = [f"{table}, which has no labels of the pictures"] if table and not here else []
     words, weight = _class_words(source, folders)
-    shown = counted(here)
+    shown = named_files(here)
     if layout is None and here:
         if table or len(here) >= 2 * weight:
             layout = "flat"
@@ -349,7 +350,7 @@ def _list_plan(lists: PictureLists) -> FolderPlan:
     count = sum(len(each) for each in lists.splits.values())
     labelled = "the labels of " if lists.encoding.numbers else ""
     words = f"{count:,} pictures with {labelled}{', '.join(lists.files)}"
-    left = (f"{counted(lists.unlisted)} that they do not name",) if lists.unlisted else ()
+    left = (f"{named_files(lists.unlisted)} that they do not name",) if lists.unlisted else ()
     return FolderPlan(
         Fit(words, count, is_marked=True, left_out=left, used=lists.files), lists=lists
     )
@@ -399,8 +400,7 @@ def _class_words(source: Source, folders: Sequence[str]) -> tuple[str, float]:
     """Return ("2 class folders with 5 images", 5); a lone folder may be there by chance."""
     counts, more = counted_below(source, folders, PICTURES)
     total = sum(counts.values())
-    plural = "s" * (len(counts) != 1)
-    words = f"{len(counts):,} class folder{plural} with {'over ' * more}{total:,} images"
+    words = f"{counted(len(counts), 'class folder')} with {'over ' * more}{total:,} images"
     return words, total if len(counts) > 1 else 0.5 * bool(total)
 
 

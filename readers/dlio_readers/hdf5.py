@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
-from dlio.data.interpretation import counted
+from dlio.data.interpretation import named_files
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.source import Source, expand, file_at, files_below, split_fields
@@ -135,7 +135,7 @@ class Hdf5Reader(ColumnReader):
         own = [name for name, is_folder in source.names() if not is_folder]
         own = [name for name in own if name.lower().endswith(HDF5_SUFFIXES)]
         own = [n for n in own if not (n.lower().endswith(".mat") and is_old_matlab(source, n))]
-        return Fit(f"{counted(own)} of hdf5", len(own)) if own else None
+        return Fit(f"{named_files(own)} of hdf5", len(own)) if own else None
 
     def close(self) -> None:
         for file in self._files:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from dlio.data.interpretation import counted
+from dlio.data.interpretation import named_files
 from dlio.data.source import Source
 from dlio.errors import SourceError, UsageError
 from dlio_readers.picture_lists import find_lists
@@ -38,9 +38,11 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
     likely = [n for n in files if n not in own and n.lower().endswith((*_TEXTS, *_TABLES))]
     names = [name.encode() for name in sorted(stems)[:_MOST_PICTURES] if name]
     kept = [name for name in likely[:_MOST_FILES] if _may_label(source, name, names)]
-    words = [f"{counted([name])}, which may hold labels: {_remedy(source, name)}" for name in kept]
+    words = [
+        f"{named_files([name])}, which may hold labels: {_remedy(source, name)}" for name in kept
+    ]
     if own:
-        words.append(f"{counted(own)} named as pictures are, one each")
+        words.append(f"{named_files(own)} named as pictures are, one each")
     return tuple(words), [*kept, *own]
 
 

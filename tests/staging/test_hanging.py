@@ -21,6 +21,20 @@ main()
 """
 
 
+def _run(
+    code: str, words: list[str], folder: Path, timeout_s: float
+) -> "subprocess.CompletedProcess[str]":
+    own = {"DLIO_TIMEOUT": "1", "DLIO_CACHE": str(folder / "cache"), "PYTHONPATH": SOURCES}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize("command", ["stage", "ls"])
 @pytest.mark.daily("stage")
 def test_a_command_ends_whose_source_hangs_at_opening(
@@ -28,15 +42,7 @@ def test_a_command_ends_whose_source_hangs_at_opening(
 ) -> None:
     (tmp_path / "tier").mkdir()
     more = ["--tiers", f"{tmp_path}/tier:64MiB"] if command == "stage" else []
-    own = {"DLIO_TIMEOUT": "1", "DLIO_CACHE": str(tmp_path / "cache"), "PYTHONPATH": SOURCES}
-    done = subprocess.run(
-        [sys.executable, "-c", STAGE, command, str(pictures), *more],
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = _run(STAGE, [command, str(pictures), *more], tmp_path, 300)
     assert done.returncode == 2, done.stderr
     assert "no answer for 1 s: the source hangs (DLIO_TIMEOUT sets the patience)" in done.stderr
 
@@ -75,17 +81,9 @@ def test_a_command_ends_whose_source_hangs_inside_of_a_read(
     (tmp_path / "tier").mkdir()
     files = sum(path.is_file() for path in pictures.rglob("*"))
     more = {"stage": ["--tiers", f"{tmp_path}/tier:64MiB"], "pack": [f"{tmp_path}/packed"]}
-    own = {"DLIO_TIMEOUT": "1", "DLIO_CACHE": str(tmp_path / "cache"), "PYTHONPATH": SOURCES}
     # Opening looks into each file once; the samples come after that.
     words = [str(pictures), str(files + 2), command, str(pictures), *more.get(command, [])]
-    done = subprocess.run(
-        [sys.executable, "-c", READ, *words],
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = _run(READ, words, tmp_path, 120)
     assert done.returncode == 2, done.stderr
     assert "the source hangs" in done.stderr
     assert not (tmp_path / "packed").exists()

@@ -42,7 +42,11 @@ def is_script(file: str) -> bool:
 
 def script_frame() -> FrameType | None:
     """Return the innermost frame of the user's files that is running, None if there is none."""
-    frame: FrameType | None = sys._getframe(1)
+    return _script_frame(sys._getframe(1))
+
+
+def _script_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost one from a frame on, outwards."""
     while frame is not None:
         code = frame.f_code
         if is_script(code.co_filename):
@@ -57,14 +61,10 @@ def script_frames(most: int) -> list[FrameType]:
     """Return at most `most` frames of the user's files that are running, the innermost first: none
     of what started dlio."""
     frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
+    frame = _script_frame(sys._getframe(1))
     while frame is not None and len(frames) < most:
-        code = frame.f_code
-        if code.co_name == _RUNS and code.co_filename.startswith(_HERE):
-            break
-        if is_script(code.co_filename):
-            frames.append(frame)
-        frame = frame.f_back
+        frames.append(frame)
+        frame = _script_frame(frame.f_back)
     return frames
 
 
