@@ -147,6 +147,14 @@ def _garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Seed torch before each test: orders and crops without a seed of their own follow it, and must
+    not depend on the tests before."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give tests that are marked `cold` the real interpreter."""
     mark = request.node.get_closest_marker("cold")

@@ -101,7 +101,7 @@ def test_class_folders_of_files_of_any_shape(suffix: str, tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=r"collate_fn=list"):
             next(iter(dlio.DataLoader(data, batch_size=2)))
     with dlio.open(
-        tmp_path / "data", patch=(3, 4, 2), patches_per_volume=3, tiers="ram:1MiB"
+        tmp_path / "data", patch=(3, 4, 2), patches_per_volume=3, tiers="ram:1MiB", seed=0
     ) as data:
         assert data.targets == 9 * [0] + 9 * [1]
         batch = next(iter(dlio.DataLoader(data, batch_size=18)))
