@@ -57,7 +57,8 @@ def failures_in(folder: str) -> list[RankFailure]:
     failures = []
     with suppress(OSError):
         for name in os.listdir(folder):
-            if name.startswith(_PREFIX):
+            # Others are being written, or their rank was ended while it wrote.
+            if name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdecimal():
                 fields: Any = read_json(os.path.join(folder, name))
                 failures.append(RankFailure(**fields))
     return sorted(failures, key=lambda each: (each.follows, each.at_s))

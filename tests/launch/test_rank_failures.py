@@ -13,6 +13,7 @@ import pytest
 from dlio.launch.rank_failures import RankFailure, failures_in, leave_failure
 from dlio.launch.rank_output import ErrorFilter
 from dlio.util.settings import FAILURES
+from dlio.util.trusted_files import temporary_name
 
 RULE = "-" * 74 + "\n"
 ABORTED = [
@@ -171,3 +172,13 @@ def test_the_end_of_a_rank_is_the_last_line(how: str, backend: str, tmp_path: Pa
         assert "MPI_ABORT" not in done.stderr
         assert "prterun" not in done.stderr
         assert done.stderr.count("Traceback") <= (3 if how == "worker" else 1)
+
+
+def test_a_failure_that_is_being_written_is_none_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILURES, str(tmp_path))
+    assert leave_failure(RankFailure(1, 0.0, "", "ended"))
+    (written,) = tmp_path.iterdir()
+    (tmp_path / temporary_name(written.name)).touch()
+    assert [each.rank for each in failures_in(str(tmp_path))] == [1]
