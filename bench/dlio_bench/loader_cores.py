@@ -5,8 +5,9 @@ What is left is what a loader itself does for a sample, and whether its threads 
 way: a sleep needs no core. Contenders differ in who sleeps:
 
     PythonThreads   dlio.DataLoader's threads, in a transform= of the user, which stays Python's
-    SleepingPool    threads of a C library, for which Python submits and awaits whole batches: the
-                    prototype of the loader's native threads, and these themselves
+    NativeThreads   its native threads, which sleep in place of decoding; all else is the loader's
+    Prototype       threads of a C library, for which a loop submits and awaits whole batches: no
+                    epochs, tiers or checksums
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,14 +35,7 @@ from dlio.data.schema import Schema
 from dlio.image.native.build import compiler
 from dlio.loader.contract import Sample
 from dlio.loader.planned_engine import native_pool
-from dlio.loader.planned_engine.native_pool import (
-    NativeArrays,
-    NativeInput,
-    NativeJob,
-    NativePool,
-    NativeRecipe,
-)
-from dlio.storage.sample_locations import SampleLocations
+from dlio.loader.planned_engine.native_pool import NativeRecipe
 from dlio.util.units import counted
 from dlio_bench.bench_processes import one_thread
 from dlio_bench.results.machine import describe_machine
@@ -53,6 +48,8 @@ _AHEAD: Final = 4
 """Batches that are submitted to a pool before the first is awaited."""
 _PICTURES: Final = 40_000
 """Pictures of a pass. Passes follow each other; long ones, as threads begin anew in each."""
+_MANY_PICTURES: Final = 200_000
+"""Those of a pass of native threads, which are faster."""
 _SIDE: Final = 224
 _NUMBERS: Final = Schema((("number", "int64"),))
 _DEADLINE_S: Final = 60.0
@@ -91,13 +88,34 @@ class CoresContender(ABC):
         """Start its threads; give the numbers of samples of batches, as they come, without end."""
 
 
-# Today's engine
+# dlio's loader
 
 
-class PythonThreads(CoresContender):
+class _Pictures(CoresContender):
     """dlio.DataLoader over the smallest pictures, from the RAM tier."""
 
-    title = "Python threads (dlio.DataLoader, transform=)"
+    @contextmanager
+    def _loader(
+        self, emulated: EmulatedCores, count: int, transform: Callable[[Sample], Sample] | None
+    ) -> Iterator[dlio.DataLoader]:
+        with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
+            path = os.path.join(scratch, "pictures.parquet")
+            _write_pictures(path, count)
+            with (
+                dlio.open(
+                    f"{path}::image,label", tiers="ram:1GiB", image_size=8, transform=transform
+                ) as data,
+                dlio.DataLoader(
+                    data, emulated.batch_size, shuffle=True, num_workers=emulated.cores
+                ) as loader,
+            ):
+                yield loader
+
+
+class PythonThreads(_Pictures):
+    """Decode threads of Python, which sleep in a function of the user."""
+
+    title = "dlio.DataLoader, Python threads (transform=)"
 
     @contextmanager
     def open(self, emulated: EmulatedCores) -> Iterator[Iterator[int]]:
@@ -107,18 +125,43 @@ class PythonThreads(CoresContender):
             time.sleep(seconds)
             return picture
 
-        with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
-            path = os.path.join(scratch, "pictures.parquet")
-            _write_pictures(path, _PICTURES)
-            with (
-                dlio.open(
-                    f"{path}::image,label", tiers="ram:1GiB", image_size=8, transform=sleep
-                ) as data,
-                dlio.DataLoader(
-                    data, emulated.batch_size, shuffle=True, num_workers=emulated.cores
-                ) as loader,
-            ):
-                yield (len(labels) for _ in itertools.count() for _, labels in loader)
+        with self._loader(emulated, _PICTURES, sleep) as loader:
+            yield _sizes(loader)
+
+
+class NativeThreads(_Pictures):
+    """Native threads, which sleep in place of decoding; the rest of the loader is as it is."""
+
+    title = "dlio.DataLoader, native threads"
+
+    def missing(self) -> str | None:
+        return None if native_pool.find() is not None else native_pool.name()
+
+    @contextmanager
+    def open(self, emulated: EmulatedCores) -> Iterator[Iterator[int]]:
+        with (
+            _sleeping_recipes(emulated.decode_ms / 1000),
+            self._loader(emulated, _MANY_PICTURES, None) as loader,
+        ):
+            for _ in loader:  # The first pass fills the tier, and is made by Python's threads.
+                pass
+            yield _sizes(loader)
+
+
+def _sizes(loader: dlio.DataLoader) -> Iterator[int]:
+    return (len(labels) for _ in itertools.count() for _, labels in loader)
+
+
+@contextmanager
+def _sleeping_recipes(seconds: float) -> Iterator[None]:
+    """Have native threads sleep for each sample of the loaders that begin meanwhile."""
+    made = NativeRecipe.__init__
+
+    def sleeping(self: NativeRecipe, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs, sleep_s=seconds)
+
+    with mock.patch.object(NativeRecipe, "__init__", sleeping):
+        yield
 
 
 def _write_pictures(path: str, count: int) -> None:
@@ -132,44 +175,24 @@ def _write_pictures(path: str, count: int) -> None:
     pq.write_table(pa.table({"image": [encoded] * count, "label": np.arange(count) % 10}), path)
 
 
-# Pools of threads that are not Python's
+# The prototype
 
 
-class SleepingPool(Protocol):
-    """Threads that sleep for the samples of batches, and hold no lock of Python's meanwhile."""
+class Prototype(CoresContender):
+    """One call submits a batch to C threads, one awaits it; Python prepares arrays for whole
+    batches, with addresses, sizes, random numbers and memory for the pixels."""
 
-    def submit(self, count: int, sleep_ns: int) -> int:
-        """Begin a batch of so many samples, each of which sleeps; return its handle."""
-
-    def wait(self, handle: int) -> None:
-        """Wait for a batch; its handle is not used again."""
-
-    def close(self) -> None:
-        """End the threads; all batches have been waited for."""
-
-
-class BatchCalls(CoresContender):
-    """One call submits a batch to a pool, one awaits it; Python prepares arrays for whole batches
-    as the prototype does, with addresses, sizes, random numbers and memory for the pixels."""
-
-    def __init__(
-        self,
-        title: str,
-        missing: Callable[[], str | None],
-        pool: Callable[[int], SleepingPool] | None,
-    ) -> None:
-        self.title, self._missing, self._pool = title, missing, pool
+    title = "prototype's loop (C threads)"
 
     def missing(self) -> str | None:
-        return self._missing()
+        return None if compiler() else "no C compiler was found (install gcc or clang, or set CC)"
 
     @contextmanager
     def open(self, emulated: EmulatedCores) -> Iterator[Iterator[int]]:
-        assert self._pool is not None
         under_way: deque[tuple[int, Any, Any, Any]] = deque()
         size, sleep_ns = emulated.batch_size, round(emulated.decode_ms * 1e6)
         starts = np.arange(1 << 16, dtype=np.int64)
-        with contextlib.closing(self._pool(emulated.cores)) as pool:
+        with contextlib.closing(PrototypePool(emulated.cores)) as pool:
 
             def batches() -> Iterator[int]:
                 for number in itertools.count():
@@ -215,63 +238,23 @@ class PrototypePool:
         self._pool = self._library.pool_open(threads)
 
     def submit(self, count: int, sleep_ns: int) -> int:
-        """As `SleepingPool`."""
+        """Begin a batch of so many samples, each of which sleeps; return its handle."""
         handle: int = self._library.pool_submit(self._pool, count, sleep_ns)
         return handle
 
     def wait(self, handle: int) -> None:
-        """As `SleepingPool`."""
+        """Wait for a batch; its handle is not used again."""
         self._library.pool_wait(self._pool, handle)
 
     def close(self) -> None:
-        """As `SleepingPool`."""
+        """End the threads; all batches have been waited for."""
         self._library.pool_close(self._pool)
-
-
-class RoomPool:
-    """The native threads of dlio's loader."""
-
-    def __init__(self, threads: int) -> None:
-        self._pool = NativePool(threads)
-        self._jobs: dict[int, NativeJob] = {}
-        self._recipes: dict[int, NativeRecipe] = {}
-        """By time to sleep; a loader makes one for all its batches."""
-
-    def submit(self, count: int, sleep_ns: int) -> int:
-        """As `SleepingPool`."""
-        recipe = self._recipes.get(sleep_ns)
-        if recipe is None:
-            recipe = self._recipes[sleep_ns] = NativeRecipe(_NUMBERS, (), sleep_s=sleep_ns / 1e9)
-        locations = SampleLocations.of(np.ones(count, np.bool_), [])
-        given = NativeInput(np.arange(count), locations, np.zeros(count, np.int64), None)
-        job = NativeJob(recipe, 0, given, NativeArrays({}), self._pool.threads)
-        self._jobs[id(job)] = job
-        self._pool.submit(job)
-        return id(job)
-
-    def wait(self, handle: int) -> None:
-        """As `SleepingPool`."""
-        job = self._jobs.pop(handle)
-        while not self._pool.wait(job, _DEADLINE_S):
-            pass
-
-    def close(self) -> None:
-        """As `SleepingPool`."""
-        self._pool.close()
-
-
-def _without_room() -> str | None:
-    return None if native_pool.find() is not None else native_pool.name()
-
-
-def _without_compiler() -> str | None:
-    return None if compiler() else "no C compiler was found (install gcc or clang, or set CC)"
 
 
 CONTENDERS_FOR_CORES: Final[dict[str, CoresContender]] = {
     "python": PythonThreads(),
-    "prototype": BatchCalls("prototype's loop (C threads)", _without_compiler, PrototypePool),
-    "native": BatchCalls("native pool", _without_room, RoomPool),
+    "prototype": Prototype(),
+    "native": NativeThreads(),
 }
 """Who sleeps, by name."""
 

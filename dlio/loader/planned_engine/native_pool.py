@@ -457,7 +457,7 @@ class NativePool(Closable):
 
     def has_ended(self, job: NativeJob) -> bool:
         """True if a job has ended; does not wait."""
-        if job.c.left:  # Asked of all that are under way at each turn, mostly in vain.
+        if job.c.left:
             return False
         with self._lock:
             if self._pool is None or self._library.left(self._pool, ctypes.byref(job.c)):

@@ -262,7 +262,10 @@ class Pipeline:
         """Wait for a batch, or for a part of any; True if the batch is done."""
         if self._pool is not None:
             for each in self._under_way:
-                self._collect(each)
+                if any(not job.c.left for job in each.jobs):
+                    self._collect(each)
+                elif each.jobs and not each.jobs[-1].c.next:
+                    break  # Of dozens of batches, those behind it have not begun either.
             if not batch.done.is_set():
                 # Samples that arrive may begin a job meanwhile; a batch that is done ends this.
                 self._pool.wait(None, timeout_s)
@@ -446,6 +449,8 @@ class Pipeline:
                 self._make(batch, slots, scratch, spent)
             if slots:
                 self._made(batch, len(slots), began, spent)
+            if self._pool is not None and batch.done.is_set():
+                self._pool.wake()  # The user's thread waits for native threads.
             del batch
 
     def _made(
@@ -609,8 +614,6 @@ class Pipeline:
             self._clock.add("collate", time.perf_counter() - began)
             self._completed(1, len(batch.step.samples))
             batch.done.set()
-            if self._pool is not None:
-                self._pool.wake()
 
     def _is_lost(self, batch: Batch) -> bool:
         """True if a sample failed that may not be left out."""
