@@ -158,7 +158,7 @@ def _sleeping_recipes(seconds: float) -> Iterator[None]:
     made = NativeRecipe.__init__
 
     def sleeping(self: NativeRecipe, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs, sleep_s=seconds)
+        made(self, *args, **{**kwargs, "sleep_s": seconds})
 
     with mock.patch.object(NativeRecipe, "__init__", sleeping):
         yield

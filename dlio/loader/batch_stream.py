@@ -16,6 +16,7 @@ import torch
 from dlio.errors import DlioError
 from dlio.loader.contract import BatchData, Index
 from dlio.loader.passes import Pass, PassCounters
+from dlio.loader.torch_private import profiler_enabled
 from dlio.loader.trace import Spans
 from dlio.plan.epoch import EpochPlan
 
@@ -123,30 +124,35 @@ class LoaderIterator(Iterator[BatchData]):
         if self.before_first is not None:
             act, self.before_first = self.before_first, None
             act(self)
+        if not profiler_enabled():
+            return self._next()
         with torch.autograd.profiler.record_function("enumerate(DataLoader)#dlio.__next__"):
-            if self._ended_by:
-                # The end of the loop would look like that of the epoch.
-                raise DlioError(
-                    f"this pass of the loader was ended by {self._ended_by}, before its last "
-                    "batch: begin another one with iter(loader)"
-                )
-            self._stats.wait_begins()
-            try:
-                fed = next(self._feed)
-            except StopIteration:
-                self._stats.end()
-                self._handed(None)
-                raise
-            except BaseException as raised:
-                self._stats.end()
-                if _has_ended(self._feed):  # It may be in another thread's hands.
-                    self._ended_by = type(raised).__name__
-                raise
-            assert fed is not None
-            if fed.in_place:
-                self._handed(fed)
-            self._stats.wait_ends(fed.samples)
-            self._stats.count_sources(fed.numbers)
+            return self._next()
+
+    def _next(self) -> BatchData:
+        if self._ended_by:
+            # The end of the loop would look like that of the epoch.
+            raise DlioError(
+                f"this pass of the loader was ended by {self._ended_by}, before its last "
+                "batch: begin another one with iter(loader)"
+            )
+        self._stats.wait_begins()
+        try:
+            fed = next(self._feed)
+        except StopIteration:
+            self._stats.end()
+            self._handed(None)
+            raise
+        except BaseException as raised:
+            self._stats.end()
+            if _has_ended(self._feed):  # It may be in another thread's hands.
+                self._ended_by = type(raised).__name__
+            raise
+        assert fed is not None
+        if fed.in_place:
+            self._handed(fed)
+        self._stats.wait_ends(fed.samples)
+        self._stats.count_sources(fed.numbers)
         if fed.error is not None:
             error, fed.error = fed.error, None
             try:

@@ -15,7 +15,7 @@ among them; `device_builders` has those that decode, or keep decoded images, on 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,16 @@ class BatchBuilder(ABC):
         """Return the batch of the slots given; of all slots for None."""
 
 
+_TOGETHER_BYTES: Final = 2 << 20
+"""Bytes of batches that are made together: a user who keeps one of them keeps the memory of all."""
+_MOST_TOGETHER: Final = 16
+
+
+def batches_together(batch_bytes: int) -> int:
+    """Return how many batches of fixed fields are made as one, by the bytes of each."""
+    return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // max(1, batch_bytes)))
+
+
 @dataclass(frozen=True, slots=True)
 class BatchFactory:
     """Begins the batches of one loader. Owner: the engine, which closes it."""
@@ -122,11 +132,22 @@ class BatchFactory:
     """Approximate bytes of a batch."""
     native: NativeRecipe | None = None
     """How native threads make the batches; None where Python's threads make them."""
+    together: int = 1
+    """Batches that a builder may make as one, at most: of small samples, what Python does for a
+    batch takes longer than the samples themselves."""
     keeps_payloads: bool = False
     """True if samples share the memory of their payloads, which is not used again then."""
     close: Callable[[], None] | None = None
     follow_plan: Callable[[EpochPlan], None] | None = None
     """Told the plan of a pass, before its first batch."""
+
+
+def rows_of(slots: Sequence[int] | None) -> list[int] | slice:
+    """Return the index of slots in an array, for `BatchBuilder.finish`: without a copy if none of a
+    batch has failed."""
+    if slots is None:
+        return slice(None)
+    return slice(slots.start, slots.stop) if isinstance(slots, range) else list(slots)
 
 
 # Crops of images

@@ -31,9 +31,14 @@ class BatchMemory:
         # whose copies it knows of.
         self._pool = BufferPool(_MOST_SPARE_BATCHES, allocate=pinned_memory if in_pool else None)
 
-    def take(self) -> npt.NDArray[Any]:
-        """Return an uninitialised array; its memory comes back with its last tensor or view."""
+    def take(self, rows: int | None = None) -> npt.NDArray[Any]:
+        """Return an uninitialised array, of so many rows if not of the batch's; its memory comes
+        back with its last tensor or view."""
+        shape, size = self._shape, self.bytes
+        if rows is not None:
+            shape = (rows, *shape[1:])
+            size = math.prod(shape) * self._dtype.itemsize
         if self._kind is HostMemoryKind.BY_TORCH:
             kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
-            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
-        return self._pool.lend(self.bytes).view(self._dtype).reshape(self._shape)
+            return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
+        return self._pool.lend(size).view(self._dtype).reshape(shape)

@@ -237,6 +237,8 @@ class PlannedEngine:
             steps=plan.steps,
             threads=threads,
             ahead=_ahead(options.prefetch_factor, threads, factory.batch_bytes),
+            # Blocks that come ahead of their use come for batches that are begun one by one.
+            together=1 if partners_of or blocks_of(plan.order) else factory.together,
             skip=skip,
             timeout_s=default_timeout_s(),
             peer_timeout_s=settings().peer_timeout_s,

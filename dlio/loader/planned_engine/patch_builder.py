@@ -14,7 +14,12 @@ from dlio.loader.contract import BatchData
 from dlio.loader.delivery import HostMemoryKind
 from dlio.loader.patch_source import PatchRecipe
 from dlio.loader.planned_engine import native_pool
-from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
+from dlio.loader.planned_engine.batch_builders import (
+    BatchBuilder,
+    BatchFactory,
+    batches_together,
+    rows_of,
+)
 from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import NativeArrays, NativeInput, NativeRecipe
@@ -53,13 +58,16 @@ class PatchBatches:
         bytes_of_batch = sum(memory.bytes for memory in self.memories.values())
         schema = self.recipe.reader.schema
         native = NativeRecipe(schema, ()) if native_pool.find() is not None else None
-        return BatchFactory(self.begin, bytes_of_batch, native, follow_plan=self.follow_plan)
+        together = 1 if native is None else batches_together(bytes_of_batch)
+        return BatchFactory(
+            self.begin, bytes_of_batch, native, together, follow_plan=self.follow_plan
+        )
 
     def begin(
         self, epoch: int, samples: npt.NDArray[np.int64], _: BatchPartners | None
     ) -> "PatchBatchBuilder":
         """Begin a batch."""
-        arrays = {name: self.memories[name].take() for name in self.order}
+        arrays = {name: self.memories[name].take(len(samples)) for name in self.order}
         return PatchBatchBuilder(self, arrays, epoch, samples)
 
     def follow_plan(self, _: EpochPlan) -> None:
@@ -130,10 +138,9 @@ class PatchBatchBuilder(BatchBuilder):
         )
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
-        count = len(self.samples)
-        made = {}
+        made, wanted = {}, rows_of(slots)
         for name, array in self._arrays.items():
-            rows = array[:count] if slots is None else array[list(slots)]
+            rows = array[wanted]
             if rows.ndim == 1 and rows.dtype != np.bool_:
                 # Python's numbers, as default_collate has them.
                 rows = rows.astype(np.float64 if rows.dtype.kind == "f" else np.int64, copy=False)

@@ -51,6 +51,7 @@ from dlio.loader.planned_engine.native_pool import (
     NativePool,
     arrived_locations,
 )
+from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 from dlio.loader.trace import Spans
 from dlio.storage.block import PayloadScratch
@@ -88,6 +89,8 @@ class PassContext:
     threads: int
     ahead: int
     """Batches under way at a time."""
+    together: int
+    """Batches that may be made as one, at most."""
     skip: bool
     """Leave out samples that cannot be read, checked or decoded."""
     timeout_s: float
@@ -100,9 +103,12 @@ class PassContext:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's samples of this rank, on their way to becoming tensors."""
+    """One step's samples of this rank, or those of several, on their way to becoming tensors."""
 
     step: StepSamples
+    """Of several steps, that of the last has the samples of all."""
+    sizes: list[int]
+    """Samples of each step."""
     builder: BatchBuilder | None
     """Holds the batch's memory, until `data` is made of it; from then on the user's tensors alone
     may hold it."""
@@ -112,10 +118,21 @@ class Batch:
     """Samples that are not made yet."""
     jobs: list[NativeJob] = field(default_factory=list)
     """Parts that native threads are making."""
-    data: BatchData = None
-    """The finished batch, if nothing failed."""
+    data: list[BatchData] = field(default_factory=list)
+    """The finished batches, one for each step; None for those that failed."""
     done: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def slots(self) -> list[range]:
+        """Return the slots of each step."""
+        ends = list(itertools.accumulate(self.sizes))
+        return [range(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
+
+    def failed_of(self, slots: range) -> dict[int, BaseException]:
+        """Return the errors of a step's slots, and that of the whole."""
+        if len(self.sizes) == 1 or not self.failed:
+            return self.failed
+        return {slot: each for slot, each in self.failed.items() if slot in slots or slot == -1}
 
 
 _StageSeconds = defaultdict[str, float]
@@ -154,6 +171,10 @@ class Pipeline:
         self._ticket = itertools.count()
         self._under_way: deque[Batch] = deque()
         self._next_step = 0
+        self._taken_steps = 0
+        self._together = 1
+        """Steps that are begun as one: more from one to the next, so that the first batch comes
+        soon."""
         self._is_native = False
         """The batch that was begun last was left to native threads as a whole, none of whose reads
         waits for another batch to begin."""
@@ -178,17 +199,39 @@ class Pipeline:
     def start(self) -> None:
         """Begin batches until as many are under way as may be."""
         context = self._context
-        if self._is_native and 2 * len(self._under_way) > context.ahead:
+        ahead = max(context.ahead, 2 * self._together)
+        if self._is_native and 2 * (self._next_step - self._taken_steps) > ahead:
             # Several are begun one after another: the first finds the processor's caches full of
             # other data, and takes as long as three that follow it.
             return
-        while len(self._under_way) < context.ahead and self._next_step < context.steps:
+        while self._next_step < min(self._taken_steps + ahead, context.steps):
             # With batches under way, the next window may wait for one of them to be taken: waiting
             # for it here deadlocked with windows of two steps.
             if self._under_way and not self._shuffle.planned(self._next_step):
                 break
-            self._shuffle.attach(self._next_step, self._begin_batch, context.timeout_s)
-            self._next_step += 1
+            if not self._begin_several():
+                self._shuffle.attach(self._next_step, self._begin_batch, context.timeout_s)
+                self._next_step += 1
+            # Batches whose samples are brought first are not to wait for others.
+            self._together = min(2 * self._together, context.together) if self._is_native else 1
+
+    def _begin_several(self) -> bool:
+        """Begin the batches of the next steps as one, if that may be."""
+        steps: list[StepSamples] = []
+        if self._together > 1:
+            steps = self._shuffle.take_own(self._next_step, self._together)
+        if not steps:
+            return False
+        samples, blocks, places, senders = (
+            np.concatenate([getattr(step, name) for step in steps])
+            for name in ("samples", "blocks", "places", "senders")
+        )
+        payloads: list[UncheckedPayload | None] = [None] * len(samples)
+        whole = StepSamples(steps[-1].number, samples, blocks, places, senders, payloads)
+        queue_slots = self._begin_batch(whole, [len(step.samples) for step in steps])
+        queue_slots(list(range(len(samples))))
+        self._next_step += len(steps)
+        return True
 
     def batches(self, taken: Callable[[int], None]) -> BatchStream:
         """Yield the batches in order, or the error in a batch's place. `taken` is called with the
@@ -201,30 +244,33 @@ class Pipeline:
             batch = self._under_way.popleft()
             self._completed(-1, len(batch.step.samples))
             self._shuffle.consumed(batch.step.number)
+            self._taken_steps += len(batch.sizes)
             taken(batch.step.number)
-            result = self._result(batch)
+            results = [self._result(batch, *each) for each in enumerate(batch.slots())]
             del batch  # It would hold the user's tensors while this generator rests.
-            yield result
-            del result
+            results.reverse()
+            while results:
+                yield results.pop()
 
-    def _result(self, batch: Batch) -> BatchResult:
-        """Return a batch as it is handed out, or the error in its place."""
-        samples, name = batch.step.samples, self._hierarchy.reader.name
-        if batch.failed:
-            error = _first_failure(batch.failed)
-            if -1 in batch.failed or self._is_lost(batch):
-                slot = min(batch.failed)
+    def _result(self, batch: Batch, part: int, slots: range) -> BatchResult:
+        """Return one of a batch's batches as it is handed out, or the error in its place."""
+        name, count = self._hierarchy.reader.name, len(slots)
+        samples = batch.step.samples[slots.start : slots.stop]
+        failed = batch.failed_of(slots)
+        if failed:
+            error = _first_failure(failed)
+            if self._is_lost(failed):
+                slot = min(failed)
                 is_named = isinstance(error, _SKIPPED) or getattr(error, "__notes__", None)
                 if slot >= 0 and not is_named:
-                    error.add_note(f"for sample {name(int(samples[slot]))!r}")
-                return BatchResult(None, len(samples), samples, error)
-            for slot in sorted(batch.failed):
-                self._context.counters.skipped.append(name(int(samples[slot])))
-            samples = samples[list(_intact(batch))]
+                    error.add_note(f"for sample {name(int(batch.step.samples[slot]))!r}")
+                return BatchResult(None, count, samples, error)
+            for slot in sorted(failed):
+                self._context.counters.skipped.append(name(int(batch.step.samples[slot])))
+            samples = batch.step.samples[list(_intact(slots, failed))]
         warned = WARNINGS.among(self._hierarchy.reader, samples)
         self._context.counters.warned += map(name, warned)
-        made, batch.data = batch.data, None
-        return BatchResult(made, len(samples), samples, epoch=self._context.epoch)
+        return BatchResult(batch.data[part], len(samples), samples, epoch=self._context.epoch)
 
     def close(self) -> None:
         """Stop the threads after the task that each is at."""
@@ -359,14 +405,17 @@ class Pipeline:
                 self._others = Workers("dlio-decode-more", self._run_other, more)
                 self._others.start()
 
-    def _begin_batch(self, step: StepSamples) -> Callable[[list[int]], None]:
-        """Begin a step's batch; return the listener that queues its slots."""
+    def _begin_batch(
+        self, step: StepSamples, sizes: list[int] | None = None
+    ) -> Callable[[list[int]], None]:
+        """Begin a step's batch, or those of several steps of such sizes; return the listener that
+        queues its slots."""
         context, count = self._context, len(step.samples)
         partners = None
         if context.partners_of is not None:
             partners = context.partners_of(step.number, step.samples)
         builder = context.factory.begin(context.epoch, step.samples, partners)
-        batch = Batch(step, builder, builder.failed, count)
+        batch = Batch(step, sizes or [count], builder, builder.failed, count)
         # The listener below lives as long as the step, and must not hold the builder: the memory
         # would not return to the pool with the user's tensors.
         may_be_decoded, finds_whole = builder.may_be_decoded, builder.finds_whole
@@ -596,13 +645,18 @@ class Pipeline:
         try:
             builder = batch.builder
             assert builder is not None
-            if builder.decodes_whole and not self._is_lost(batch):
-                builder.decode_whole(_intact(batch))
+            if builder.decodes_whole and not self._is_lost(batch.failed):
+                builder.decode_whole(_intact(range(len(batch.step.samples)), batch.failed))
                 settled = time.perf_counter()
                 self._clock.add("decode", settled - began)
                 began = settled
-            if not self._is_lost(batch):
-                batch.data = builder.finish(_intact(batch) if batch.failed else None)
+            is_whole = len(batch.sizes) == 1 and not batch.failed
+            for slots in batch.slots():
+                failed = batch.failed_of(slots)
+                data = None
+                if not self._is_lost(failed):
+                    data = builder.finish(None if is_whole else _intact(slots, failed))
+                batch.data.append(data)
         except BaseException as error:
             batch.failed = {-1: error}
             if isinstance(error, KeyboardInterrupt):
@@ -615,17 +669,17 @@ class Pipeline:
             self._completed(1, len(batch.step.samples))
             batch.done.set()
 
-    def _is_lost(self, batch: Batch) -> bool:
-        """True if a sample failed that may not be left out."""
-        return bool(batch.failed) and not (
-            self._context.skip and isinstance(_first_failure(batch.failed), _SKIPPED)
+    def _is_lost(self, failed: dict[int, BaseException]) -> bool:
+        """True if a batch failed as a whole, or a sample that may not be left out."""
+        return bool(failed) and (
+            -1 in failed
+            or not (self._context.skip and isinstance(_first_failure(failed), _SKIPPED))
         )
 
 
-def _intact(batch: Batch) -> Sequence[int]:
+def _intact(slots: range, failed: dict[int, BaseException]) -> Sequence[int]:
     """Return the slots that have not failed."""
-    slots = range(len(batch.step.samples))
-    return [k for k in slots if k not in batch.failed] if batch.failed else slots
+    return [k for k in slots if k not in failed] if failed else slots
 
 
 def _first_failure(failed: dict[int, BaseException]) -> BaseException:

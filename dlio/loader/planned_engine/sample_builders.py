@@ -20,6 +20,8 @@ from dlio.loader.planned_engine.batch_builders import (
     BatchFactory,
     CropBatchBuilder,
     PixelNumbers,
+    batches_together,
+    rows_of,
 )
 from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
@@ -142,12 +144,13 @@ def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -
     def begin(
         _: int, samples: npt.NDArray[np.int64], __: BatchPartners | None
     ) -> ArrayBatchBuilder:
-        arrays = {name: memory.take() for name, memory in memories.items()}
+        arrays = {name: memory.take(len(samples)) for name, memory in memories.items()}
         return ArrayBatchBuilder(recipe, arrays, parts, samples)
 
     names = [name for name, _ in schema.fields]
     native = NativeRecipe(schema, names) if NativeRecipe.knows(schema, names, None) else None
-    return BatchFactory(begin, batch_size * schema.overhead, native)
+    size = batch_size * schema.overhead
+    return BatchFactory(begin, size, native, together=batches_together(size) if native else 1)
 
 
 class ArrayBatchBuilder(BatchBuilder):
@@ -198,11 +201,8 @@ class ArrayBatchBuilder(BatchBuilder):
         return place, sum(map(len, pieces))
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
-        count = len(self.samples)
-        tensors = {
-            name: torch.from_numpy(array[:count] if slots is None else array[list(slots)])
-            for name, array in self._arrays.items()
-        }
+        rows = rows_of(slots)
+        tensors = {name: torch.from_numpy(array[rows]) for name, array in self._arrays.items()}
         structure = self._recipe.reader.schema.structure
         # Lists where a sample has tuples, as default_collate has them.
         return tensors if structure is None else tree_map(tensors.__getitem__, structure)

@@ -85,6 +85,8 @@ class StepSamples:
     """Rank that pushes each sample, -1 where this rank reads it itself."""
     payloads: list[UncheckedPayload | None]
     """Payloads that have arrived from peers, by slot; checked by whoever uses them."""
+    is_own: bool = False
+    """True if no sample comes from a peer."""
     ready: list[int] = field(default_factory=list)
     """Slots that can be decoded, until the step has a listener."""
     listener: Callable[[list[int]], None] | None = None
@@ -186,6 +188,18 @@ class Shuffle(Closable):
             ready, step.ready = step.ready, []
         if ready:
             listener(ready)
+
+    def take_own(self, number: int, most: int) -> list[StepSamples]:
+        """Take step `number` and those that follow it, `most` at a time, as far as they are planned
+        and no sample of theirs comes from a peer. Does not wait; they need no listener."""
+        taken: list[StepSamples] = []
+        with self._condition:
+            while len(taken) < most:
+                step = self._steps.get(number + len(taken))
+                if step is None or not step.is_own:
+                    break
+                taken.append(self._steps.pop(step.number))
+        return taken
 
     def check(self) -> None:
         """Raise the error that ended the shuffle's thread, if any."""
@@ -316,6 +330,7 @@ class Shuffle(Closable):
                     places[part],
                     senders,
                     [None] * len(senders),
+                    is_own=bool((senders < 0).all()),
                     ready=np.flatnonzero(senders < 0).tolist(),
                 )
             )
