@@ -77,6 +77,26 @@ def split_of(name: str, *, folder: bool = False) -> str | None:
     return _CANONICAL[match[1].lower()] if match else None
 
 
+def split_folders(names: Iterable[str]) -> dict[str, str]:
+    """Return the part that each folder which is one holds, by its name: `train` and `val`.
+
+    Without such names, those that differ in that word alone are parts, as `training_set` and
+    `test_set` or `seg_train` and `seg_test`; `bullet_train` and `test_tube` are not.
+    """
+    known = list(names)
+    exact = {name: split for name in known if (split := split_of(name, folder=True))}
+    if exact:
+        return exact
+    alike: dict[tuple[str, str], dict[str, str]] = {}
+    for name in known:
+        match = _FILE.search(name)
+        if match is not None:
+            rest = (name[: match.start(1)].lower(), name[match.end(1) :].lower())
+            alike.setdefault(rest, {})[name] = _CANONICAL[match[1].lower()]
+    several = [group for group in alike.values() if len(set(group.values())) > 1]
+    return several[0] if len(several) == 1 else {}
+
+
 def split_word(name: str) -> str | None:
     """Return the word in a file's name that says which part it is, as the name spells it."""
     match = _FOLDER.fullmatch(name) or _FILE.search(name)

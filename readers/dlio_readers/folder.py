@@ -39,7 +39,7 @@ from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
 from dlio.util.parallel import follow
-from dlio.util.structured_text import check_cells, parse_json
+from dlio.util.structured_text import check_cells, parse_json, utf8_text
 from dlio.util.units import counted
 from dlio_readers.fileset import (
     PICTURES,
@@ -52,10 +52,12 @@ from dlio_readers.fileset import (
 from dlio_readers.picture_lists import (
     FILE_COLUMNS,
     MAX_TABLE,
+    PROBED,
     PictureLists,
     delimiter_of,
     find_lists,
     has_lists,
+    is_wordy,
     names_of_lists,
 )
 from dlio_readers.unread_labels import unread_labels, write_them
@@ -69,6 +71,8 @@ _TABLES: Final = (
     "metadata.jsonl", "metadata.parquet",
 )
 # fmt: on
+_LABEL_TABLES: Final = "labels."
+"""Beginning of the names of tables that hold labels, and not descriptions."""
 _CHOICES: Final = ("layout", "table", "label")
 _MOST_ROWS: Final = 1 << 24
 _IMAGE: Final = Schema((("image", "image"),))
@@ -511,7 +515,7 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
     try:
         if len(data) > MAX_TABLE:
             raise ValueError(f"it has over {MAX_TABLE} bytes")
-        text = "" if table.endswith(".parquet") else data.decode("utf-8-sig")
+        text = "" if table.endswith(".parquet") else utf8_text(data)
         if table.endswith(".parquet"):
             rows: list[Any] = _parquet_rows(data)
         elif table.endswith(".json"):
@@ -529,8 +533,14 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         else:
             delimiter = delimiter_of(table, text)
             check_cells(data, f"\n{delimiter}".encode(), source.path(table))
-            reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-            names = list(reader.fieldnames or ())
+            reader = csv.DictReader(
+                io.StringIO(text, newline=""),
+                delimiter=delimiter,
+                strict=True,
+                skipinitialspace=True,
+            )
+            names = [name.strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = names
             if len(set(names)) != len(names):
                 raise ValueError(f"its first line repeats names: {', '.join(names)}")
             rows = list(reader)
@@ -540,6 +550,8 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         small = {name.lower(): name for name in reversed(columns)}
         file = next((small[name] for name in FILE_COLUMNS if name in small), None)
         label = label_name(name for name in columns if name != file)
+        if label is None and file is not None and table.startswith(_LABEL_TABLES):
+            label = _lone_column(rows, [name for name in columns if name != file])
         if file is None or label is None:
             raise ValueError(
                 f"it has {', '.join(columns)}, and needs a column {FILE_COLUMNS[0]} and "
@@ -555,6 +567,15 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
     if repeated:
         tell_once(f"{source.path(table)}: {repeated} of its rows repeat others")
     return _matched(labels, pictures)
+
+
+def _lone_column(rows: Sequence[Any], others: Sequence[str]) -> str | None:
+    """Return the only one of some columns that is not an index as pandas writes it, such as `breed`
+    of `id,breed`; None if there are several, or if it holds descriptions."""
+    named = [name for name in others if name and not name.startswith("Unnamed: ")]
+    if len(named) != 1 or any(is_wordy(str(row.get(named[0]))) for row in rows[:PROBED]):
+        return None
+    return named[0]
 
 
 def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, str]:
