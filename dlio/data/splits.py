@@ -24,6 +24,8 @@ _SPLITS: Final = {
     "test": ("testing", "test"),
 }
 _CANONICAL: Final = {name: split for split, names in _SPLITS.items() for name in names}
+_COLUMNS: Final = ("split", "splits", "subset", "partition", "dataset_split", "data_split")
+"""Names of columns that say the split of a row, in small letters."""
 _WORD: Final = "|".join(sorted(_CANONICAL, key=len, reverse=True))
 _FOLDER: Final = re.compile(rf"({_WORD})([-_]?(19|20)\d\d)?", re.IGNORECASE)
 _FILE: Final = re.compile(rf"(?:^|[-._ 0-9])({_WORD})(?=$|[-._ 0-9])", re.IGNORECASE)
@@ -95,6 +97,19 @@ def split_folders(names: Iterable[str]) -> dict[str, str]:
             alike.setdefault(rest, {})[name] = _CANONICAL[match[1].lower()]
     several = [group for group in alike.values() if len(set(group.values())) > 1]
     return several[0] if len(several) == 1 else {}
+
+
+def split_column(names: Iterable[str]) -> str | None:
+    """Return the field of a table that says the split of each row by its name; None without."""
+    return next((name for name in names if name.lower() in _COLUMNS), None)
+
+
+def not_chosen_by(column: str) -> str:
+    """Return the words that tell of such a field."""
+    return (
+        f"its column {column} chooses no samples: all splits are read as one data set; write each "
+        "to a file of its own, such as train.csv, or choose samples with a sampler"
+    )
 
 
 def split_word(name: str) -> str | None:

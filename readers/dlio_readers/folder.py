@@ -33,7 +33,7 @@ from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema, WholeNumbers
 from dlio.data.source import Entry, Source, file_at
-from dlio.data.splits import splits_among
+from dlio.data.splits import not_chosen_by, split_column, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
@@ -73,6 +73,7 @@ _TABLES: Final = (
 # fmt: on
 _LABEL_TABLES: Final = "labels."
 """Beginning of the names of tables that hold labels, and not descriptions."""
+_DESCRIPTIONS: Final = "metadata."
 _CHOICES: Final = ("layout", "table", "label")
 _MOST_ROWS: Final = 1 << 24
 _IMAGE: Final = Schema((("image", "image"),))
@@ -494,20 +495,23 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     folders = {"": source.modified_ns()}
     labels = np.zeros(len(images), np.int64)
     classes: list[str] = []
+    labelled = False
     if table is not None:
         folders[table] = source.modified_ns(table)
         own = [entry.name for entry in images]
         label_of = _read_table(source, table, own)
-        _check_agreement(source, table, label_of, own)
-        labels, classes = _numbered([label_of[entry.name] for entry in images])
+        labelled = bool(label_of)
+        if labelled:
+            _check_agreement(source, table, label_of, own)
+            labels, classes = _numbered([label_of[entry.name] for entry in images])
     files = _listed("", folders[""], images)
-    overhead = IMAGE_LABEL.overhead if table is not None else 0
-    index = _index_of([files], labels, overhead)
-    return index, {"classes": classes, "labelled": table is not None, "folders": folders}
+    index = _index_of([files], labels, IMAGE_LABEL.overhead * labelled)
+    return index, {"classes": classes, "labelled": labelled, "folders": folders}
 
 
 def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str, str]:
-    """Return labels, as text, by file name, of which some are among `pictures`.
+    """Return labels, as text, by file name, of which some are among `pictures`; {} if the table is
+    of descriptions alone, which is told.
 
     Raises SourceError for an invalid table.
     """
@@ -552,6 +556,12 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         label = label_name(name for name in columns if name != file)
         if label is None and file is not None and table.startswith(_LABEL_TABLES):
             label = _lone_column(rows, [name for name in columns if name != file])
+        if label is None and table.startswith(_DESCRIPTIONS):
+            tell_once(
+                f"{source.path(table)} has {', '.join(columns)} and no column {LABEL_NAMES[0]}: the "
+                "pictures have no labels"
+            )
+            return {}
         if file is None or label is None:
             raise ValueError(
                 f"it has {', '.join(columns)}, and needs a column {FILE_COLUMNS[0]} and "
@@ -560,6 +570,9 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         labels, repeated = _labels_of(rows, file, label)
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
         raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
+    column = split_column(columns)
+    if column is not None:
+        tell_once(f"{source.path(table)}: {not_chosen_by(column)}")
     others = [name for name in columns if name not in (file, label) and likely_label([name])]
     if others:
         left = ", ".join(others)

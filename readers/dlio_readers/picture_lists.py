@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from dlio.data.interpretation import tell_once
 from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
 from dlio.data.source import Source, file_at
 from dlio.data.splits import (
@@ -26,6 +27,8 @@ from dlio.data.splits import (
     WHOLE,
     chosen_split,
     how_to_choose,
+    not_chosen_by,
+    split_column,
     split_of,
     split_word,
 )
@@ -320,6 +323,9 @@ def _columns(
     for number, row in enumerate(rows):
         if len(row) != len(header):
             raise SourceError(f"{where}: row {number + 1} has {len(row)} of {len(header)} values")
+    column = split_column(header)
+    if column is not None:
+        tell_once(f"{where}: {not_chosen_by(column)}")
     lower = [name.lower() for name in header]
     at = next((lower.index(name) for name in FILE_COLUMNS if name in lower), 0)
     others = [k for k in range(len(header)) if k != at]
@@ -371,7 +377,7 @@ def _by_numbers(source: Source, rows: Sequence[tuple[str, bool]]) -> list[_List]
     for name in names:
         if (name, False) not in rows:
             continue
-        plain, _ = _plain(source.read(name, 0, MAX_TABLE).decode("utf-8", "replace"))
+        plain, _ = _plain(source.read(name, 0, MAX_TABLE).decode("utf-8-sig", "replace"))
         parts.append({number: value or "" for number, value in plain})
     pictures, labels = parts[:2]
     if pictures.keys() != labels.keys() or any(part.keys() != pictures.keys() for part in parts):
