@@ -558,8 +558,8 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
             label = _lone_column(rows, [name for name in columns if name != file])
         if label is None and table.startswith(_DESCRIPTIONS):
             tell_once(
-                f"{source.path(table)} has {', '.join(columns)} and no column {LABEL_NAMES[0]}: the "
-                "pictures have no labels"
+                f"{source.path(table)} has {', '.join(columns)} and no column {LABEL_NAMES[0]}: "
+                "the pictures have no labels"
             )
             return {}
         if file is None or label is None:

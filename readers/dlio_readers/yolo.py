@@ -280,7 +280,7 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
     """Read data.yaml, or a list of names such as classes.txt, at the root, next to the folders of a
     split or among the labels."""
     beside = os.path.dirname(sides.images)
-    for folder in dict.fromkeys(["", beside, sides.labels]):
+    for folder in dict.fromkeys(["", beside, sides.others]):
         names = [name for name, is_folder in source.names(folder) if not is_folder]
         for name in _yamls(names):
             path = f"{folder}/{name}" if folder else name
