@@ -553,6 +553,7 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         columns = [str(name) for name in rows[0]]
         small = {name.lower(): name for name in reversed(columns)}
         file = next((small[name] for name in FILE_COLUMNS if name in small), None)
+        file = file or _naming_column(rows, columns, pictures)
         label = label_name(name for name in columns if name != file)
         if label is None and file is not None and table.startswith(_LABEL_TABLES):
             label = _lone_column(rows, [name for name in columns if name != file])
@@ -580,6 +581,15 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
     if repeated:
         tell_once(f"{source.path(table)}: {repeated} of its rows repeat others")
     return _matched(labels, pictures)
+
+
+def _naming_column(
+    rows: Sequence[Any], columns: Sequence[str], pictures: Sequence[str]
+) -> str | None:
+    """Return the column whose first values are names of pictures, with suffix or without; None if
+    there is none."""
+    known = {*pictures, *(os.path.splitext(name)[0] for name in pictures)}
+    return next((c for c in columns if all(r.get(c) in known for r in rows[:PROBED])), None)
 
 
 def _lone_column(rows: Sequence[Any], others: Sequence[str]) -> str | None:
@@ -616,7 +626,8 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
 
 
 def _parquet_rows(data: bytes) -> list[Any]:
-    """Return the rows of a Parquet file, of its columns of names and labels alone."""
+    """Return the rows of a Parquet file, of its columns of names and labels alone; of all that hold
+    texts and numbers if there are no such ones."""
     import pyarrow
     import pyarrow.parquet as pq
 
@@ -625,7 +636,10 @@ def _parquet_rows(data: bytes) -> list[Any]:
             if file.metadata.num_rows > _MOST_ROWS:
                 raise ValueError(f"it has over {_MOST_ROWS} rows")
             wanted = (*FILE_COLUMNS, *LABEL_NAMES)
-            columns = [name for name in file.schema_arrow.names if name.lower() in wanted]
+            fields = list(file.schema_arrow)
+            columns = [each.name for each in fields if each.name.lower() in wanted]
+            if label_name(columns) is None:
+                columns = [each.name for each in fields if not each.type.num_fields]
             rows: list[Any] = file.read(columns=columns).to_pylist()
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error

@@ -138,6 +138,8 @@ def test_a_table_beside_arrays_is_told(tmp_path: Path, caplog: pytest.LogCapture
         ("labels.csv", "filename|label\na.png|x\nb.png|y\n"),
         ("labels.csv", "id,breed\na,x\nb,y\n"),
         ("labels.csv", ",id,breed\n0,a,x\n1,b,y\n"),
+        ("labels.csv", "img_name,class_id,label\na,5,x\nb,6,y\n"),
+        ("labels.jsonl", '{"id": "a", "breed": "x"}\n{"id": "b", "breed": "y"}\n'),
         ("list.csv", "id\tlabel\na\tx\nb\ty\n"),
         ("list.csv", "id, label\na, x\nb, y\n"),
     ],
@@ -148,6 +150,13 @@ def test_tables_beside_pictures_as_programs_write_them(
     for file in ("a.png", "b.png"):
         picture(tmp_path / file)
     (tmp_path / name).write_bytes(text.encode())
+    assert labels_of(str(tmp_path)) == (["x", "y"], [0, 1])
+
+
+def test_a_table_of_parquet_may_have_a_label_of_any_name(tmp_path: Path) -> None:
+    for file in ("a.png", "b.png"):
+        picture(tmp_path / file)
+    pq.write_table(pa.table({"id": ["a", "b"], "breed": ["x", "y"]}), tmp_path / "labels.parquet")
     assert labels_of(str(tmp_path)) == (["x", "y"], [0, 1])
 
 
