@@ -227,7 +227,7 @@ def _check(config: TrainConfig, ranks: int) -> None:
 
     Opens the data sets, which also lists them, so that ranks find the lists in the cache.
     """
-    from dlio.data.reader import open_reader, open_split
+    from dlio.data.reader import open_split
     from dlio.storage.tier_spec import choose_tiers
 
     config.check_ranks(ranks)
@@ -241,4 +241,4 @@ def _check(config: TrainConfig, ranks: int) -> None:
         if path is not None:
             open_split(path, split).close()
     for path in data.replica:
-        open_reader(path).close()
+        open_split(path, data.split).close()

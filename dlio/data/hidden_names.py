@@ -2,9 +2,12 @@
 
 from typing import Final
 
-_LEFT_BEHIND: Final = frozenset(
-    ("__macosx", "__pycache__", "thumbs.db", "desktop.ini", "lost+found", "$recycle.bin", "@eadir")
-)
+# fmt: off
+_LEFT_BEHIND: Final = frozenset((
+    "__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.ini", "lost+found",
+    "$recycle.bin", "@eadir", "system volume information",
+))
+# fmt: on
 
 
 def is_hidden(name: str) -> bool:

@@ -17,7 +17,7 @@ from dlio.data.splits import (
     WHOLE,
     chosen_split,
     how_to_choose,
-    split_of,
+    split_folders,
     splits_among,
 )
 from dlio.errors import SourceError, UsageError
@@ -127,7 +127,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
             if others:
                 left.append(f"{named_files(others)}, which format={rival!r} reads")
     for fit, rival, each in fits[1:]:
-        if path_rules_of(each).owns is None:
+        if path_rules_of(each).owns is None and fit.weight:
             left.append(f"{fit.words}, which format={rival!r} reads")
     return Interpretation(
         name,
@@ -253,13 +253,15 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     """Return (path of the folder of a split, its name) in a folder of split folders, such as
     `train` and `val`; None if the folder is not one.
 
-    A folder with others that hold such files as well, such as `bus` next to `train`, has classes.
+    A folder with others that hold such files as well, such as `bus` next to `train`, has classes;
+    next to both `train` and `test`, others are told.
 
     Raises UsageError when there are several and none is chosen, or no such one.
     """
     source = Source(path)
     folders = [name for name, folder in source.names() if folder]
-    splits = [name for name in folders if split_of(name, folder=True)]
+    parts = split_folders(folders)
+    splits = list(parts)
     if not splits:
         return None
     if split is not None:
@@ -267,16 +269,18 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
         _check_alike(source, chosen, splits)
         return source.inner(chosen), chosen
     suffix = _first_suffix(source, splits)
-    if any(count_below(source, n, (suffix,), 1) for n in folders if n not in splits):
+    others = [n for n in folders if n not in parts and count_below(source, n, (suffix,), 1)]
+    if others and len(set(parts.values())) == 1:
         return None
     full = [name for name in splits if source.names(name)]
     if len(full) == 1:
         tell_once(f"{redact(path)} holds one split alone: open {inside(redact(path), full[0])}")
         return source.inner(full[0]), full[0]
-    first = next((name for name in splits if split_of(name, folder=True) == "train"), splits[0])
+    first = next((name for name in splits if parts[name] == SPLITS[0]), splits[0])
+    beside = f", next to {', '.join(others[:_NAMED])}" if others else ""
     raise UsageError(
-        f"{redact(path)} holds the splits {', '.join(splits)}: {how_to_choose(first)}, or open "
-        f"{inside(redact(path), first)}"
+        f"{redact(path)} holds the splits {', '.join(splits)}{beside}: {how_to_choose(first)}, or "
+        f"open {inside(redact(path), first)}"
     )
 
 

@@ -34,7 +34,14 @@ from dlio.data.source import (
     redact,
     split_fields,
 )
-from dlio.data.splits import WHOLE, chosen_split, no_splits, splits_among
+from dlio.data.splits import (
+    WHOLE,
+    chosen_split,
+    no_splits,
+    not_chosen_by,
+    split_column,
+    splits_among,
+)
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
@@ -148,12 +155,15 @@ def _tell_of_labels(reader: Reader) -> None:
     if not abilities_of(reader).is_inspected:
         return  # To look at its fields would read samples.
     kinds = reader.schema.kinds
+    column = split_column(kinds) if hasattr(reader, "unlabelled") else None
+    if column is not None:
+        tell_once(f"{redact(str(reader.path))}: {not_chosen_by(column)}")
     text: str = getattr(reader, "unlabelled", "")
     if text:
         text += "; so the data set has no labels (`targets` are 0)"
     elif (
         len(reader.classes)
-        and all(map(is_number, reader.classes))
+        and all(is_number(each.replace(",", ".", 1)) for each in reader.classes)
         and not all(each.isdecimal() for each in reader.classes)
     ):
         text = f"its labels are numbers with fractions, and are {len(reader.classes)} classes"

@@ -520,7 +520,7 @@ def expand(path: str | Sequence[str]) -> list[str]:
     """Expand the patterns in one or several paths: `{000..099}`, `{a,b}`, `*`, `?`, `[0-9]`.
 
     Matches of a pattern are sorted; lists and braces keep their order. Names of fields after `::`
-    stay at each path.
+    stay at each path. A local path that exists as it is written is itself, as `scans [1]`.
 
     Raises SourceError when a pattern matches nothing, UsageError when one is for too many files.
     """
@@ -528,8 +528,9 @@ def expand(path: str | Sequence[str]) -> list[str]:
     for pattern in [path] if isinstance(path, str) else path:
         url = split_fields(pattern)[0]
         names = pattern[len(url) :]
-        for each in _braces(url):
-            matches = _globbed(each) if re.search(r"[*?\[]", _own_part(each)) else [each]
+        for each in [url] if _exists_so(url) else _braces(url):
+            is_pattern = re.search(r"[*?\[]", _own_part(each)) and not _exists_so(each)
+            matches = _globbed(each) if is_pattern else [each]
             files += [match + names for match in matches]
             if len(files) > _MAX_FILES:
                 raise UsageError(f"{redact(pattern)} stands for over {_MAX_FILES:,} files")
@@ -583,6 +584,12 @@ def _own_part(url: str) -> str:
     """Return the part of a chained URL that may hold patterns: the first link."""
     part = url.split("::")[0]
     return "" if part.startswith(("http://", "https://")) else part
+
+
+def _exists_so(url: str) -> bool:
+    """True for a local path with characters of patterns in the name of something that exists."""
+    has_marks = re.search(r"[*?\[{]", url) is not None
+    return has_marks and not is_remote(url) and os.path.lexists(os.path.expanduser(url))
 
 
 def _globbed(url: str) -> list[str]:

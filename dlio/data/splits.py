@@ -24,6 +24,8 @@ _SPLITS: Final = {
     "test": ("testing", "test"),
 }
 _CANONICAL: Final = {name: split for split, names in _SPLITS.items() for name in names}
+_COLUMNS: Final = ("split", "splits", "subset", "partition", "dataset_split", "data_split")
+"""Names of columns that say the split of a row, in small letters."""
 _WORD: Final = "|".join(sorted(_CANONICAL, key=len, reverse=True))
 _FOLDER: Final = re.compile(rf"({_WORD})([-_]?(19|20)\d\d)?", re.IGNORECASE)
 _FILE: Final = re.compile(rf"(?:^|[-._ 0-9])({_WORD})(?=$|[-._ 0-9])", re.IGNORECASE)
@@ -75,6 +77,39 @@ def split_of(name: str, *, folder: bool = False) -> str | None:
     """
     match = _FOLDER.fullmatch(name) if folder else _FILE.search(name)
     return _CANONICAL[match[1].lower()] if match else None
+
+
+def split_folders(names: Iterable[str]) -> dict[str, str]:
+    """Return the part that each folder which is one holds, by its name: `train` and `val`.
+
+    Without such names, those that differ in that word alone are parts, as `training_set` and
+    `test_set` or `seg_train` and `seg_test`; `bullet_train` and `test_tube` are not.
+    """
+    known = list(names)
+    exact = {name: split for name in known if (split := split_of(name, folder=True))}
+    if exact:
+        return exact
+    alike: dict[tuple[str, str], dict[str, str]] = {}
+    for name in known:
+        match = _FILE.search(name)
+        if match is not None:
+            rest = (name[: match.start(1)].lower(), name[match.end(1) :].lower())
+            alike.setdefault(rest, {})[name] = _CANONICAL[match[1].lower()]
+    several = [group for group in alike.values() if len(set(group.values())) > 1]
+    return several[0] if len(several) == 1 else {}
+
+
+def split_column(names: Iterable[str]) -> str | None:
+    """Return the field of a table that says the split of each row by its name; None without."""
+    return next((name for name in names if name.lower() in _COLUMNS), None)
+
+
+def not_chosen_by(column: str) -> str:
+    """Return the words that tell of such a field."""
+    return (
+        f"its column {column} chooses no samples: all splits are read as one data set; write each "
+        "to a file of its own, such as train.csv, or choose samples with a sampler"
+    )
 
 
 def split_word(name: str) -> str | None:

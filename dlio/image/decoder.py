@@ -52,11 +52,13 @@ from dlio.image.file_headers import (
     UNASSOCIATED,
     WHITE_IS_ZERO,
     TiffHeader,
+    bmp_bits,
     has_more_frames,
     pnm_as_stored,
     pnm_most,
     unread_format,
     without_animation,
+    without_transparency,
 )
 from dlio.image.image_warnings import WARNINGS
 from dlio.image.jpeg import (
@@ -504,11 +506,15 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
     if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
         return None
     if kind := unread_format(image):
-        raise DecodeError(
-            f"{name} is {kind}, which dlio does not decode: convert it to PNG or JPEG (`dlio "
-            "verify` lists all such files, --on-error skip leaves them out)"
-        )
+        raise _unread(name, kind)
     raise damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")
+
+
+def _unread(name: object, kind: str) -> DecodeError:
+    return DecodeError(
+        f"{name} is {kind}, which dlio does not decode: convert it to PNG or JPEG (`dlio "
+        "verify` lists all such files, --on-error skip leaves them out)"
+    )
 
 
 def damaged(name: object, reason: str) -> DecodeError:
@@ -669,7 +675,12 @@ def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
             return _rgb(stored >> 8)  # As of other pictures of 16 bits.
         scaled = (stored.astype(np.uint32) * 255 + most // 2) // most
         return _rgb(np.minimum(scaled, 255))
-    return _rgb(opencv_pixels(without_animation(image), name))
+    pixels = opencv_pixels(without_transparency(without_animation(image)), name)
+    bits = bmp_bits(image)
+    if bits is not None:  # OpenCV leaves the lower bits 0, so that white is grey.
+        kept = np.array(bits)
+        pixels = (pixels >> (8 - kept)) * 255 // ((1 << kept) - 1)
+    return _rgb(pixels)
 
 
 def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
@@ -721,6 +732,8 @@ def tiff_header(image: Buffer, name: object) -> TiffHeader:
         raise damaged(name, "its TIFF header cannot be read") from error
     if 0 in header.size(image):
         raise damaged(name, "its TIFF header cannot be read")
+    if kind := header.unread(image):
+        raise _unread(name, kind)
     return header
 
 

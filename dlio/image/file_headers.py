@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, NamedTuple, Self
 
 import numpy as np
@@ -20,6 +21,11 @@ from dlio.data.schema import Buffer
 
 PNG: Final = b"\x89PNG\r\n\x1a\n"
 TIFF: Final = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+GIF: Final = (b"GIF87a", b"GIF89a")
+GIF_FRAME, GIF_CONTROL = 0x2C, 0x21F9
+_GIF_EXTENSION, _GIF_END = 0x21, 0x3B
+_CONTROL_FLAGS: Final = 3
+"""Place of the flags in a GIF's control block; the last bit says that a number is transparent."""
 _EXIF: Final = b"Exif\0\0"
 _APP1, _SCAN = 0xE1, 0xDA
 _ANIMATION: Final = (b"acTL", b"fcTL", b"fdAT")
@@ -34,6 +40,13 @@ _MOST_VALUES: Final = 3 << 8
 _UPENDED, _MIRRORED, _ON_ITS_SIDE = (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
 WHITE_IS_ZERO, RGB, PALETTE = 0, 2, 3
 ASSOCIATED, UNASSOCIATED = 1, 2
+_LAB: Final = dict.fromkeys((8, 9, 10), "a TIFF of CIELAB colours")
+_CODECS: Final = {
+    34925: "a TIFF compressed with LZMA",
+    50000: "a TIFF compressed with zstd",
+    50001: "a TIFF compressed with WebP",
+    **dict.fromkeys((33003, 33004, 33005, 34712), "a TIFF of JPEG 2000"),
+}
 _BY_BYTES: Final = (1, 5, 8, 32773, 32946)
 """Compressions that know nothing of pixels: none, LZW, deflate, packbits and the older deflate."""
 
@@ -100,6 +113,12 @@ class TiffHeader:
         sides = self.value(image, HEIGHT, 0), self.value(image, WIDTH, 0)
         # Decoders follow the orientations of TIFF.
         return sides[::-1] if self.value(image, ORIENTATION, 1) in _ON_ITS_SIDE else sides
+
+    def unread(self, image: Buffer) -> str:
+        """Return what keeps OpenCV from decoding the picture, or from its colours; "" if nothing
+        does."""
+        colours = _LAB.get(self.value(image, PHOTOMETRIC, RGB), "")
+        return colours or _CODECS.get(self.value(image, COMPRESSION, 1), "")
 
     def packed_bits(self, image: Buffer) -> int:
         """Return the bits of a pixel if several pixels share a byte, and `unpack` splits them."""
@@ -239,10 +258,12 @@ def pnm_most(image: Buffer) -> int:
 def pnm_as_stored(image: Buffer) -> Buffer:
     """Return a PGM or PPM of which OpenCV returns the stored numbers, be they text or not."""
     head = _PNM.match(bytes(image[:_LONGEST_HEAD]))
-    if head is None or int(head[1]) > 255:
+    if head is None:
         return image
+    if int(head[1]) > 255:
+        return b"".join([image, b"\n"])  # Of text, whose last number OpenCV reads up to a space.
     first, last = head.span(1)
-    return b"".join([memoryview(image)[:first], b"255", memoryview(image)[last:]])
+    return b"".join([memoryview(image)[:first], b"255", memoryview(image)[last:], b"\n"])
 
 
 _UNREAD: Final = (
@@ -269,8 +290,9 @@ def has_more_frames(image: Buffer) -> bool:
     """True for a GIF, WebP or TIFF with more than the frame or page that is decoded."""
     view = memoryview(image)
     head = bytes(view[:21])
-    if head[:6] in (b"GIF87a", b"GIF89a"):
-        return sum(1 for _, _ in zip(range(2), _gif_frames(view), strict=False)) > 1
+    if head[:6] in GIF:
+        frames = (block for block in gif_blocks(view) if block.kind == GIF_FRAME)
+        return len(list(islice(frames, 2))) > 1
     if head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X":
         return len(head) > 20 and bool(head[20] & 2)
     if head[:4] not in TIFF or 43 in head[2:4]:
@@ -286,18 +308,65 @@ def has_more_frames(image: Buffer) -> bool:
     return bool(following)
 
 
-def _gif_frames(view: memoryview) -> Iterator[int]:
-    """Yield the places of a GIF's frames, as far as it is sound."""
+@dataclass(frozen=True, slots=True)
+class GifBlock:
+    """One block of a GIF: `begin` to `end` in the file."""
+
+    kind: int
+    """GIF_FRAME, or that of an extension with its label, such as GIF_CONTROL."""
+    begin: int
+    end: int
+    """The end of the whole block; of a frame that is cut off that of the file."""
+
+
+def gif_blocks(view: memoryview) -> Iterator[GifBlock]:
+    """Yield the blocks of a GIF up to its end, as far as they go. Bytes between blocks are passed
+    over, as by Pillow."""
     if len(view) < 13:
         return
-    at = 13 + (3 << (view[10] & 7) + 1 if view[10] & 0x80 else 0)
-    while at + 10 < len(view) and view[at] in b"!,":
-        if view[at] == 0x2C:
-            yield at
-            packed = view[at + 9]
-            at += 11 + (3 << (packed & 7) + 1 if packed & 0x80 else 0)
-        else:
+    at = 13 + _palette_bytes(view[10])
+    while at + 1 < len(view) and view[at] != _GIF_END:
+        begin, kind = at, int(view[at])
+        if kind == GIF_FRAME:
+            if at + 10 >= len(view):
+                return
+            at += 11 + _palette_bytes(view[at + 9])
+        elif kind == _GIF_EXTENSION:
+            kind = kind << 8 | view[at + 1]
             at += 2
+        else:
+            at += 1
+            continue
         while at < len(view) and view[at]:
             at += 1 + view[at]
-        at += 1
+        at = min(at + 1, len(view))
+        yield GifBlock(kind, begin, at)
+
+
+def _palette_bytes(flags: int) -> int:
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def without_transparency(image: Buffer) -> Buffer:
+    """Return a GIF whose first frame has no transparent number, which would have the colour of the
+    background in place of its own; any other image as it is."""
+    view = memoryview(image)
+    if bytes(view[:6]) not in GIF:
+        return image
+    made: bytearray | None = None
+    for block in gif_blocks(view):
+        if block.kind == GIF_FRAME:
+            break
+        if block.kind == GIF_CONTROL and block.end - block.begin > _CONTROL_FLAGS:
+            made = bytearray(view) if made is None else made
+            made[block.begin + _CONTROL_FLAGS] &= 0xFE
+    return image if made is None else made
+
+
+def bmp_bits(image: Buffer) -> tuple[int, int, int] | None:
+    """Return the bits of (blue, green, red) in the pixels of a BMP of 16 bits; None for others."""
+    view = memoryview(image)
+    if bytes(view[:2]) != b"BM" or len(view) < 66 or bytes(view[28:30]) != b"\x10\0":
+        return None
+    masked = int.from_bytes(view[30:34], "little") in (3, 6)
+    return (5, 6, 5) if masked and bytes(view[58:62]) == b"\xe0\x07\0\0" else (5, 5, 5)

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from dlio.data.schema import Buffer
-from dlio.image.file_headers import PNG
+from dlio.image.file_headers import GIF, GIF_CONTROL, GIF_FRAME, PNG, gif_blocks
 from dlio.util.limits import is_plausible
 
 _SAMPLES: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
@@ -42,7 +42,7 @@ def repaired(image: Buffer) -> bytes | None:
     try:
         if bytes(view[:8]) == PNG:
             return _png(view)
-        if bytes(view[:6]) in (b"GIF87a", b"GIF89a"):
+        if bytes(view[:6]) in GIF:
             return _gif(view)
         return _bmp(view) if bytes(view[:2]) == b"BM" else None
     except (IndexError, struct.error, zlib.error, KeyError):
@@ -100,18 +100,17 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 def _gif(view: memoryview) -> bytes | None:
     """Write the first frame alone, of codes that stand for one pixel each."""
-    colours, at = _colours(view, 10, 13)
+    colours, _ = _colours(view, 10, 13)
     parts = [bytes(view[:10]), bytes([_wide(view[10])]), bytes(view[11:13]), colours]
-    while view[at] != 0x2C:
-        begin, is_block, is_control = at, view[at] == 0x21, view[at + 1] == 0xF9
-        if view[at] == 0x3B:
-            return None
-        at += 2 if is_block else 1  # Other bytes are passed over.
-        while is_block and view[at]:
-            at += 1 + view[at]
-        at += is_block
-        if is_block and is_control:
-            parts.append(bytes(view[begin:at]))
+    at = -1
+    for block in gif_blocks(view):
+        if block.kind == GIF_FRAME:
+            at = block.begin
+            break
+        if block.kind == GIF_CONTROL:
+            parts.append(bytes(view[block.begin : block.end]))
+    if at < 0:
+        return None
     left, top, width, height, packed = struct.unpack_from("<HHHHB", view, at + 1)
     screen = struct.unpack_from("<HH", view, 6)
     if left + width > screen[0] or top + height > screen[1]:

@@ -37,8 +37,11 @@ from dlio.image.file_headers import (
     with_numbers,
     without_animation,
 )
+from dlio.image.image_warnings import WARNINGS
 
 _BLACK_IS_ZERO: Final = 1
+_JPEG: Final = b"\xff\xd8"
+_LOSSY_WEBP: Final = b"WEBPVP8 "
 _GREY, _PALETTE = 0, 3
 _UPSAMPLED: Final = 5
 """Times that COCO's tools refine polygons before they draw them."""
@@ -60,6 +63,10 @@ def decode_mask(image: Buffer, name: object) -> Mask:
     Raises DecodeError when the file is damaged, in colour, or has numbers above 255.
     """
     height, width = image_size(image, name)
+    if bytes(image[:2]) == _JPEG or bytes(image[8:16]) == _LOSSY_WEBP:
+        WARNINGS.note(
+            name, "it is a mask in a format that changes numbers: store masks as PNG", "lossy"
+        )
     try:
         pixels, bits = _stored(image, name)
     except DecodeError as error:

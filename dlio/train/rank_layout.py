@@ -47,12 +47,19 @@ class RankLayout:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self, path: str, reader: Reader, options: Mapping[str, object]) -> Dataset:
+    def open(
+        self,
+        path: str,
+        reader: Reader,
+        options: Mapping[str, object],
+        places: Mapping[str, object],
+    ) -> Dataset:
         """Open a data set, of which this rank may read parts of samples alone; options as
         `dlio.open`.
 
-        The reader is of whole samples, and is owned by the data set, or closed. The path is for
-        errors.
+        The reader is of whole samples, and is owned by the data set, or closed. The path and
+        `places`, the options by which the reader was opened (split and replicas), are for a layout
+        that opens it again.
 
         Raises UsageError for samples that cannot be shared as the layout wants.
         """

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from dlio.data.reader import Reader, open_split
+from dlio.data.replicas import replicated
+from dlio.data.splits import reading_options
 from dlio.image import crop_transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
@@ -36,7 +38,8 @@ class RunData:
         if comm.rank:
             comm.barrier()
         options, size = self.config.data, self.config.model.image_size
-        reader = open_split(path, split)
+        replicas = options.replica if training else ()
+        reader = replicated([open_split(each, split) for each in (path, *replicas)])
         drawn = None
         if training and not is_table(reader.schema) and not is_arrays(reader.schema):
             drawn = crop_transforms.Compose(
@@ -53,9 +56,9 @@ class RunData:
             "transform": drawn,
             "seed": options.seed,
             "on_error": options.on_error,
-            "replicas": options.replica if training else (),
         }
-        data = self.layout.open(path, reader, given)
+        places = {"replicas": replicas, **reading_options(split, None)}
+        data = self.layout.open(path, reader, given, places)
         if comm.rank == 0:
             comm.barrier()
         return data

@@ -5,6 +5,7 @@ and a place of 8 for every three. So JSON is counted first, and YAML is read eve
 aliases and merge keys, by which a few bytes stand for many. Readers parse text here alone.
 """
 
+import csv
 import json
 from collections.abc import Iterator
 from typing import Any, Final, Literal
@@ -21,6 +22,8 @@ _COST: Final = {"[": 96, "{": 208, ",": 40, ":": 48, '"': 32}
 """Bytes of memory for each of these characters, at most; also where they are in texts."""
 _WIDE: Final = ((0xF0, 4), (0xC4, 2), (0, 1))
 """Bytes of a character in memory, by the greatest byte of a text in UTF-8."""
+SEPARATORS: Final = (",", ";", "\t", "|")
+"""What may stand between the values of a table."""
 _MOST_VALUES: Final = 1 << 18
 _MOST_DEPTH: Final = 32
 YamlValue = str | list["YamlValue"] | dict[str, "YamlValue"]
@@ -52,6 +55,30 @@ def check_cells(data: bytes | bytearray, separators: bytes, where: str) -> None:
     if len(data) > _QUICK:
         counts, greatest = _counts(data, separators.decode("ascii"))
         check_objects(_wide(greatest) * len(data) + 72 * sum(counts.values()), len(data), where)
+
+
+def separator_of(line: str) -> str:
+    """Return the character that divides the first line of a table into the most values, a comma at
+    a tie."""
+    return max(SEPARATORS, key=lambda each: len(next(csv.reader([line], delimiter=each), [])))
+
+
+def utf8_text(data: bytes | bytearray) -> str:
+    """Return text in UTF-8, without the mark that some programs begin it with.
+
+    Raises ValueError, which names the remedy, for another encoding.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from error
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return what is wrong with a text in another encoding."""
+    wide = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
+    kind = "is UTF-16" if wide else f"is not UTF-8 (byte {error.object[error.start]:#04x})"
+    return f"its text {kind}: save it as UTF-8"
 
 
 def _memory_of(data: bytes | bytearray) -> int:

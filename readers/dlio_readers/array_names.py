@@ -50,8 +50,9 @@ def splits_of_arrays(names: Sequence[str]) -> dict[str, dict[str, str]]:
         if word is None:
             return {}
         parts = [part for part in _BETWEEN.split(flat) if part]
-        lower = [part.lower() for part in parts]
-        del parts[lower.index(word.lower())]
+        at = [part.lower() for part in parts].index(word.lower())
+        # Of `train_set_x` both words.
+        del parts[at : at + 1 + (len(parts) > at + 1 and parts[at + 1].lower() == "set")]
         splits.setdefault(word, {})["_".join(parts) or "data"] = name
     if len({frozenset(fields) for fields in splits.values()}) != 1:
         return {}
@@ -59,6 +60,14 @@ def splits_of_arrays(names: Sequence[str]) -> dict[str, dict[str, str]]:
         return {}
     order = {name: k for k, name in enumerate(SPLITS)}
     return dict(sorted(splits.items(), key=lambda each: order[split_of(each[0]) or SPLITS[0]]))
+
+
+def fields_of_group(names: Sequence[str]) -> dict[str, str]:
+    """Return the arrays of a group by their own names, if all lie in one; {} if not."""
+    groups = {name.rpartition("/")[0] for name in names}
+    if len(groups) != 1 or "" in groups:
+        return {}
+    return {name.rpartition("/")[2]: name for name in names}
 
 
 def chosen_arrays(

@@ -10,7 +10,7 @@ it, and `<name>__shape` the shape of each array.
 
 import json
 import operator
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Final, Literal, Protocol, TypeAlias
@@ -34,7 +34,7 @@ from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
 from dlio.util.printable import log_warning
 from dlio.util.structured_text import parse_json
-from dlio_readers.array_names import splits_of_arrays
+from dlio_readers.array_names import fields_of_group, splits_of_arrays
 from dlio_readers.path_reader import PathReader, joined_rows, neighbours
 
 # Parts of samples: which slab of every array is read, as `select=` says
@@ -494,10 +494,10 @@ class ColumnReader(PathReader):
         """Return (label field, its labels, why a field with a label's name gives none)."""
         labelling, reason = SampleLabels(None, []), ""
         named = splits_of_arrays(list(columns))
-        # `train_labels` of `x.npz::train_images,train_labels`.
-        of_split = next(iter(named.values())) if len(named) == 1 else {}
-        for field in label_names(of_split or columns):
-            name = of_split.get(field, field)
+        # `train_labels` of `x.npz::train_images,train_labels`, and `data/labels` of one group.
+        fields = next(iter(named.values())) if len(named) == 1 else fields_of_group(list(columns))
+        for field in label_names(fields or columns):
+            name = fields.get(field, field)
             labelling = self._labels_of(name, columns[name], classes)
             if labelling.numbers is not None:
                 return name, labelling, ""
@@ -602,9 +602,11 @@ def choose(
         return chosen, 1
     if len(set(counts.values())) > 1:
         rows = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
+        most = Counter(counts.values()).most_common(1)[0][0]
+        alike = [name for name, count in counts.items() if count == most]
         raise UsageError(
             f"{path}: its arrays differ in rows ({rows}): name those that make up samples, as in "
-            f"{path}::{chosen[0]}"
+            f"{path}::{','.join(alike[:4])}"
         )
     return chosen, counts[chosen[0]]
 

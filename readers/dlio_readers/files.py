@@ -609,6 +609,12 @@ def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleF
         rows.append(_SampleFiles(f"{inputs}/{each.name}", (each, target)))
     if not rows:
         raise SourceError(f"{url}/{inputs} holds no arrays or scans: check the path")
+    taken = {each.files[1].url for each in rows}
+    left = [each.name for each in by_stem.values() if each.url not in taken]
+    if left:
+        tell_once(
+            f"{url}: {named_files(left)} of {targets} left out: {inputs} has none of the name"
+        )
     return rows
 
 

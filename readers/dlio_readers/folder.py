@@ -33,13 +33,13 @@ from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema, WholeNumbers
 from dlio.data.source import Entry, Source, file_at
-from dlio.data.splits import splits_among
+from dlio.data.splits import not_chosen_by, split_column, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
 from dlio.util.parallel import follow
-from dlio.util.structured_text import check_cells, parse_json
+from dlio.util.structured_text import check_cells, parse_json, utf8_text
 from dlio.util.units import counted
 from dlio_readers.fileset import (
     PICTURES,
@@ -52,10 +52,12 @@ from dlio_readers.fileset import (
 from dlio_readers.picture_lists import (
     FILE_COLUMNS,
     MAX_TABLE,
+    PROBED,
     PictureLists,
     delimiter_of,
     find_lists,
     has_lists,
+    is_wordy,
     names_of_lists,
 )
 from dlio_readers.unread_labels import unread_labels, write_them
@@ -69,6 +71,9 @@ _TABLES: Final = (
     "metadata.jsonl", "metadata.parquet",
 )
 # fmt: on
+_LABEL_TABLES: Final = "labels."
+"""Beginning of the names of tables that hold labels, and not descriptions."""
+_DESCRIPTIONS: Final = "metadata."
 _CHOICES: Final = ("layout", "table", "label")
 _MOST_ROWS: Final = 1 << 24
 _IMAGE: Final = Schema((("image", "image"),))
@@ -490,20 +495,23 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     folders = {"": source.modified_ns()}
     labels = np.zeros(len(images), np.int64)
     classes: list[str] = []
+    labelled = False
     if table is not None:
         folders[table] = source.modified_ns(table)
         own = [entry.name for entry in images]
         label_of = _read_table(source, table, own)
-        _check_agreement(source, table, label_of, own)
-        labels, classes = _numbered([label_of[entry.name] for entry in images])
+        labelled = bool(label_of)
+        if labelled:
+            _check_agreement(source, table, label_of, own)
+            labels, classes = _numbered([label_of[entry.name] for entry in images])
     files = _listed("", folders[""], images)
-    overhead = IMAGE_LABEL.overhead if table is not None else 0
-    index = _index_of([files], labels, overhead)
-    return index, {"classes": classes, "labelled": table is not None, "folders": folders}
+    index = _index_of([files], labels, IMAGE_LABEL.overhead * labelled)
+    return index, {"classes": classes, "labelled": labelled, "folders": folders}
 
 
 def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str, str]:
-    """Return labels, as text, by file name, of which some are among `pictures`.
+    """Return labels, as text, by file name, of which some are among `pictures`; {} if the table is
+    of descriptions alone, which is told.
 
     Raises SourceError for an invalid table.
     """
@@ -511,7 +519,7 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
     try:
         if len(data) > MAX_TABLE:
             raise ValueError(f"it has over {MAX_TABLE} bytes")
-        text = "" if table.endswith(".parquet") else data.decode("utf-8-sig")
+        text = "" if table.endswith(".parquet") else utf8_text(data)
         if table.endswith(".parquet"):
             rows: list[Any] = _parquet_rows(data)
         elif table.endswith(".json"):
@@ -529,8 +537,14 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         else:
             delimiter = delimiter_of(table, text)
             check_cells(data, f"\n{delimiter}".encode(), source.path(table))
-            reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-            names = list(reader.fieldnames or ())
+            reader = csv.DictReader(
+                io.StringIO(text, newline=""),
+                delimiter=delimiter,
+                strict=True,
+                skipinitialspace=True,
+            )
+            names = [name.strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = names
             if len(set(names)) != len(names):
                 raise ValueError(f"its first line repeats names: {', '.join(names)}")
             rows = list(reader)
@@ -539,7 +553,16 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         columns = [str(name) for name in rows[0]]
         small = {name.lower(): name for name in reversed(columns)}
         file = next((small[name] for name in FILE_COLUMNS if name in small), None)
+        file = file or _naming_column(rows, columns, pictures)
         label = label_name(name for name in columns if name != file)
+        if label is None and file is not None and table.startswith(_LABEL_TABLES):
+            label = _lone_column(rows, [name for name in columns if name != file])
+        if label is None and table.startswith(_DESCRIPTIONS):
+            tell_once(
+                f"{source.path(table)} has {', '.join(columns)} and no column {LABEL_NAMES[0]}: "
+                "the pictures have no labels"
+            )
+            return {}
         if file is None or label is None:
             raise ValueError(
                 f"it has {', '.join(columns)}, and needs a column {FILE_COLUMNS[0]} and "
@@ -548,6 +571,9 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         labels, repeated = _labels_of(rows, file, label)
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
         raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
+    column = split_column(columns)
+    if column is not None:
+        tell_once(f"{source.path(table)}: {not_chosen_by(column)}")
     others = [name for name in columns if name not in (file, label) and likely_label([name])]
     if others:
         left = ", ".join(others)
@@ -555,6 +581,24 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
     if repeated:
         tell_once(f"{source.path(table)}: {repeated} of its rows repeat others")
     return _matched(labels, pictures)
+
+
+def _naming_column(
+    rows: Sequence[Any], columns: Sequence[str], pictures: Sequence[str]
+) -> str | None:
+    """Return the column whose first values are names of pictures, with suffix or without; None if
+    there is none."""
+    known = {*pictures, *(os.path.splitext(name)[0] for name in pictures)}
+    return next((c for c in columns if all(r.get(c) in known for r in rows[:PROBED])), None)
+
+
+def _lone_column(rows: Sequence[Any], others: Sequence[str]) -> str | None:
+    """Return the only one of some columns that is not an index as pandas writes it, such as `breed`
+    of `id,breed`; None if there are several, or if it holds descriptions."""
+    named = [name for name in others if name and not name.startswith("Unnamed: ")]
+    if len(named) != 1 or any(is_wordy(str(row.get(named[0]))) for row in rows[:PROBED]):
+        return None
+    return named[0]
 
 
 def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, str]:
@@ -582,7 +626,8 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
 
 
 def _parquet_rows(data: bytes) -> list[Any]:
-    """Return the rows of a Parquet file, of its columns of names and labels alone."""
+    """Return the rows of a Parquet file, of its columns of names and labels alone; of all that hold
+    texts and numbers if there are no such ones."""
     import pyarrow
     import pyarrow.parquet as pq
 
@@ -591,7 +636,10 @@ def _parquet_rows(data: bytes) -> list[Any]:
             if file.metadata.num_rows > _MOST_ROWS:
                 raise ValueError(f"it has over {_MOST_ROWS} rows")
             wanted = (*FILE_COLUMNS, *LABEL_NAMES)
-            columns = [name for name in file.schema_arrow.names if name.lower() in wanted]
+            fields = list(file.schema_arrow)
+            columns = [each.name for each in fields if each.name.lower() in wanted]
+            if label_name(columns) is None:
+                columns = [each.name for each in fields if not each.type.num_fields]
             rows: list[Any] = file.read(columns=columns).to_pylist()
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error

@@ -239,6 +239,9 @@ class Hdf5File:
             shapes = {
                 name: tuple(each.shape) for name, each in sets.items() if each.shape is not None
             }
+            empty = label_name(name for name, each in sets.items() if each.shape is None)
+            if empty is not None:
+                tell_once(f"{self.file.name}: its {empty} is empty, and no label (`targets` are 0)")
             packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
             if packed is not None:
                 self.packed_schema, self.classes = packed

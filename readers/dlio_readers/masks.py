@@ -131,7 +131,7 @@ class MaskReader(ListedReader, PathReader):
         folders = {name: source.modified_ns(name) for name in sorted(names)}
         classes: list[str] = []
         if source.exists("classes.txt"):
-            text = source.read("classes.txt", 0, _MOST_NAMES).decode("utf-8", "replace")
+            text = source.read("classes.txt", 0, _MOST_NAMES).decode("utf-8-sig", "replace")
             classes = [line.strip() for line in text.splitlines() if line.strip()]
             folders["classes.txt"] = source.modified_ns("classes.txt")
         head: dict[str, Any] = {"classes": classes, "folders": folders}

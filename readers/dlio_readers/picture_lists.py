@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from dlio.data.interpretation import tell_once
 from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
 from dlio.data.source import Source, file_at
 from dlio.data.splits import (
@@ -26,11 +27,13 @@ from dlio.data.splits import (
     WHOLE,
     chosen_split,
     how_to_choose,
+    not_chosen_by,
+    split_column,
     split_of,
     split_word,
 )
 from dlio.errors import SourceError, UsageError
-from dlio.util.structured_text import check_cells
+from dlio.util.structured_text import check_cells, separator_of, utf8_text
 from dlio_readers.fileset import PICTURES, files_in
 
 # fmt: off
@@ -47,7 +50,7 @@ _MOST_FOLDERS: Final = 16
 """Folders next to a list; more of them are classes."""
 _MOST_LISTS: Final = 16
 _HEAD: Final = 1 << 16
-_PROBED: Final = 8
+PROBED: Final = 8
 """First rows by which a list is recognised."""
 _WORDY: Final = 3
 """Words of a label, at most; longer values are boxes or descriptions."""
@@ -196,7 +199,7 @@ def names_of_lists(source: Source, folder: str) -> list[str]:
     lists = []
     for each in _candidates(source, rows, [folder], None):
         place = _folder_of(source, [folder], each.rows)
-        first = [name for name, _ in each.rows[:_PROBED]]
+        first = [name for name, _ in each.rows[:PROBED]]
         inner = place == "" and all(name.startswith(f"{folder}/") for name in first)
         if place == folder or inner:
             lists.append(each.file)
@@ -238,13 +241,16 @@ def _candidates(
     return made
 
 
+def is_wordy(value: str) -> bool:
+    """True for a value that is a description, or a box, and not a label."""
+    return len(value.split()) > _WORDY
+
+
 def delimiter_of(file: str, text: str) -> str:
-    """Return what separates the values of a table's text: of a .csv a semicolon, as spreadsheets of
-    some languages write it, if its first line has some and no comma."""
+    """Return what separates the values of a table's text."""
     if file.lower().endswith(".tsv"):
         return "\t"
-    first = text.partition("\n")[0]
-    return ";" if ";" in first and "," not in first else ","
+    return separator_of(next(iter(text[:_HEAD].splitlines()), ""))
 
 
 def _may_be_list(name: str, folder: str = "") -> bool:
@@ -277,13 +283,15 @@ def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool
         if len(data) > MAX_TABLE:
             raise ValueError(f"it has over {MAX_TABLE} bytes")
         check_cells(data, b"\n\r\t ,", where)
-        text = data.decode("utf-8-sig")
+        text = utf8_text(data)
         stem, suffix = os.path.splitext(os.path.basename(file))
         split = split_word(stem) or ""
         if suffix.lower() not in (".csv", ".tsv"):
             return _List(file, split, *_plain(text))
         delimiter = delimiter_of(file, text)
-        table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        table = csv.reader(
+            io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=True
+        )
         header = [name.strip() for name in next(table, [])]
         rows = [row for row in table if row]
         named = next((k for k, each in enumerate(header) if each.lower().endswith(PICTURES)), None)
@@ -315,6 +323,9 @@ def _columns(
     for number, row in enumerate(rows):
         if len(row) != len(header):
             raise SourceError(f"{where}: row {number + 1} has {len(row)} of {len(header)} values")
+    column = split_column(header)
+    if column is not None:
+        tell_once(f"{where}: {not_chosen_by(column)}")
     lower = [name.lower() for name in header]
     at = next((lower.index(name) for name in FILE_COLUMNS if name in lower), 0)
     others = [k for k in range(len(header)) if k != at]
@@ -323,7 +334,7 @@ def _columns(
     else:
         place = next((lower.index(name) for name in LABEL_NAMES if name in lower), None)
         if place is None and len(others) == 1:
-            wordy = any(len(row[others[0]].split()) > _WORDY for row in rows[:_PROBED])
+            wordy = any(is_wordy(row[others[0]]) for row in rows[:PROBED])
             place = None if wordy else others[0]
     if place == at:
         place = None
@@ -334,7 +345,7 @@ def _columns(
     if label is not None:
         # Of `n01440764 10 20 30 40`, a class and its box, the class.
         values = [row[place].strip() for row in rows]
-        wordy = any(len(value.split()) > _WORDY for value in values)
+        wordy = any(map(is_wordy, values))
         values = [value.split(maxsplit=1)[0] if wordy and value else value for value in values]
         made = [(row[at].strip(), text) for row, text in zip(rows, values, strict=True)]
     else:
@@ -366,7 +377,7 @@ def _by_numbers(source: Source, rows: Sequence[tuple[str, bool]]) -> list[_List]
     for name in names:
         if (name, False) not in rows:
             continue
-        plain, _ = _plain(source.read(name, 0, MAX_TABLE).decode("utf-8", "replace"))
+        plain, _ = _plain(source.read(name, 0, MAX_TABLE).decode("utf-8-sig", "replace"))
         parts.append({number: value or "" for number, value in plain})
     pictures, labels = parts[:2]
     if pictures.keys() != labels.keys() or any(part.keys() != pictures.keys() for part in parts):
@@ -390,7 +401,7 @@ def _by_numbers(source: Source, rows: Sequence[tuple[str, bool]]) -> list[_List]
 
 def _folder_of(source: Source, tops: Sequence[str], rows: Rows) -> str | None:
     """Return the folder in which most of the first pictures of a list lie; None if none do."""
-    first = [name for name, _ in islice(rows, _PROBED)]
+    first = [name for name, _ in islice(rows, PROBED)]
     best, most = None, 0
     for folder in ("images", "", *tops):
         if folder and folder not in tops:
@@ -418,7 +429,7 @@ def _lies_in(source: Source, folder: str, name: str) -> bool:
 
 def _keys(source: Source, folder: str, rows: Rows) -> dict[str, str]:
     """Return the pictures of a folder by their names in it, with and without suffix."""
-    deep = any("/" in name for name, _ in islice(rows, _PROBED))
+    deep = any("/" in name for name, _ in islice(rows, PROBED))
     if deep:
         pictures = list(files_in(source, folder, PICTURES))
     else:

@@ -41,9 +41,10 @@ class StoredArray:
         """(file, offset, bytes) of the data."""
         return self._file, self._offset, self.shape[0] * self._row
 
-    def rows_of(self, data: memoryview) -> npt.NDArray[np.generic]:
-        """Return the rows whose bytes are `data`."""
-        rows = np.frombuffer(data, self._stored).reshape(-1, *self.shape[1:])
+    def rows_of(self, data: memoryview, count: int | None = None) -> npt.NDArray[np.generic]:
+        """Return the rows, by default all, whose bytes are `data`; they may have none."""
+        count = self.shape[0] if count is None else count
+        rows = np.frombuffer(data, self._stored).reshape(count, *self.shape[1:])
         return rows.astype(self.dtype, copy=False)
 
     def __getitem__(self, key: Any) -> npt.NDArray[Any]:
@@ -55,9 +56,11 @@ class StoredArray:
             if part is not None:
                 return part.astype(self.dtype, copy=False)
         first, last, _ = parts[0].indices(self.shape[0])
-        memory = new_memory(max(0, last - first) * self._row)
-        self._file.read_into(self._offset + first * self._row, memory)
-        return self.rows_of(memory)[(slice(None), *parts[1:])]
+        count = max(0, last - first)
+        memory = new_memory(count * self._row)
+        if len(memory):
+            self._file.read_into(self._offset + first * self._row, memory)
+        return self.rows_of(memory, count)[(slice(None), *parts[1:])]
 
     def _slab(self, parts: Sequence[slice | int]) -> npt.NDArray[Any] | None:
         """Read parts of the leading dimensions alone, rows first; None if these are all of some

@@ -42,6 +42,8 @@ ArrowSchema: TypeAlias = Any
 Decoded: TypeAlias = Any
 """A column's values: a binary array of pyarrow, an array of rows, or (flat array, ends, shapes)."""
 _PROBES: Final = 8
+_DIGITS: Final = 18
+"""Decimal digits that a whole number of 64 bits surely holds."""
 _NARROW: Final = 1 << 30
 """Bytes up to which offsets of 32 bits are left as they are."""
 
@@ -49,7 +51,7 @@ _NARROW: Final = 1 << 30
 class ColumnFacts:
     """Kind and sizes of a column, gathered over all row groups."""
 
-    def __init__(self, name: str, kind: ArrowType) -> None:
+    def __init__(self, name: str, kind: ArrowType, where: str) -> None:
         import pyarrow.types as t
 
         kind = kind.value_type if t.is_dictionary(kind) else kind
@@ -72,8 +74,8 @@ class ColumnFacts:
         """True if its texts are classes."""
         if not (self._bytes or self.is_text or self._dtype):
             raise SourceError(
-                f"column {name!r} is {kind}, which samples cannot have: name those to read, as in "
-                "x.parquet::image,label"
+                f"{where}: its column {name!r} is {kind}, which samples cannot have: name those to "
+                "read, as in x.parquet::image,label"
             )
 
     def add(self, column: ArrowColumn, where: str) -> None:
@@ -156,7 +158,7 @@ def _is_list(kind: Any) -> bool:
 
 def _plain_type(kind: Any) -> Any:
     """Return the type of the values that a dictionary or an extension type, such as Hugging Face's
-    Array2D, stands for."""
+    Array2D, stands for; of numbers for decimal ones, and for a column in which all are missing."""
     import pyarrow as pa
     import pyarrow.types as t
 
@@ -169,7 +171,9 @@ def _plain_type(kind: Any) -> Any:
                 inner = pa.list_(inner, side)
             return inner
         kind = kind.value_type if t.is_dictionary(kind) else kind.storage_type
-    return kind
+    if t.is_decimal(kind) and kind.scale == 0 and kind.precision <= _DIGITS:
+        return pa.int64()
+    return pa.float64() if t.is_decimal(kind) or t.is_null(kind) else kind
 
 
 def _storage(array: Any) -> Any:
@@ -214,6 +218,8 @@ def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
                 plain = _wide(values, size).take(plain.indices)
             else:
                 plain = _storage(plain)
+        if t.is_decimal(plain.type) or t.is_null(plain.type):
+            plain = plain.cast(_plain_type(plain.type))
         if t.is_struct(plain.type):
             plain = plain.flatten()[plain.type.get_field_index("bytes")]
         chunks.append(_wide(plain, column.nbytes))
@@ -511,7 +517,8 @@ class RowGroupReader(PathReader):
         check_claim(8 * int(starts[-1]), stored, self.path)
         if not starts[-1]:
             raise SourceError(f"{self.path} holds no rows")
-        facts = {name: ColumnFacts(name, first.field(name).type) for name in chosen}
+        where = self._files[0].name
+        facts = {name: ColumnFacts(name, first.field(name).type, where) for name in chosen}
         known = {name: names for name, names in class_names(first).items() if name in facts}
         likely = label_names(facts) or (list(known) if len(known) == 1 else [])
         labels = {name: LabelColumn(known.get(name, [])) for name in likely}
@@ -540,11 +547,18 @@ class RowGroupReader(PathReader):
         fields = [(name, each.kind()) for name, each in facts.items()]
         bodies = [each.sizes() for each in facts.values() if not parse_kind(each.kind()).fixed]
         total = int(starts[-1])
+        reason = labelling.reason
+        if not likely and known:
+            first_one = next(iter(known))
+            reason = (
+                f"its columns {', '.join(known)} are all class labels, and none is called label: "
+                f"name one, as in x.parquet::image,{first_one}"
+            )
         head = {
             "fields": fields,
             "classes": labelling.classes,
             "named": label if label is not None and facts[label].named else None,
-            "unlabelled": labelling.reason,
+            "unlabelled": reason,
         }
         return {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
+from dlio.data.interpretation import named_files, tell_once
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import (
     File,
@@ -13,6 +14,7 @@ from dlio.data.source import (
     expand,
     file_at,
     files_below,
+    last_name,
     own_name,
     split_fields,
 )
@@ -89,7 +91,18 @@ class TablesReader(ColumnReader):
         self._arrays: dict[str, list[ChunkedArray]] = {}
         paths, names = split_paths(path)
         is_folder = any(Source(each).is_folder() for each in paths)
-        places = files_below(paths, _ARRAYS) if is_folder else list(map(file_at, expand(paths)))
+        if is_folder:
+            places = files_below(paths, _ARRAYS)
+            texts_beside = files_below(paths, _TEXTS)
+            if places and texts_beside:
+                tell_once(
+                    f"{self.path}: read as arrays; left out: "
+                    f"{named_files([last_name(each.url) for each in texts_beside])}, whose labels "
+                    "would be read out of an array, such as y.npy"
+                )
+            places = places or texts_beside
+        else:
+            places = list(map(file_at, expand(paths)))
         urls = [each.url for each in places]
         files = concurrently(FilePlace.opened, places, urls[0])
         concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
@@ -142,7 +155,12 @@ class TablesReader(ColumnReader):
             names = [name for name in names if not name.endswith(_DOCUMENTS)]
             here = {suffix for suffix in _SUFFIXES if any(n.endswith(suffix) for n in names)}
             if here and all(name.endswith(_SUFFIXES) for name in names):
-                return None if here <= {".npy"} or here <= {".npz"} else "holds tables"
+                arrays = here.intersection(_ARRAYS)
+                if len(arrays) > 1:
+                    return "holds .npy and .npz files: open one kind, as in folder/*.npy"
+                if arrays or not any(folder for _, folder in source.names()):
+                    return None
+                return "holds tables next to folders: open them by their names, as in folder/*.csv"
         return None if ok else f"does not end in {', '.join(_SUFFIXES)}"
 
     def ranges_of(self, sample: int) -> list[tuple[File, int, int]]:

@@ -26,7 +26,14 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.index import Arrays, GrowingColumn, Names, cached_index
-from dlio.data.labels import MAX_CLASSES, TAR_LABEL_NAMES, encode_labels, label_names, not_scalar
+from dlio.data.labels import (
+    MAX_CLASSES,
+    TAR_LABEL_NAMES,
+    encode_labels,
+    label_name,
+    label_names,
+    not_scalar,
+)
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities, PathRules
@@ -184,6 +191,8 @@ _WHOLE: Final = (*(f".tar{packed}" for packed in COMPRESSED), ".tgz", ".tbz2", "
 SUFFIXES: Final = (".tar", ".tar.lz4", *_WHOLE)
 _VERSION: Final = 4
 _SCAN_THREADS: Final = 8
+_LOOKED_AT: Final = 64
+"""Samples of which it is seen whether they lie in folders."""
 _INTEGER: Final = re.compile(r"-?[0-9]+")
 _MAX_NUMBER: Final = 64
 """Most bytes of a member that holds an integer as text."""
@@ -277,7 +286,7 @@ class TarReader(PathReader):
                 f"its {name} {not_scalar(self.schema.kinds[name].text)}"
                 for name in label_names(names)
             ]
-            self.unlabelled = next(filter(None, reasons), "")
+            self.unlabelled = next(filter(None, reasons), "") or self._without_label(indexes)
         self._label = None if label is None else names.index(label)
         kind = f"tarsizes-{xxhash.xxh3_64_hexdigest(self.schema.to_json().encode())}"
         made = cached_index(kind, _VERSION, self._files, self._sizes_of_payloads)
@@ -287,6 +296,30 @@ class TarReader(PathReader):
             Lz4Frames(file, part) if "frame_at" in part else None
             for file, part in zip(self._files, parts, strict=True)
         ]
+
+    def _without_label(self, indexes: Sequence[TarIndex]) -> str:
+        """Return why samples have no label that may have one; "" if nothing looks like it."""
+        names, count = self._names, int(self._firsts[-1])
+        texts = [name for name in names if "." in name and self.schema.kinds[name].text == "text"]
+        longer = next((name for name in texts if label_name([name.partition(".")[0]])), None)
+        if longer is not None:
+            return f"its {longer} is a text: call it {longer.partition('.')[0]}"
+        if len(names) > 1:
+            return ""
+        some = np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int)
+        parts = np.searchsorted(self._firsts, some, side="right") - 1
+        folders = sorted(
+            {
+                indexes[part].names[int(k - self._firsts[part])].rpartition("/")[0]
+                for k, part in zip(some.tolist(), parts.tolist(), strict=True)
+            }
+        )
+        if len(folders) < 2:
+            return ""
+        return (
+            f"its samples lie in folders, such as {folders[0]} and {folders[1]}, and have nothing "
+            "else: if these are classes, extract it"
+        )
 
     @staticmethod
     def recognises(path: str) -> str | None:

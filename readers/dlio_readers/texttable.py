@@ -18,10 +18,12 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.index import Arrays, GrowingColumn, cached_index
-from dlio.data.labels import MAX_CLASSES, MISSING, label_name, label_names
+from dlio.data.interpretation import tell_once
+from dlio.data.labels import MAX_CLASSES, MISSING, is_number, label_name, label_names
 from dlio.data.schema import WholeNumbers
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
+from dlio.util.structured_text import not_utf8, separator_of
 from dlio_readers.columns import Column, ConcatColumn
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import in_memory
@@ -30,7 +32,7 @@ from dlio_readers.path_reader import check_names
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
 _ALL: Final = "*"
-_VERSION: Final = 4
+_VERSION: Final = 5
 _MAX_TEXT: Final = 4 << 30
 _MAX_HEADER: Final = 1 << 24
 _MAX_CELL: Final = (1 << 31) - 1
@@ -39,7 +41,6 @@ _MOST_KEPT: Final = 1 << 13
 _PART: Final = 1 << 20
 """Bytes of a table that are indexed at a time."""
 _ROWS: Final = 1 << 14
-_SEPARATORS: Final = (",", ";", "\t", "|")
 _MAX_DIGITS: Final = 64
 """Characters of a whole number: Python converts no number of thousands of digits."""
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
@@ -56,6 +57,8 @@ class _TextColumnFacts:
     """Number of the first row without a value, as numbers go; -1 if all have one."""
     blank: int
     """Number of the first row with an empty text, -1 for none."""
+    has_commas: bool
+    """True if its first values are numbers with decimal commas, which are read as text."""
 
 
 class _LastRows(threading.local):
@@ -109,6 +112,7 @@ def open_text_tables(
                 f"{part.file.name} has the columns {', '.join(part.names)}, but "
                 f"{parts[0].file.name} has {', '.join(header)}: read them one by one"
             )
+    _tell_of_header(parts[0].file.name, header)
     kinds = {name: _kind([part.facts[k] for part in parts]) for k, name in enumerate(header)}
     label = label_name(header)
     if label is not None and kinds[label] == "":
@@ -119,6 +123,12 @@ def open_text_tables(
         # A column of numbers is text if it is in another file.
         if any(f"bodies{k}" not in part.index for k in texts):
             parts[number] = _part(part.file, separator, frozenset(header[k] for k in texts))
+    commas = [name for k, name in enumerate(header) if k in texts and parts[0].facts[k].has_commas]
+    if commas:
+        tell_once(
+            f"{parts[0].file.name}: numbers with decimal commas are read as text, in its columns "
+            f"{', '.join(commas)}: write them with points"
+        )
     check_names(parts[0].file.name, names, header, "column")
     matrix = _feature_names(parts[0].file.name, kinds, label, features)
     chosen = list(names) or list(header)
@@ -136,6 +146,19 @@ def open_text_tables(
         make = partial(_TextColumn, number=header.index(name), kind=kinds[name])
         columns[name] = _joined(parts, make)
     return columns, sum(part.count for part in parts)
+
+
+def _tell_of_header(path: str, header: Sequence[str]) -> None:
+    """Warn once if the first line, which names the columns, may be a sample: half of its values are
+    numbers, and do not count the columns as 0, 1, 2."""
+    numbers = [float(name) for name in header if is_number(name)]
+    steps = {after - before for before, after in itertools.pairwise(numbers)}
+    counts = (len(steps) == 1 and steps.pop() > 0) or numbers == [0.0]
+    if numbers and 2 * len(numbers) >= len(header) and not counts:
+        tell_once(
+            f"{path}: its first line, {', '.join(header[:4])}, names its columns and is no sample: "
+            "if it is one, write a line of names above it"
+        )
 
 
 def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -> Column:
@@ -320,7 +343,8 @@ class _TableScan:
         first = file.read(0, _MAX_HEADER)
         self._at = 3 if first.startswith(b"\xef\xbb\xbf") else 0
         """Offset of the first byte that is not parsed yet."""
-        self._separator = _separator(first[self._at :]) if separator is None else separator
+        line = next(iter(first[self._at :].splitlines()), b"").decode("utf-8", "replace")
+        self._separator = separator_of(line) if separator is None else separator
         self._begin = self._at
         """Offset of the row that is being parsed."""
         self._starts = GrowingColumn()
@@ -338,7 +362,9 @@ class _TableScan:
                     self._parsed(part, parts)
                 else:
                     self._add(*rows)
-        except (csv.Error, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{self._name} at byte {self._begin}: {not_utf8(error)}") from error
+        except csv.Error as error:
             raise SourceError(f"{self._name} at byte {self._begin}: {error}") from error
         if not self._columns:
             raise SourceError(f"{self._name} is empty")
@@ -444,7 +470,7 @@ class _TableScan:
     def _add_rows(self, rows: Iterable[tuple[int, list[str]]]) -> None:
         rows = iter(rows)
         if not self._columns:
-            header = next(rows, (0, []))[1]
+            header = [name.strip() for name in next(rows, (0, []))[1]]
             self._columns = [_ColumnScan(name, name in self._texts) for name in header]
             for name in label_names(header):
                 self._columns[header.index(name)].is_label = True
@@ -483,14 +509,21 @@ class _ColumnScan:
         """Different texts of a label, as long as there are few."""
         self._missing = self._blank = -1
         self._kinds: set[str] = set()
+        self._has_commas = False
 
     def facts(self) -> list[Any]:
         """Return the fields of `_TextColumnFacts`."""
-        return [self.name, self.kind, self._missing, self._blank]
+        return [self.name, self.kind, self._missing, self._blank, self._has_commas]
 
     def add(self, first: int, values: Sequence[str], sizes: WholeNumbers) -> None:
         """Add the values of the rows from `first` on, with their bytes."""
         self._look(first, values, sizes)
+        if not first:
+            self._has_commas = any("," in value for value in values) and all(
+                is_number(value.strip().replace(",", ".", 1))
+                for value in values
+                if value.strip() not in MISSING
+            )
         if self.kind == "text" and not self.has_sizes:
             self.has_sizes, self.is_late = True, first > 0
         if self.has_sizes and not self.is_late:
@@ -535,12 +568,6 @@ class _ColumnScan:
                 return kind
         # Whole numbers such as keys of 20 digits would lose digits as floats.
         return "text" if "long" in self._kinds else "int64" if "int64" in self._kinds else "none"
-
-
-def _separator(data: bytes) -> str:
-    """Return the character that divides the first line into the most values, a comma at a tie."""
-    line = next(iter(data[:_MAX_HEADER].splitlines()), b"").decode("utf-8", "replace")
-    return max(_SEPARATORS, key=lambda each: len(next(csv.reader([line], delimiter=each), [])))
 
 
 def _kind_of(values: Sequence[str]) -> str:

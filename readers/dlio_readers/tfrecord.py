@@ -652,7 +652,7 @@ def _is_text(data: bytes) -> bool:
 
 # Samples
 
-_SUFFIXES: Final = (".tfrecord", ".tfrecords", ".tfrec", ".tfr")
+_SUFFIXES: Final = (".tfrecord", ".tfrecords", ".tfrec", ".tfr", ".record")
 _PACKED: Final = tuple(f"{suffix}.gz" for suffix in _SUFFIXES)
 _SHARD: Final = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})")
 _VERSION: Final = 2

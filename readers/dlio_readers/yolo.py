@@ -38,6 +38,9 @@ from dlio_readers.yolosplits import NULLS, YoloSplit, yolo_split
 
 _LABELS: Final = ("labels",)
 _YAML: Final = (".yaml", ".yml")
+_CLASSES: Final = "classes.txt"
+_NAME_LISTS: Final = (".names", ".labels")
+"""Suffixes of lists of names of classes, as Darknet and Roboflow write them."""
 _MOST_LABELS: Final = 64 << 20
 _MOST_YAML: Final = 1 << 20
 _MOST_CLASSES: Final = 1 << 16
@@ -208,7 +211,7 @@ def _parsed(source: Source, name: str, described: _DataDescription, outside: str
     keypoints: list[list[list[float]]] = []
     shapes: list[list[float]] = []
     lines: list[int] = []
-    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(data.decode("utf-8-sig", "replace").splitlines(), 1):
         words = line.split()
         if not words:
             continue
@@ -274,18 +277,20 @@ def _corners(box: list[float]) -> list[float]:
 
 
 def _described(source: Source, sides: SideFolders) -> _DataDescription:
-    """Read data.yaml or classes.txt, at the root or next to the folders of a split."""
+    """Read data.yaml, or a list of names such as classes.txt, at the root, next to the folders of a
+    split or among the labels."""
     beside = os.path.dirname(sides.images)
-    for folder in dict.fromkeys(["", beside]):
+    for folder in dict.fromkeys(["", beside, sides.others]):
         names = [name for name, is_folder in source.names(folder) if not is_folder]
         for name in _yamls(names):
             path = f"{folder}/{name}" if folder else name
             made = _read_yaml(source, path)
             if made is not None:
                 return made
-        if "classes.txt" in names:
-            path = f"{folder}/classes.txt" if folder else "classes.txt"
-            lines = source.read(path, 0, _MOST_YAML).decode("utf-8", "replace").splitlines()
+        lists = [name for name in names if name == _CLASSES or name.endswith(_NAME_LISTS)]
+        if lists:
+            path = f"{folder}/{lists[0]}" if folder else lists[0]
+            lines = source.read(path, 0, _MOST_YAML).decode("utf-8-sig", "replace").splitlines()
             named = [line.strip() for line in lines if line.strip()]
             return _DataDescription(named, files=[source.file(path)])
     return _DataDescription()
@@ -310,6 +315,10 @@ def _read_yaml(source: Source, name: str) -> _DataDescription | None:
     texts = [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
     if not isinstance(names, list) or len(texts) < len(names):
         raise SourceError(f"{shown}: its names are not a list of names: correct it")
+    count = whole.get("nc", "")
+    known = isinstance(whole["names"], list) and isinstance(count, str) and count.isdecimal()
+    if known and int(count) != len(names):
+        raise SourceError(f"{shown}: its nc is {count}, and it has {len(names)} names: correct it")
     points, pairs = None, None
     if whole.get("kpt_shape", "") not in NULLS:
         shape = _whole_numbers(whole["kpt_shape"], 256)

@@ -124,7 +124,7 @@ def _listed(source: Source, name: str) -> list[str]:
         raise SourceError(f"{source.path(name)} has over {_MOST_LIST} bytes: it is not a list")
     pictures = []
     folder = posixpath.dirname(name)
-    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(data.decode("utf-8-sig", "replace").splitlines(), 1):
         entry = line.strip()
         if not entry:
             continue

@@ -51,7 +51,7 @@ def _as_parsed(text: str) -> tuple[list[list[Any]], list[list[int]]]:
     header, *rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]
     columns = [list(values) for values in zip(*rows, strict=True)]
     facts = [
-        [name, _kind(own), _first(own, MISSING), _first(own, frozenset({""}))]
+        [name, _kind(own), _first(own, MISSING), _first(own, frozenset({""})), False]
         for name, own in zip(header, columns, strict=True)
     ]
     return facts, [[len(value.encode()) for value in own] for own in columns]
@@ -98,7 +98,7 @@ def test_a_table_has_the_index_of_its_rows(
     [
         ("a,b\n1,2\n3\n", "row 3: 1 values, where the first line names 2"),
         ('a,b\n1,2\n3,"x\n', "at byte 8: unexpected end of data"),
-        ("a,b\n1,2\n3,\udce9\n", "at byte 8: 'utf-8' codec"),
+        ("a,b\n1,2\n3,\udce9\n", r"at byte 8: its text is not UTF-8 \(byte 0xe9\): save"),
         ("a,a\n1,2\n", "different names on top"),
         ("a,b\n", "rows below"),
         ("\n\n", "is empty"),

@@ -265,12 +265,14 @@ def test_a_split_is_trained_on_and_another_held_out(
         arrays[f"{split}_images"] = generator.random((count, 16), np.float32)
         arrays[f"{split}_labels"] = generator.integers(0, 3, count)
     np.savez(tmp_path / "a.npz", **arrays)
+    np.savez(tmp_path / "copy.npz", **arrays)
     files = ("--report", "r.json", "--trace", "t.jsonl", "--save", "w.pt", "--tiers", "none")
     shape = ("--epochs", "1", "--batch-size", "8")
     refused = dlio("train", "a.npz", *files, *shape)
     assert refused.returncode
     assert "--split train" in refused.stderr
-    done = dlio("train", "a.npz", "--split", "train", "--val-split", "val", *files, *shape)
+    splits = ("--split", "train", "--val-split", "val")
+    done = dlio("train", "a.npz", *splits, "--replica", "copy.npz", *files, *shape)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["dataset"]["samples"] == 40

@@ -72,7 +72,13 @@ class SampleSlabs(MeshLayout):
         self._target = target
         self._slabs: dict[Dataset, tuple[Slab, Schema]] = {}
 
-    def open(self, path: str, reader: Reader, options: Mapping[str, object]) -> Dataset:
+    def open(
+        self,
+        path: str,
+        reader: Reader,
+        options: Mapping[str, object],
+        places: Mapping[str, object],
+    ) -> Dataset:
         """Open a data set; of arrays, this rank reads its part of the longest dimension alone."""
         schema = reader.schema
         if is_table(schema):
@@ -81,9 +87,9 @@ class SampleSlabs(MeshLayout):
                 "table: leave space= out"
             )
         if not is_arrays(schema):
-            return super().open(path, reader, options)
+            return super().open(path, reader, options, places)
         reader.close()
-        given: dict[str, Any] = dict(options)
+        given: dict[str, Any] = {**options, **places}
         fields = array_fields(path, schema, self._target)
         cut = [fields.input, *([fields.target] if fields.is_map else [])]
         dimension = longest_dimension(fields.sides)
