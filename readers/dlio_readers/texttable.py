@@ -371,14 +371,15 @@ class _TableScan:
         return arrays
 
     def _parts(self) -> Iterator[bytes]:
-        """Yield the table in parts of about 1 MiB that end with a line."""
+        """Yield the table in parts of about 1 MiB that end with a line; lines may end with CR."""
         at, held = self._at, []
         while at < self._file.size:
             data = self._file.read(at, min(_PART, self._file.size - at))
             if not data:
                 raise SourceError(f"{self._name} has changed since it was opened: run again")
             at += len(data)
-            cut = data.rfind(b"\n") + 1
+            # The last byte may be half of CR LF.
+            cut = data.rfind(b"\n") + 1 or data.rfind(b"\r", 0, -1) + 1
             held.append(data[:cut] if cut else data)
             if cut:
                 yield b"".join(held)
@@ -540,7 +541,7 @@ class _ColumnScan:
 def _separator(data: bytes) -> str:
     """Return the character that divides the first line into the most values, a comma at a tie."""
     line = next(iter(data[:_MAX_HEADER].splitlines()), b"").decode("utf-8", "replace")
-    return max(_SEPARATORS, key=lambda each: len(next(csv.reader([line], delimiter=each), [])))
+    return max(_SEPARATORS, key=lambda each: len(next(_cells([line], each), [])))
 
 
 def _kind_of(values: Sequence[str]) -> str:
