@@ -92,16 +92,16 @@ def test_a_rank_that_joins_writes_whole_lines_of_ranks_that_were_lost_before(
 ) -> None:
     """Nobody else is left to write them."""
     whole, joined = tmp_path / "whole", tmp_path / "joined"
-    told: dict[str, Any] = {}
+    place_of_others: dict[str, Any] = {}
     for path in (whole, joined):
         with SampleLedger(str(path), SingleCommunicator()) as trace:
             trace.end_epoch()
-            if told:
-                trace.follow_place(json.loads(json.dumps(told)))
+            if place_of_others:
+                trace.follow_place(json.loads(json.dumps(place_of_others)))
             else:
                 trace.step(1, 0, [4], 6, 2)
                 trace.step(1, 1, [5], 7, 2, part=1)
-                told = trace.tell_place()
+                place_of_others = trace.tell_place()
             trace.step(1, 2, [6], 8, 1)
             trace.end_epoch(lambda: [(1, 0, 0, [1]), (1, 1, 0, [2])])
             trace.finish()

@@ -263,10 +263,10 @@ def agree(
 
     if rank:
         exchange(True, [0], [error])
-        told = exchange(False, [0], [""])[0]
-        if told == _LOST:
+        answer = exchange(False, [0], [""])[0]
+        if answer == _LOST:
             raise PeerLost("a rank was lost before it had written its part of a checkpoint")
-        return told
+        return answer
     others = range(1, ranks)
     try:
         errors = [error, *exchange(False, others, [""] * len(others))]
