@@ -54,6 +54,10 @@ class PlannedMembership(RankSurvivors["_PlannedCommunicator"]):
         self.members = tuple(int(each[0]) for each in everyone)
         return [each[1] for each in everyone]
 
+    def interrupt(self) -> None:
+        # Ranks leave between batches only.
+        pass
+
     def agree(self, well: bool) -> bool:
         return well
 

@@ -4,8 +4,8 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from typing import IO, Self, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any, Self, cast
 
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import recovery_of, uniform
@@ -41,6 +41,8 @@ class SampleLedger:
         self._start = start
         self._lines: list[LedgerLine] = []
         self._earlier: list[LedgerLine] = []
+        self._places: dict[int, tuple[int, int, int]] = {}
+        """(update, ranks, part) of the epoch's steps, for lines of lost ranks."""
         self._temporary = comm.tell(f"{path}.{token or secrets.token_hex(8)}.tmp")
         self.written = written
         """Bytes of the epochs that are in the file."""
@@ -67,8 +69,18 @@ class SampleLedger:
         self, epoch: int, step: int, samples: list[int], update: int, ranks: int, part: int = 0
     ) -> None:
         """Record this rank's samples of one step; see `LedgerLine` for the fields."""
+        self._places[step] = update, ranks, part
         line = _line(epoch, step, self._me, samples)
         self._lines.append(placed(line, update, ranks, part, self._start))
+
+    def tell_place(self) -> dict[str, Any]:
+        """Return what a rank that joins must know to go on with the file, for JSON."""
+        return {"written": self.written, "places": list(self._places.items())}
+
+    def follow_place(self, told: Mapping[str, Any]) -> None:
+        """Go on where another rank has told to be; see `tell_place`."""
+        self.written = told["written"]
+        self._places = {step: tuple(place) for step, place in told["places"]}
 
     def earlier(self, lines: Sequence[LedgerLine]) -> None:
         """Record lines of an earlier start, on all ranks: the first that is left writes them."""
@@ -90,22 +102,23 @@ class SampleLedger:
             size = 0
             if self._comm.rank == 0:
                 rows = [*self._earlier, *(row for lines in everyone for row in lines)]
-                of_step = {row["step"]: row for row in rows}  # Without steps of lost ranks alone.
-                rows += [
-                    {
-                        **of_step.get(step, _line(epoch, step, rank, samples)),
-                        "rank": self._numbers[rank],
-                        "samples": samples,
-                        "lost": True,
-                    }
-                    for epoch, step, rank, samples in of_lost()
-                ]
+                places = {
+                    row["step"]: (row["update"], row["ranks"], row.get("part", 0)) for row in rows
+                }
+                places = (
+                    self._places | places
+                )  # Steps of lost ranks alone are told by `tell_place`.
+                for epoch, step, rank, samples in of_lost():
+                    line = _line(epoch, step, self._numbers[rank], samples)
+                    if step in places:
+                        placed(line, *places[step], self._start)
+                    rows.append({**line, "lost": True})
                 rows.sort(key=lambda row: (row["epoch"], row["step"], row["rank"]))
                 size = self._append(_hashed(rows, left_out))
             return self._comm.tell(size)
 
         self.written = uniform(self._comm, write)
-        self._lines, self._earlier = [], []
+        self._lines, self._earlier, self._places = [], [], {}
 
     def _open(self, *, new: bool) -> IO[str]:
         """Open the unfinished file. Raises UsageError if that is not possible."""

@@ -64,9 +64,10 @@ class StateTransfer(RecoveryPart[Report]):
             "tensors": places,
             "about": about(self._run),
             "place": self._run.tell_place(),
-            "ledger": None if self._ledger is None else self._ledger.written,
+            "ledger": None if self._ledger is None else self._ledger.tell_place(),
             "number": self._recovery.number,
             "heard": None if hearing is None else hearing.carried(self._run.assigner.made).tolist(),
+            "begun": 0 if hearing is None else hearing.begun,
             "last_counted": list(self._recovery.last_counted.items()),
             "losses": [asdict(loss) for loss in self._recovery.losses],
             "changes": [asdict(change) for change in self._recovery.changes],
@@ -102,10 +103,12 @@ class StateTransfer(RecoveryPart[Report]):
         )
         run.exchange.join()
         if run.exchange.peer_steps is not None:
+            # A newcomer counts steps as the others do, not from those that it has not made.
+            run.exchange.peer_steps.begun = head["begun"]
             run.exchange.peer_steps.take_in(head["heard"])
         run.follow_place(head["place"])
         if self._ledger is not None:
-            self._ledger.written = head["ledger"]
+            self._ledger.follow_place(head["ledger"])
         recovery.number = head["number"]
         recovery.last_counted.update(dict(head["last_counted"]))
         recovery.losses[:] = [MeasuredLoss.from_dict(each) for each in head["losses"]]

@@ -24,7 +24,16 @@ from dlio.data.index import Arrays as IndexArrays
 from dlio.data.index import cached_index, fingerprint_of
 from dlio.data.labels import LabelColumn, SampleLabels, label_name, label_names, not_scalar
 from dlio.data.reader_contract import Abilities
-from dlio.data.schema import DTYPES, Schema, Structure, Value, WholeNumbers, array_kind, parse_kind
+from dlio.data.schema import (
+    DTYPES,
+    MAX_FIELDS,
+    Schema,
+    Structure,
+    Value,
+    WholeNumbers,
+    array_kind,
+    parse_kind,
+)
 from dlio.data.source import File, ReadErrors, redact
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
@@ -400,6 +409,11 @@ class ColumnReader(PathReader):
         """
         dimensions = {name: getattr(column, "dimensions", None) for name, column in columns.items()}
         check_select(select, redact(self.path), dimensions)
+        if len(columns) > MAX_FIELDS:
+            raise UsageError(
+                f"{redact(self.path)} has {len(columns)} columns, more than {MAX_FIELDS}: name "
+                "those to read, as in x::a,b; of a table of text, columns= joins numbers to one"
+            )
         if not count:
             raise SourceError(f"{self.path} holds no samples")
         self._count = count

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
@@ -520,6 +520,7 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         if len(data) > MAX_TABLE:
             raise ValueError(f"it has over {MAX_TABLE} bytes")
         text = "" if table.endswith(".parquet") else utf8_text(data)
+        names: list[str] = []
         if table.endswith(".parquet"):
             rows: list[Any] = _parquet_rows(data)
         elif table.endswith(".json"):
@@ -537,20 +538,19 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
         else:
             delimiter = delimiter_of(table, text)
             check_cells(data, f"\n{delimiter}".encode(), source.path(table))
-            reader = csv.DictReader(
+            lines = csv.reader(
                 io.StringIO(text, newline=""),
                 delimiter=delimiter,
                 strict=True,
                 skipinitialspace=True,
             )
-            names = [name.strip() for name in reader.fieldnames or ()]
-            reader.fieldnames = names
+            names = [name.strip() for name in next(lines, [])]
             if len(set(names)) != len(names):
                 raise ValueError(f"its first line repeats names: {', '.join(names)}")
-            rows = list(reader)
+            rows = _named_rows(names, lines)
         if not rows:
             raise ValueError("it has no rows")
-        columns = [str(name) for name in rows[0]]
+        columns = names or [str(name) for name in rows[0]]
         small = {name.lower(): name for name in reversed(columns)}
         file = next((small[name] for name in FILE_COLUMNS if name in small), None)
         file = file or _naming_column(rows, columns, pictures)
@@ -599,6 +599,18 @@ def _lone_column(rows: Sequence[Any], others: Sequence[str]) -> str | None:
     if len(named) != 1 or any(is_wordy(str(row.get(named[0]))) for row in rows[:PROBED]):
         return None
     return named[0]
+
+
+def _named_rows(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[dict[str, str]]:
+    """Return lines by name. Values that a short line lacks take no memory: a wide first line above
+    many of them would take that of their product. Raises ValueError for a long line."""
+    rows: list[dict[str, str]] = []
+    for line in lines:
+        if len(line) > len(names):
+            raise ValueError(f"row {len(rows) + 1} has more values than the first line names")
+        if line:
+            rows.append(dict(zip(names, line, strict=False)))
+    return rows
 
 
 def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, str]:
@@ -661,8 +673,6 @@ def _labels_of(rows: Sequence[Any], file: str, label: str) -> tuple[dict[str, st
         text = label_text(value)
         if not text.strip():
             raise ValueError(f"{name} has no {label}: give it one, or remove its row")
-        if None in row:
-            raise ValueError(f"{name} has more values than the first line names")
         if labels.setdefault(name, text) != text:
             raise ValueError(f"{name} has several labels")
     names = list(labels)

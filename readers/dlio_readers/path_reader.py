@@ -14,7 +14,7 @@ from dlio.errors import UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.file_system_kind import file_system_of
-from dlio.util.arguments import nearest
+from dlio.util.arguments import listed, nearest
 from dlio.util.limits import is_trusted, trusting
 from dlio.util.parallel import each_of
 
@@ -135,11 +135,11 @@ def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 def check_names(path: str, names: Sequence[str], known: Sequence[str], kind: str) -> None:
     """Raise UsageError if one of some names of fields is not known in a file."""
+    there = set(known)
     for name in names:
-        if name not in known:
-            raise UsageError(
-                f"{path} has no {kind} {name!r}: it has {', '.join(known)}{nearest(name, known)}"
-            )
+        if name not in there:
+            has = listed(known)
+            raise UsageError(f"{path} has no {kind} {name!r}: it has {has}{nearest(name, known)}")
 
 
 def joined_rows(

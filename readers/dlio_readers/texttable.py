@@ -23,6 +23,7 @@ from dlio.data.labels import MAX_CLASSES, MISSING, is_number, label_name, label_
 from dlio.data.schema import WholeNumbers
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
+from dlio.util.limits import check_objects
 from dlio.util.structured_text import not_utf8, separator_of
 from dlio_readers.columns import Column, ConcatColumn
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
@@ -41,6 +42,8 @@ _MOST_KEPT: Final = 1 << 13
 _PART: Final = 1 << 20
 """Bytes of a table that are indexed at a time."""
 _ROWS: Final = 1 << 14
+_COLUMN_BYTES: Final = 2048
+"""Memory that a column takes while a table is indexed and opened, whatever its rows."""
 _MAX_DIGITS: Final = 64
 """Characters of a whole number: Python converts no number of thousands of digits."""
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
@@ -114,6 +117,7 @@ def open_text_tables(
             )
     _tell_of_header(parts[0].file.name, header)
     kinds = {name: _kind([part.facts[k] for part in parts]) for k, name in enumerate(header)}
+    number_of = {name: k for k, name in enumerate(header)}
     label = label_name(header)
     if label is not None and kinds[label] == "":
         kinds[label] = "text"  # NA is a name among labels.
@@ -135,15 +139,15 @@ def open_text_tables(
     if features is not None:
         chosen = [name for name in header if name in names or name == label]
     if label in chosen:
-        _check_labels(parts, header.index(label), kinds[label])
+        _check_labels(parts, number_of[label], kinds[label])
     columns: dict[str, Column] = {}
     if features is not None:
         if FEATURES in chosen:
             raise UsageError(f"{parts[0].file.name} has a column {FEATURES!r}: rename it")
-        numbers = [header.index(name) for name in matrix]
+        numbers = [number_of[name] for name in matrix]
         columns[FEATURES] = _joined(parts, lambda part: _Matrix(part, numbers))
     for name in chosen:
-        make = partial(_TextColumn, number=header.index(name), kind=kinds[name])
+        make = partial(_TextColumn, number=number_of[name], kind=kinds[name])
         columns[name] = _joined(parts, make)
     return columns, sum(part.count for part in parts)
 
@@ -368,11 +372,8 @@ class _TableScan:
             raise SourceError(f"{self._name} at byte {self._begin}: {error}") from error
         if not self._columns:
             raise SourceError(f"{self._name} is empty")
-        names = [column.name for column in self._columns]
-        if not len(self._starts) or len(set(names)) != len(names):
-            raise SourceError(
-                f"{self._name} needs a line of different names on top, and rows below"
-            )
+        if not len(self._starts):
+            raise self._without_names()
         self._starts.append(self._at)
         return frozenset(
             each.name for each in self._columns if each.is_late and each.kind == "text"
@@ -397,14 +398,15 @@ class _TableScan:
         return arrays
 
     def _parts(self) -> Iterator[bytes]:
-        """Yield the table in parts of about 1 MiB that end with a line."""
+        """Yield the table in parts of about 1 MiB that end with a line; lines may end with CR."""
         at, held = self._at, []
         while at < self._file.size:
             data = self._file.read(at, min(_PART, self._file.size - at))
             if not data:
                 raise SourceError(f"{self._name} has changed since it was opened: run again")
             at += len(data)
-            cut = data.rfind(b"\n") + 1
+            # The last byte may be half of CR LF.
+            cut = data.rfind(b"\n") + 1 or data.rfind(b"\r", 0, -1) + 1
             held.append(data[:cut] if cut else data)
             if cut:
                 yield b"".join(held)
@@ -471,6 +473,9 @@ class _TableScan:
         rows = iter(rows)
         if not self._columns:
             header = [name.strip() for name in next(rows, (0, []))[1]]
+            if len(set(header)) != len(header):
+                raise self._without_names()
+            check_objects(_COLUMN_BYTES * len(header), self._file.size, self._name)
             self._columns = [_ColumnScan(name, name in self._texts) for name in header]
             for name in label_names(header):
                 self._columns[header.index(name)].is_label = True
@@ -485,6 +490,10 @@ class _TableScan:
             values = list(zip(*(row for _, row in some), strict=True))
             sizes = [np.array([len(v.encode()) for v in own], np.int64) for own in values]
             self._add(np.array([start for start, _ in some], np.int64), values, sizes)
+
+    def _without_names(self) -> SourceError:
+        text = f"{self._name} needs a line of different names on top, and rows below"
+        return SourceError(text)
 
     def _add(
         self, starts: WholeNumbers, values: Sequence[Sequence[str]], sizes: Sequence[WholeNumbers]

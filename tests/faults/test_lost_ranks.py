@@ -89,6 +89,16 @@ def test_the_survivors_of_a_script_say_one_metric(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("exchange", ["gossip", "noloco(2)", "asgd"])
+def test_what_a_rank_that_joined_has_merged_alone_counts(
+    exchange: str, named_pictures: Path, tmp_path: Path
+) -> None:
+    """All ranks of the beginning are lost: those that have joined know all that counts."""
+    kills = (Kill(0, 2), Kill(1, 7, 0.02))
+    assert _check(Case(exchange, "mpi", 2, kills, spares=2), named_pictures, tmp_path / "job") == 2
+
+
+@pytest.mark.nightly
 def test_three_hundred_drawn_kills(named_pictures: Path, tmp_path: Path) -> None:
     killed, seed = 0, 20_000
     while killed < _DRAWN_KILLS:

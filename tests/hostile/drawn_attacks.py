@@ -21,7 +21,10 @@ import pytest
 
 from dlio.cli import main
 from dlio.comm.single import SingleCommunicator
+from dlio.errors import UsageError
 from dlio.features.search.study_journal import StudyJournal
+from dlio.train.callbacks.prometheus import Prometheus
+from dlio.train.callbacks.tensorboard import TensorBoard
 from dlio.train.checkpoint.checkpoint_store import Checkpoints
 from dlio.train.sample_ledger import SampleLedger
 from dlio.util.input_files import as_usage
@@ -36,9 +39,9 @@ from tests.hostile.commands import (
     link,
     packs,
 )
-from tests.hostile.users import Machine
+from tests.hostile.users import Machine, User
 
-_DRAWN = 60
+_DRAWN = 100
 
 
 def _ledger(path: Path) -> None:
@@ -60,6 +63,32 @@ def _page(machine: Machine, path: Path) -> object:
     report.parent.mkdir(exist_ok=True)
     report.write_text('{"machine": {}, "rows": [{"loader": "dlio", "samples_per_s": 3.5}]}')
     return _cli("bench", "html", report, "--output", path)
+
+
+def _view(machine: Machine, path: Path) -> object:
+    words = ("--output", path, "--no-browser", "--count", 1, "--crop", 0)
+    return _cli("view", machine.data, *words)
+
+
+def _script(path: Path) -> object:
+    return _cli("launch", "--slurm", "nodes=1", "--script", path, "train", "data")
+
+
+def _curves(path: Path) -> None:
+    curves = TensorBoard()
+    curves._folder = str(path)
+    with curves:
+        curves._scalar("loss", 1.0, 1)
+
+
+def load_commands(place: Path, data: Path) -> None:
+    """Do once what users do later, who cannot read the modules of the interpreter."""
+    machine = Machine(User(0, 0, place), User(0, 0, place), place, data)
+    for name in ("view", "ls html", "script", "curves"):
+        path = place / name
+        path.mkdir()
+        with contextlib.suppress(UsageError):  # Without TensorBoard.
+            DEEDS[name][0](machine, path)
 
 
 def _cached(machine: Machine, path: Path) -> list[int]:
@@ -96,6 +125,13 @@ DEEDS: dict[str, tuple[Callable[[Machine, Path], object], tuple[str, ...]]] = {
     "tier": (lambda _, at: fill_tier(at), (f"dlio-{os.getuid()}",)),
     "cache": (lambda m, at: _cached(m, at / "out"), ("out",)),
     "html": (lambda m, at: _page(m, at / "out"), ("out",)),
+    "view": (lambda m, at: _view(m, at / "out"), ("out",)),
+    "view below": (lambda m, at: _view(m, at / "way" / "out"), ("way", "way/out")),
+    "ls html": (lambda m, at: _cli("ls", m.data, "--html", at / "out"), ("out",)),
+    "script": (lambda _, at: _script(at / "out"), ("out",)),
+    "curves": (lambda _, at: _curves(at / "out"), ("out",)),
+    "curves below": (lambda _, at: _curves(at / "way" / "out"), ("way", "way/out")),
+    "metrics": (lambda _, at: Prometheus(str(at / "out")) and None, ("out",)),
     "read trace": (lambda _, at: _cli("ledger", at / "out", "--samples", 3), ("out",)),
     "read report": (lambda _, at: _cli("bench", "compare", at / "out", at / "out"), ("out",)),
     "status": (lambda _, at: _cli("status", "--tiers", at / "out"), ("out",)),
@@ -189,6 +225,13 @@ def _a_checkpoint_below_a_link_in_a_folder_of_the_group(machine: Machine) -> Non
 @attack
 def _a_packing_below_a_link_in_a_folder_of_the_group(machine: Machine) -> None:
     _through_a_link(machine, lambda out: packs(machine.data, out / "packed"))
+
+
+@daily
+def _curves_below_a_link_in_a_folder_of_the_group(machine: Machine) -> None:
+    pytest.importorskip("torch.utils.tensorboard")
+    _through_a_link(machine, lambda out: _curves(out / "curves"))
+    _through_a_link(machine, _curves)
 
 
 @attack

@@ -34,6 +34,7 @@ def machine(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     checkpoint(place / "ck")
     fill_tier(place, 0)
     verify(str(place))
+    drawn_attacks.load_commands(tmp_path_factory.mktemp("commands"), pictures)
     with contextlib.redirect_stdout(io.StringIO()):
         status(StatusOptions(tiers=str(place)))
     with two_users(pictures) as both:

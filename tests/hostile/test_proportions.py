@@ -1,5 +1,6 @@
 """Memory and time that data take follow from the bytes that are there."""
 
+import contextlib
 import io
 import json
 import os
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 
 import dlio
-from dlio.errors import DecodeError, SourceError
+from dlio.data.source import file_at
+from dlio.errors import DecodeError, SourceError, UsageError
 from dlio.image.decoder import decode_whole
 from dlio.image.segmentation_masks import draw_instance
 from dlio.util import limits
 from dlio_readers import rehearsal
+from dlio_readers.texttable import _TableScan
 from dlio_readers.tfrecord import RecordBytes, features_of, ints_of
 from dlio_staging.verify import verify
 from tests.hostile.corpus import annotated, scans
@@ -156,3 +159,43 @@ def test_members_of_an_npz_are_bounded_together(
     monkeypatch.setattr(limits, "_EXPANSION", 1)
     with pytest.raises(SourceError, match=r"a\.npz claims to hold"):
         dlio.open(str(tmp_path / "a.npz"), tiers="none")
+
+
+def test_a_label_table_takes_no_memory_for_values_that_its_lines_lack(tmp_path: Path) -> None:
+    """A wide first line above many short ones would take that of their product."""
+    (tmp_path / "0.jpg").write_bytes(b"\xff\xd8\xff\xe0" + bytes(200))
+    names = ["file_name", "label", *(f"c{k}" for k in range(1500))]
+    (tmp_path / "labels.csv").write_text(",".join(names) + "\n" + "0.jpg,1\n" * 1500)
+    tracemalloc.start()
+    try:
+        with dlio.open(str(tmp_path), tiers="none") as data:
+            assert len(data) == 1
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+@pytest.mark.parametrize("end", ["\r", "\n", "\r\n"])
+def test_a_table_is_read_in_parts_whatever_its_lines_end_with(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(f"a,b{end}{f'1,2{end}' * 700_000}".encode())
+    with contextlib.closing(file_at(str(path)).opened()) as file:
+        parts = list(_TableScan(file, ",", frozenset())._parts())
+    assert b"".join(parts) == path.read_bytes()
+    assert max(map(len, parts)) <= (1 << 20) + 10
+    assert all(part.endswith(end.encode()) for part in parts)
+
+
+def test_names_of_columns_are_bounded_before_columns_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(",".join(f"c{k}" for k in range(5000)) + "\n" + ",".join("1" * 5000) + "\n")
+    with pytest.raises(UsageError, match=r"a\.csv has 5000 columns, more than 256: name those"):
+        dlio.open(str(path), tiers="none")
+    monkeypatch.setattr(limits, "usable_memory", lambda: 1000)
+    monkeypatch.setattr(limits, "_FREE_BYTES", 0)
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(SourceError, match=r"a\.csv would need [0-9]+ bytes"):
+        dlio.open(str(path), tiers="none")

@@ -66,6 +66,16 @@ STRANGE: dict[str, Callable[[Path], None]] = {
 }
 
 
+def _resume(name: str) -> Callable[[Path], list[object]]:
+    def words(path: Path) -> list[object]:
+        (path.parent / "checkpoints").mkdir()
+        path.rename(path.parent / "checkpoints" / name)
+        given = ["train", "data", "--resume", "--checkpoint", path.parent / "checkpoints"]
+        return [*given, "--tiers", "none", "--epochs", 1, "--model", "resnet(width=4)"]
+
+    return words
+
+
 def _study(name: str) -> Callable[[Path], list[object]]:
     def words(path: Path) -> list[object]:
         (path.parent / "study" / "trials").mkdir(parents=True)
@@ -93,6 +103,7 @@ COMMANDS: dict[str, Callable[[Path], list[object]]] = {
     "launch --script": lambda path: [
         *("launch", "--slurm", "nodes=1", "--script", path, "train", "data", "--checkpoint", "ck")
     ],
+    "train --resume": _resume(".lock"),
     "search.json": _study("search.json"),
     "journal.log": _study("journal.log"),
     "lock": _study("lock"),
@@ -131,7 +142,7 @@ def test_pipes_and_devices_are_refused_in_one_line(
     path = tmp_path / "place" / "strange"
     STRANGE[kind](path)
     words = COMMANDS[command](path)
-    _check_one_line(run(*words), "strange", "study", "place")
+    _check_one_line(run(*words), "strange", "study", "checkpoints", "place")
 
 
 # Contents, drawn from sound ones by a seed.

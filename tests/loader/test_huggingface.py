@@ -1,6 +1,5 @@
 """Hugging Face data sets of images are read through tiers, and their samples stay the same."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 import dlio
 from dlio.data.links import following_links
+from tests.hostile.test_state_files import STRANGE
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,15 @@ def _naming(datasets: Any, path: Path) -> Any:
     return datasets.Dataset.from_dict({"image": rows}, features=features)
 
 
-def test_a_pipe_that_a_data_set_names_is_refused(datasets: Any, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(dlio.SourceError, match="not a regular file"):
-        list(dlio.DataLoader(_naming(datasets, tmp_path / "fifo"), 1, collate_fn=list))
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_pipe_or_device_that_a_data_set_names_is_refused(
+    datasets: Any, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "strange"
+    STRANGE[kind](path)
+    with pytest.raises(dlio.SourceError, match="strange") as raised:
+        list(dlio.DataLoader(_naming(datasets, path), 1, collate_fn=list))
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_parquet_does_not_read_the_files_that_its_paths_name(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dlio.comm.comm_protocol import Buffer, Request
-from dlio.errors import SourceError
+from dlio.errors import PeerLost, SourceError
 from dlio.train.checkpoint.rank_parts import agree, complete, has_part, write_part
 from dlio.train.checkpoint.tensor_reader import contents, read_tensors
 
@@ -123,3 +123,55 @@ def test_all_ranks_agree_on_how_a_checkpoint_ended(
     assert {each[:1024] for each in ended.values()} == {outcome}
     assert len(ended) == 3
     assert calls == ([] if any(errors) else [0])
+
+
+class _PostAmongLosses(_Post):
+    """The same; to a rank that is gone no message can be begun."""
+
+    def __init__(self, boxes: Any, rank: int, gone: list[int]) -> None:
+        super().__init__(boxes, rank)
+        self._gone = gone
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request:
+        self._look(dest)
+        return super().isend(data, dest, tag)
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        self._look(source)
+        return super().irecv(into, source, tag)
+
+    def _look(self, other: int) -> None:
+        if other in self._gone:
+            raise PeerLost(f"rank {other} is gone")
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_rank_that_waits_for_the_first_is_told_of_a_loss_that_only_that_one_sees(
+    early: bool,
+) -> None:
+    """Rank 1 is lost, `early` before it has written its part, or else before it is told the end."""
+    boxes: Any = defaultdict(queue.Queue)
+    gone = [1] if early else []
+    ended: dict[int, str] = {}
+
+    def wait(requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.done()
+
+    def run(rank: int) -> None:
+        def publish() -> str:
+            gone.append(1)
+            return "a reason"
+
+        try:
+            ended[rank] = agree(_PostAmongLosses(boxes, rank, gone), rank, 3, "", publish, wait)
+        except PeerLost:
+            ended[rank] = "lost"
+
+    boxes[1, 0, 1].put(bytes(1024))
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ended == {0: "lost", 2: "lost" if early else "a reason"}

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,37 @@ def test_a_trace_appears_when_it_is_finished_with_empty_steps_too(tmp_path: Path
         assert stated == before
     assert check_ledger(read_lines(str(path)), 4)[1].exact
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_rank_that_joins_writes_whole_lines_of_ranks_that_were_lost_before(
+    tmp_path: Path,
+) -> None:
+    """Nobody else is left to write them."""
+    whole, joined = tmp_path / "whole", tmp_path / "joined"
+    place_of_others: dict[str, Any] = {}
+    for path in (whole, joined):
+        with SampleLedger(str(path), SingleCommunicator()) as trace:
+            trace.end_epoch()
+            if place_of_others:
+                trace.follow_place(json.loads(json.dumps(place_of_others)))
+            else:
+                trace.step(1, 0, [4], 6, 2)
+                trace.step(1, 1, [5], 7, 2, part=1)
+                place_of_others = trace.tell_place()
+            trace.step(1, 2, [6], 8, 1)
+            trace.end_epoch(lambda: [(1, 0, 0, [1]), (1, 1, 0, [2])])
+            trace.finish()
+    lost = []
+    for path in (whole, joined):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        lost.append(
+            [{k: v for k, v in row.items() if k != "hash"} for row in rows if "lost" in row]
+        )
+    assert lost[0] == lost[1]
+    assert [(row["update"], row["ranks"], row.get("part")) for row in lost[1]] == [
+        (6, 2, None),
+        (7, 2, 1),
+    ]
 
 
 def test_a_run_that_ends_early_leaves_no_trace(tmp_path: Path) -> None:

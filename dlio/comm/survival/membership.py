@@ -99,6 +99,10 @@ class Membership(Protocol):
         Raises CommError when too few ranks survive.
         """
 
+    def interrupt(self) -> None:
+        """End the waits of all ranks of this generation, before `agree` with a No: also of those
+        that wait for a rank that lives, which sends nothing more, as it waits for their votes."""
+
     def agree(self, well: bool) -> bool:
         """Return True if all ranks of this generation are alive and say True. Collective.
 

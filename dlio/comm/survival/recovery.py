@@ -253,9 +253,15 @@ class Recovery:
                 well = True
             except PeerLost:
                 well = False
-            if self.membership.agree(well):
+            if self._all_well(well):
                 return result
             self.recover()
+
+    def _all_well(self, well: bool) -> bool:
+        """Vote, and return the result; ranks that wait for this one are not left waiting."""
+        if not well:
+            self.membership.interrupt()
+        return self.membership.agree(well)
 
     # One recovery
 
@@ -348,7 +354,7 @@ class Recovery:
             well = False
         # Ranks whose part raised nothing may still be short of what a lost rank had to give: one
         # vote decides for all, and after a No everything is reconciled again from new reports.
-        well = self.membership.agree(well)
+        well = self._all_well(well)
         self._seconds[1] += time.perf_counter() - began
         return well
 

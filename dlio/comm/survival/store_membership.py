@@ -139,6 +139,10 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
 
     # Agreement
 
+    def interrupt(self) -> None:
+        # The launcher tells all of a loss, which ends their waits.
+        pass
+
     def agree(self, well: bool) -> bool:
         self._agreements += 1
         generation = self._generation

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import mpi4py
@@ -110,6 +110,15 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
         """Forget a communicator that this rank has closed. Its memory goes with the next loss."""
         handle.over = True
 
+    def interrupt(self) -> None:
+        self._revoke([handle.raw for handle in self._living().values() if not handle.rests])
+
+    def _revoke(self, comms: Sequence[MPI.Comm]) -> None:
+        with one_at_a_time:
+            for comm in comms:
+                if comm != MPI.COMM_NULL and not comm.Is_revoked():
+                    comm.Revoke()
+
     def agree(self, well: bool) -> bool:
         # Agreement, and no allreduce: it alone gives all survivors the same answer if a rank is
         # lost in its midst. A bitwise AND, so a single No makes it a No.
@@ -164,10 +173,7 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
         old = [handle for handle in self._living().values() if not handle.rests]
         # Revoking ends all waits, also of ranks that wait for a rank that lives: that one will come
         # here, and never send what they wait for.
-        with one_at_a_time:
-            for comm in (*(handle.raw for handle in old), self._active, self._root):
-                if comm != MPI.COMM_NULL and not comm.Is_revoked():
-                    comm.Revoke()
+        self._revoke([*(handle.raw for handle in old), self._active, self._root])
         # Shrink would block in MPI until the last survivor comes, which may compute for seconds.
         self._await_survivors()
 

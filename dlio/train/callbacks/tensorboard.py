@@ -1,5 +1,6 @@
 """TensorBoard: curves of a run, and summaries of its gradients and weights."""
 
+import os
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -9,6 +10,7 @@ from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.callbacks.epoch_figures import figures_of
 from dlio.train.report import EpochReport
 from dlio.util.extras import how_to_install
+from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import unwritable
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class TensorBoard(Callback):
         self._losses = 0
         """Losses of ranks that were written, or that another rank has written."""
         self._open: SummaryWriter | None = None
+        self._descriptor = -1
+        """That of the folder, once it is open."""
         self._purge: int | None = None
         """First step whose earlier events do not count, because this run makes it again."""
 
@@ -46,14 +50,25 @@ class TensorBoard(Callback):
                 f"--tensorboard: {error}; install it: {how_to_install('tensorboard')}"
             ) from error
         try:
-            self._open = SummaryWriter(self._folder, purge_step=self._purge)
+            self._open = SummaryWriter(self._place(), purge_step=self._purge)
         except OSError as error:
             raise unwritable(f"--tensorboard {self._folder}", error) from error
         return self._open
 
+    def _place(self) -> str:
+        """Return the folder by a path that nobody can exchange. Raises OSError."""
+        assert self._folder is not None
+        if "://" in self._folder:
+            return self._folder
+        self._descriptor = make_folders(self._folder)
+        return f"/proc/self/fd/{self._descriptor}"
+
     def __exit__(self, *_: object) -> None:
         if self._open is not None:
             self._open.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def begins(self, run: Run) -> None:
         self._folder = run.config.callbacks.tensorboard

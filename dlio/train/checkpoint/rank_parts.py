@@ -8,6 +8,7 @@ The files are those of torch.distributed.checkpoint. Its own collective operatio
 rank that is lost would leave the others waiting.
 """
 
+import contextlib
 import io
 import mmap
 import os
@@ -29,6 +30,7 @@ from torch.serialization import skip_data
 from dlio.comm.comm_protocol import Request
 from dlio.comm.deadlines import leave
 from dlio.comm.survival.membership import RankMessages
+from dlio.errors import PeerLost
 from dlio.util.folders import remove_path
 from dlio.util.input_files import read_json
 from dlio.util.whole_files import PUBLIC_FILE, open_own, write_json
@@ -154,6 +156,8 @@ def _archive(tensor: torch.Tensor, write: Callable[[Bytes], None]) -> None:
 
 _TEXT_BYTES: Final = 1024
 """Bytes of an outcome in a message; the rest of a longer text is cut off."""
+_LOST: Final = "\x01lost"
+"""Told instead of an outcome; no error begins so."""
 _TAG: Final = 1
 
 
@@ -246,13 +250,33 @@ def agree(
             raise
         return [bytes(buffer).rstrip(b"\0").decode(errors="ignore") for buffer in buffers]
 
+    def tell(text: str) -> None:
+        """Send a text to all others that live. Raises PeerLost if any does not."""
+        lost = None
+        for other in others:
+            try:
+                exchange(True, [other], [text])
+            except PeerLost as error:
+                lost = error
+        if lost is not None:
+            raise lost
+
     if rank:
         exchange(True, [0], [error])
-        return exchange(False, [0], [""])[0]
+        answer = exchange(False, [0], [""])[0]
+        if answer == _LOST:
+            raise PeerLost("a rank was lost before it had written its part of a checkpoint")
+        return answer
     others = range(1, ranks)
-    errors = [error, *exchange(False, others, [""] * len(others))]
+    try:
+        errors = [error, *exchange(False, others, [""] * len(others))]
+    except PeerLost:
+        # The others wait for this rank alone, which lives: no loss would end that.
+        with contextlib.suppress(PeerLost):
+            tell(_LOST)
+        raise
     outcome = next((each for each in errors if each), "") or publish()
-    exchange(True, others, [outcome] * len(others))
+    tell(outcome)
     return outcome
 
 

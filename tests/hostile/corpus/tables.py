@@ -174,9 +174,14 @@ def cases() -> Cases:
         "empty-name": ",b\n1,2\n",
         "escape-name": "\x1b[31ma,b\n1,2\n3\n",
         "newlines": "\n" * 100_000,
+        "header-wide": ",".join(f"c{k}" for k in range(300_000)) + "\n1,2\n",
+        "header-commas": "," * (4 << 20) + "\n1\n",
+        "row-wide": "a,b\n" + "ab," * (2 << 20) + "\n",
+        "quote-open-long": 'a,b\n1,"' + "3,4\n" * (1 << 20),
         "commas": "," * 100_000 + "\n",
     }
     for name, text in texts.items():
         yield Case(f"csv/{name}", _csv(text), ANY if name in odd else ERROR)
     yield Case("csv/number-digits", _csv("a,b\n" + "9" * 5000 + ",2\n"), ANY)
+    yield Case("csv/cr-rows", _csv("a,b\r" + "1,2\r" * (1 << 20)), RIGHT, "1048576 samples")
     yield Case("csv/many-rows", _csv("a\n" + "1\n" * 200_000), RIGHT, "200000 samples")

@@ -222,6 +222,10 @@ class MemoryMembership:
         self.number, self.members = self._generation.number, self._generation.members
         return list(reports)
 
+    def interrupt(self) -> None:
+        # A loss ends the waits of all.
+        pass
+
     def agree(self, well: bool) -> bool:
         self._agreements += 1
         return self._network.agree(self._cohort, self._generation, self._agreements, well)
