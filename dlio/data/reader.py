@@ -40,6 +40,7 @@ from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing, trusting
 from dlio.util.plugins import plugins
+from dlio.util.units import counted
 
 # fmt: off
 OPEN_ARGUMENTS: Final = (
@@ -156,7 +157,8 @@ def _tell_of_labels(reader: Reader) -> None:
         and all(map(is_number, reader.classes))
         and not all(each.isdecimal() for each in reader.classes)
     ):
-        text = f"its labels are numbers with fractions, and are {len(reader.classes)} classes"
+        count = counted(len(reader.classes), "class")
+        text = f"its labels are numbers with fractions, and are {count}"
     elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
         able = [name for name, kind in kinds.items() if kind.text == "text" or kind.scalar]
         name = likely_label(able)

@@ -48,6 +48,7 @@ from dlio.util.arguments import (
     whole_number,
 )
 from dlio.util.closable import Closable
+from dlio.util.units import counted
 
 if TYPE_CHECKING:
     from dlio.loader.gallery.sample_page import SamplePage
@@ -558,8 +559,9 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
 
     def __repr__(self) -> str:
         return (
-            f"dlio.Dataset({self.path!r}, {len(self)} samples, {len(self.classes)} classes, "
-            f"image_size={self.image_size}, train={self.train})"
+            f"dlio.Dataset({self.path!r}, {counted(len(self), 'sample')}, "
+            f"{counted(len(self.classes), 'class')}, image_size={self.image_size}, "
+            f"train={self.train})"
         )
 
     def _early_recipe(self) -> Recipe | None:

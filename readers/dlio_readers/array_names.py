@@ -23,6 +23,7 @@ from dlio.data.splits import (
     split_word,
 )
 from dlio.errors import SourceError, UsageError
+from dlio.util.units import counted
 
 # fmt: off
 _PARTS: Final = frozenset((
@@ -111,7 +112,7 @@ def check_groups(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         like = [group for group in groups if same or _DIGITS.sub("0", group) == kind]
         first, second = like[:2]
         raise UsageError(
-            f"{where}: {len(like)} groups, such as {first} and {second}, hold "
+            f"{where}: {counted(len(like), 'group')}, such as {first} and {second}, hold "
             f"{', '.join(groups[first])} each: dlio does not read groups as samples. Store "
             "sample i as row i of data sets, or name data sets to read rows of, as in "
             f"{where}::{first}/{next(iter(groups[first]))}"
@@ -124,7 +125,7 @@ def check_groups(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         first, *_ = shapes
         tell_once(
             f"{where}: {len(shapes)} arrays named alike, such as {first}, are read as fields of "
-            f"{rows.pop()} samples: if each is a sample, store them as rows of one array"
+            f"{counted(rows.pop(), 'sample')}: if each is a sample, store them as rows of one array"
         )
 
 

@@ -31,6 +31,7 @@ from dlio.data.splits import (
 )
 from dlio.errors import SourceError, UsageError
 from dlio.util.structured_text import check_cells
+from dlio.util.units import counted
 from dlio_readers.fileset import PICTURES, files_in
 
 # fmt: off
@@ -451,8 +452,8 @@ def _add(
             raise SourceError(f"{source.path(each.file)}: {name} has several labels")
     if lost:
         raise SourceError(
-            f"{source.path(each.file)}: {len(lost)} of its {len(each.rows)} pictures are not in "
-            f"{source.path(folder)} {lost[:3]}: copy them, remove their rows, or "
+            f"{source.path(each.file)}: {len(lost)} of its {counted(len(each.rows), 'picture')} "
+            f"are not in {source.path(folder)} {lost[:3]}: copy them, remove their rows, or "
             "leave the list out with layout='classes'"
         )
 

@@ -24,7 +24,7 @@ from dlio.util.options import Option, check
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.shared_folders import SHARED_MEMORY, own_memory
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 _DAY_S: Final = 86400
 
@@ -228,8 +228,8 @@ def _print_entry(entry: dict[str, Any]) -> None:
     print_line(
         f"  {printable(entry['source'] or entry['fingerprint'])}: "
         f"{format_bytes(entry['bytes'])}, "
-        f"{entry['blocks']:,} blocks, staged {_ago(entry['created'])}, {entry['hits']:,} hits, "
-        f"{', '.join(state)}"
+        f"{counted(entry['blocks'], 'block')}, staged {_ago(entry['created'])}, {entry['hits']:,} "
+        f"hits, {', '.join(state)}"
     )
 
 

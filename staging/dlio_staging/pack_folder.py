@@ -611,14 +611,14 @@ def describe(source: object, options: PackOptions) -> dict[str, object]:
 def summary(destination: str, done: PackResult) -> str:
     """Return what to print about the result of a packing."""
     refused = (
-        f"\n{done.undecodable:,} sample(s) have an image that cannot be decoded, packed as it is: "
+        f"\n{counted(done.undecodable, 'sample')} packed with an image that cannot be decoded: "
         f"`dlio verify {destination}` lists them"
         if done.undecodable
         else ""
     )
     kept = f", {done.kept_shards} of them by an earlier run" if done.kept_shards else ""
     return (
-        f"{destination}: {done.samples:,} samples, {format_bytes(done.data_bytes)} in "
+        f"{destination}: {counted(done.samples, 'sample')}, {format_bytes(done.data_bytes)} in "
         f"{counted(done.shards, 'shard')} of {format_bytes(done.file_bytes)} together{kept}, "
         "verified"
         f"{refused}"

@@ -71,7 +71,7 @@ def test_soft_links_are_followed_and_others_are_told(
         file["round"] = h5py.SoftLink("other")
     with caplog.at_level(logging.WARNING, "dlio"):
         assert labels_of(f"{tmp_path}/a.h5") == ([], [2, 0, 1])
-    assert "3 links to groups, nothing or other files are left out, such as gone" in (caplog.text)
+    assert "3 links to groups, nothing or other files left out, such as gone" in (caplog.text)
     with pytest.raises(SourceError, match="is a link to a group, to nothing or to another file"):
         open_reader(f"{tmp_path}/a.h5::other")
 

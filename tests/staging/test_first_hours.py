@@ -149,7 +149,7 @@ def test_the_cache_is_listed_and_cleaned(
     clean(CacheCleanOptions(older=1.0))
     assert "removed 0 indexes" in capsys.readouterr().out
     clean(CacheCleanOptions())
-    assert "removed 1 indexes" in capsys.readouterr().out
+    assert "removed 1 index" in capsys.readouterr().out
     assert (cache / "my folder" / "file").exists()
     assert (cache / "mine.txt").exists()
     assert known_roots() == ["/some/tier"]
@@ -199,4 +199,4 @@ def test_a_split_is_packed_staged_and_verified(
     with pytest.raises(SourceError, match="give --source, and --split"):
         verify(VerifyOptions(str(tier), heal=True))
     verify(VerifyOptions(str(tier), heal=True, source=str(tables), split="train"))
-    assert "1 blocks fetched again" in capsys.readouterr().out
+    assert "1 block fetched again" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.util.closable import Closable
+from dlio.util.units import counted
 from dlio_bench.bench_processes import cpu_s, pss, threads, tree
 from dlio_bench.peers.environments import runner_command, runner_environment
 from dlio_bench.peers.standalone.runners.protocol import MARK, Task, checksum
@@ -272,7 +273,7 @@ def race(
         if set(figures.labels) != {expected}:
             raise UsageError(
                 f"{contender.name} gave other labels than the data has, in a pass of "
-                f"{figures.samples} samples of {len(labels)}"
+                f"{counted(figures.samples, 'sample')} of {len(labels)}"
             )
         if weight is not None and set(figures.values) != {weight}:
             raise UsageError(f"{contender.name} gave other values than the data has")
