@@ -18,7 +18,6 @@ from dlio.data.interpretation import (
     has_split_files,
     lone_folder,
     split_folder,
-    tell_once,
 )
 from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links, opened_by_user
@@ -40,6 +39,7 @@ from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing, trusting
 from dlio.util.plugins import plugins
+from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
 # fmt: off

@@ -35,7 +35,7 @@ from dlio.loader.sample_recipes import (
 )
 from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
-from dlio.storage.tier_spec import Tiers, choose_tiers, decoded_spec
+from dlio.storage.tier_spec import Tiers, check_folders, choose_tiers, decoded_spec
 from dlio.util.arguments import (
     MOST_SEED,
     PathText,
@@ -201,6 +201,7 @@ def check_options(
 ) -> tuple[ImageSize, int, int | None]:
     """Check options of `dlio.open` and `dlio.mix`; return (image_size, crops, seed) as integers."""
     choose_tiers(tiers, 0)
+    check_folders(tiers)
     size: ImageSize = None
     if isinstance(image_size, str) and image_size == "auto":
         size = "auto" if transform else USUAL_SIDE
@@ -409,6 +410,7 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
     def retier(self, tiers: Tiers) -> None:
         """Replace the tiers. Raises UsageError if they are already in use."""
         choose_tiers(tiers, 0)
+        check_folders(tiers)
         if self._mount is not None:
             raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
         self.tiers = tiers

@@ -1,5 +1,6 @@
 """Output files that appear complete or not at all, and locks on files."""
 
+import errno
 import fcntl
 import os
 import time
@@ -134,7 +135,21 @@ def write_json(path: str, value: object) -> None:
 
 
 def unwritable(path: str, error: OSError) -> UsageError:
-    """Return the error for a file that cannot be written."""
-    return UsageError(
-        f"{path} cannot be written: {error.strerror}; free some space there, or name another file"
-    )
+    """Return the error for a file or folder, after its option if it has one, that cannot be
+    written."""
+    remedy = _REMEDIES.get(error.errno or 0, "name another place")
+    return UsageError(f"{path} cannot be written: {error.strerror}; {remedy}")
+
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "free some space there, or name another place",
+    errno.EDQUOT: "the quota is used up: free some space there, or name another place",
+    errno.EACCES: "make its folder writable, or name another place",
+    errno.EPERM: "make its folder writable, or name another place",
+    errno.EROFS: "mount it writable, or name another place",
+    errno.ENOENT: "create its folder, or name another place",
+    errno.ENOTDIR: "a file is in the place of a folder: name another place",
+    errno.EEXIST: "a file is in the place of a folder: name another place",
+    errno.EISDIR: "a folder has this name: name a file",
+    errno.ENAMETOOLONG: "give it a shorter name",
+}

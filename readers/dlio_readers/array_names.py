@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
-from dlio.data.interpretation import tell_once
 from dlio.data.splits import (
     SPLITS,
     WHOLE,
@@ -23,6 +22,7 @@ from dlio.data.splits import (
     split_word,
 )
 from dlio.errors import SourceError, UsageError
+from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
 # fmt: off

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names
-from dlio.data.interpretation import counted_below, named_files, tell_once
+from dlio.data.interpretation import counted_below, named_files
 from dlio.data.labels import (
     LABEL_NAMES,
     LabelEncoding,
@@ -39,6 +39,7 @@ from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
 from dlio.util.parallel import follow
+from dlio.util.printable import tell_once
 from dlio.util.structured_text import check_cells, parse_json
 from dlio.util.units import counted
 from dlio_readers.fileset import (

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
-from dlio.data.interpretation import tell_once
 from dlio.data.labels import label_name
 from dlio.data.schema import Schema, Value, array_kind, parse_kind
 from dlio.data.source import File, ReadErrors, Source
@@ -23,6 +22,7 @@ from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.decompression_limits import exceeds
 from dlio.util.forks import new_rlock
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, is_trusted, parsing
+from dlio.util.printable import tell_once
 from dlio.util.units import counted
 from dlio_readers.array_names import check_groups, chosen_arrays, splits_of_arrays
 from dlio_readers.columns import (

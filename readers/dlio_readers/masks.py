@@ -16,13 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 from dlio.data.index import Arrays
-from dlio.data.interpretation import tell_once
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import Schema
 from dlio.data.source import Source
 from dlio.data.splits import WHOLE, chosen_split, how_to_choose, split_of, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
+from dlio.util.printable import tell_once
 from dlio.util.units import counted
 from dlio_readers.fileset import (
     PICTURES,

@@ -53,12 +53,13 @@ def describe_status(tiers: str | None) -> dict[str, object]:
         for name, place in scratch_folders().items()
     }
     listed = []
+    named = tiers is not None or bool(settings().tiers)
     for root in find_roots(tiers):
+        kept = stored_data(root)
+        if not named and not any(entry.bytes for entry in kept):
+            continue  # Left by a job that is over: nothing to use, or to remove.
         place = file_system_of(root)
-        sets = [
-            {**asdict(entry), "in_use": entry.in_use, "path": entry.path}
-            for entry in stored_data(root)
-        ]
+        sets = [{**asdict(entry), "in_use": entry.in_use, "path": entry.path} for entry in kept]
         listed.append(
             {
                 "root": root,
@@ -118,7 +119,7 @@ def status(options: StatusOptions) -> None:
         if not tier["data_sets"]:
             print_line("  nothing is staged here")
     if not about["tiers"]:
-        print_line("no tiers found: name them with --tiers, or stage something")
+        print_line("nothing is staged in tiers found here: name others with --tiers")
 
 
 @dataclass(frozen=True, slots=True)
