@@ -221,8 +221,9 @@ def command(options: ListOptions) -> None:
         names = list(counts)
         shown = ", ".join(f"{name} ({counts[name]:,})" for name in names[:6])
         print_line(f"  classes      {len(names)}: {shown}{', ...' if len(names) > 6 else ''}")
-        things = "boxes" if ["boxes", "float32[?,4]"] in about["schema"] else "samples"
-        print_line(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} {things}")
+        thing = "box" if ["boxes", "float32[?,4]"] in about["schema"] else "sample"
+        fewest, most = min(counts.values()), counted(max(counts.values()), thing)
+        print_line(f"  per class    {fewest:,} to {most}")
     print_line(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
     print_line(f"  fingerprint  {about['fingerprint']}")
     storage = about["storage"]

@@ -25,7 +25,7 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio.util.input_files import open_text
-from dlio.util.whole_files import write_whole
+from dlio.util.whole_files import unwritable, write_whole
 
 _MARK: Final = "# Written by `dlio launch --slurm`"
 _VARIABLE: Final = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\})")
@@ -392,7 +392,7 @@ class JobScript:
                         )
             write_whole(path, lambda file: file.write(self.text().encode()))
         except OSError as error:
-            raise UsageError(f"--script {path}: cannot be written: {error.strerror}") from error
+            raise unwritable(f"--script {path}", error) from error
 
 
 def shell_words(words: Sequence[str]) -> str:

@@ -356,7 +356,7 @@ class RunReport:
                 )
         if self.checkpoints is not None:
             said.append(
-                f"{len(self.checkpoints['written'])} checkpoint(s) were written; training waited "
+                f"Wrote {counted(len(self.checkpoints['written']), 'checkpoint')}; training waited "
                 f"{self.checkpoints['wait_s']:.2f} s for them."
             )
             said += [f"{failure}." for failure in self.checkpoints["failures"]]
@@ -369,7 +369,7 @@ class RunReport:
             said.append(f"Damaged copies in tiers that were replaced from the source: {healed}.")
         errors = sum(epoch.tier_errors for epoch in self.epochs)
         if errors:
-            said.append(f"{errors} time(s) a tier failed, and samples came from elsewhere.")
+            said.append(f"Tiers failed {counted(errors, 'time')}, and samples came from elsewhere.")
         said += self.notes[:8]
         said += list(dict.fromkeys(note for epoch in self.epochs for note in epoch.notes))[:5]
         return said
@@ -381,7 +381,7 @@ def _losses(losses: Sequence[MeasuredLoss]) -> str:
     starts = sum(loss.kind == "restart" for loss in losses)
     who = f"{counted(len(lost), 'rank')} lost ({', '.join(map(str, lost))})"
     if starts:
-        who += f" and all started again {starts} time(s)"
+        who += f" and all started again {counted(starts, 'time')}"
     again = sum(loss.samples_again for loss in losses)
     return (
         f"{who}; {losses[-1].left} went on, after {longest:.2f} s at most. "

@@ -170,7 +170,7 @@ def evict_command(options: EvictOptions) -> None:
                 problems.append(str(error))
     if options.names and not count and not problems:
         raise TierError(f"{', '.join(options.names)}: not staged here: `dlio status` shows what is")
-    print_line(f"evicted {count} data set(s), {format_bytes(size)}")
+    print_line(f"evicted {counted(count, 'data set')}, {format_bytes(size)}")
     if problems:
         raise TierError("; ".join(problems))
 

@@ -35,6 +35,7 @@ from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.units import counted, format_bytes
+from dlio.util.whole_files import not_written
 from dlio_staging.byte_progress import ByteProgress, show_progress
 from dlio_staging.stage_plan import (
     StageOptions,
@@ -502,7 +503,7 @@ def _write_manifest(reader: Reader, tier: Tier, blocks: list[int], *, pin: bool)
             raise
         except OSError as error:
             if error.errno not in NO_ROOM:
-                raise TierError(f"{tier.path} cannot be written: {error.strerror}") from error
+                raise TierError(not_written(tier.path, error)) from error
             if not blocks:
                 return given_up  # There is nothing to list.
         given_up.append(blocks.pop())

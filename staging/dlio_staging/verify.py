@@ -291,8 +291,9 @@ def command(options: VerifyOptions) -> None:
         if checked.healed
         else ""
     )
-    counts = {"read with a warning": checked.warned, "warning(s) about the whole": checked.notices}
-    remarks = [f"{len(lines)} {kind}" for kind, lines in counts.items() if lines]
+    remarks = [f"{len(checked.warned)} read with a warning"] if checked.warned else []
+    if checked.notices:
+        remarks.append(f"{counted(len(checked.notices), 'warning')} about the whole")
     print_line(f"{summary}, {healed}{', '.join(remarks) or 'all sound'}")
 
 

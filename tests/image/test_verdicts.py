@@ -304,7 +304,7 @@ def test_verify_says_what_a_data_set_leaves_out(
     shown = capsys.readouterr().out
     assert "warning: " in shown
     assert "has json in 1 of its 6 samples" in shown
-    assert "1 warning(s) about the whole" in shown
+    assert "1 warning about the whole" in shown
     assert "all sound" not in shown
     command(VerifyOptions(str(path), as_json=True))
     printed = json.loads(capsys.readouterr().out)
