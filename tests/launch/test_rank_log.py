@@ -13,7 +13,7 @@ from dlio.cli import main
 from dlio.errors import UsageError
 from dlio.launch.rank_log import rank_number
 from dlio.launch.slurm_follow import follow
-from dlio.launch.slurm_script import JobScript, parse_slurm
+from dlio.launch.slurm_script import JobScript, parse_slurm, submit
 from dlio.util.live_line import without_progress
 from dlio.util.whole_files import unwritable
 from tests.conftest import in_time
@@ -177,3 +177,30 @@ def test_a_file_in_the_place_of_the_folder_of_logs_is_said(
     assert "a file is in the place of a folder" in str(said)
     assert "free some space" in str(unwritable("a", OSError(errno.ENOSPC, "No space left")))
     assert "mount it writable" in str(unwritable("a", OSError(errno.EROFS, "Read-only")))
+
+
+@pytest.mark.parametrize(
+    ("printed", "job"),
+    [
+        ("42", "42"),
+        ("42;cluster", "42"),
+        ("Welcome, 3 jobs are waiting\\nSubmitted batch job 42", "42"),
+        ("ok", None),
+    ],
+)
+def test_the_number_of_a_job_is_found_in_what_sbatch_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, job: str | None
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nprintf '{printed}\\n'\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if job is None:
+        with pytest.raises(UsageError, match="names no job: it printed ok"):
+            submit("job.sbatch")
+    else:
+        assert submit("job.sbatch") == job
+
+
+def test_options_of_the_launcher_do_not_name_the_job() -> None:
+    command = ("dlio", "launch", "--backend", "mpi", "--logs", "logs", "train", "data")
+    assert JobScript(parse_slurm(["nodes=2"]), command).name == "dlio-train"
