@@ -27,7 +27,7 @@ from dlio.errors import UsageError
 from dlio.util.input_files import open_text
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
-from dlio.util.units import format_seconds
+from dlio.util.units import counted, format_seconds
 from dlio_bench.peers.environments import missing, python_of, shared_environment
 from dlio_bench.readers import write_mds
 from dlio_bench.results.envelope import begin, finish
@@ -214,7 +214,8 @@ def _opened(
     count, seconds, cpu_s, peak = run()
     if count != samples:
         raise UsageError(
-            f"{contender.name} opened {count:.0f} of the {samples} samples of {paths[-1]}"
+            f"{contender.name} opened {count:.0f} of the {counted(samples, 'sample')} of "
+            f"{paths[-1]}"
         )
     calls = None
     if shutil.which("strace") is not None:
@@ -335,7 +336,7 @@ def command(options: IndexBenchOptions, output: OutputOptions) -> None:
                 values.append(("system calls", "", each.calls))
             figures += [Figure(what, unit, (v,), labels, "lower") for what, unit, v in values]
     headings = ("format", "library", "time", "bytes/sample", "calls/sample")
-    table(f"opening {options.samples:,} samples", headings, rows, left=2)
+    table(f"opening {counted(options.samples, 'sample')}", headings, rows, left=2)
     results = Results(
         "index",
         settings=asdict(options),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
+from dlio.util.units import counted
 from dlio_bench.bench_data import draw_small_pictures
 from dlio_bench.bench_processes import cores_for, spinning_processes
 from dlio_bench.peers.contender_table import CONTENDERS
@@ -116,7 +117,7 @@ def small(
 def show_small(report: Mapping[str, object]) -> None:
     """Print the tables of a report of `small`."""
     known: Any = report
-    load = f"next to {known.get('spinning_processes')} processes that spin"
+    load = f"next to {counted(known.get('spinning_processes', 0), 'spinning process')}"
     for place in ("alone", "loaded"):
         if place not in known:
             continue

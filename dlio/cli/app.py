@@ -23,6 +23,7 @@ from dlio.cli.option_groups import examples_of, usual_of
 from dlio.errors import DlioError, UsageError
 from dlio.util.input_files import read_text
 from dlio.util.plugins import plugins
+from dlio.util.units import counted
 
 CORE: Final[Mapping[str, str]] = {
     "train": "dlio.cli.train_command:command",
@@ -212,7 +213,8 @@ def _of_function(name: str, function: CommandFunction, rest: Sequence[str], brie
     hidden = ""
     if brief and usual_of(function):
         examples = examples[:_BRIEF_EXAMPLES]
-        hidden = f"`dlio {name} --help-all` shows all {len(Command(name, function).fields)} options"
+        options = counted(len(Command(name, function).fields), "option")
+        hidden = f"`dlio {name} --help-all` shows all {options}"
     app = _app(name.rpartition(" ")[2], text, examples, hidden)
     command = Command(name, function, brief)
     app.default(command.callable(rest) if is_command(function) else function)

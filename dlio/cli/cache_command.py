@@ -8,7 +8,7 @@ from dlio.cli.app import CommandGroup
 from dlio.util.json_output import json_text
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 _DAY_S: Final = 86400
 
@@ -35,7 +35,7 @@ def list_entries(options: CacheListOptions) -> None:
         print(json_text({"folder": cache_folder(), "entries": rows}, indent=2))
         return
     total = sum(entry.bytes for entry in entries)
-    print_line(f"{cache_folder()}: {len(entries):,} entries, {format_bytes(total)}")
+    print_line(f"{cache_folder()}: {counted(len(entries), 'entry')}, {format_bytes(total)}")
     for entry in entries:
         days = max(0.0, time.time() - entry.used) / _DAY_S
         print_line(f"  {entry.name}: {format_bytes(entry.bytes)}, written {days:.1f} days ago")
@@ -58,4 +58,4 @@ def clean(options: CacheCleanOptions) -> None:
     from dlio.data.index import cache_folder, clean_cache
 
     count, size = clean_cache(options.older * _DAY_S)
-    print_line(f"{cache_folder()}: removed {count:,} indexes, {format_bytes(size)}")
+    print_line(f"{cache_folder()}: removed {counted(count, 'index')}, {format_bytes(size)}")

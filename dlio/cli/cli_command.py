@@ -27,10 +27,17 @@ if TYPE_CHECKING:
 CommandFunction = Callable[..., object]
 """A function whose parameters are records of options."""
 SWITCHES: Final = {
-    "--follow-links": "Follow symbolic links that lead out of the data set's folder.",
-    "--trust": "Read the data set without the guards against files that strangers made.",
+    "--follow-links": (
+        "DLIO_FOLLOW_LINKS",
+        "Follow symbolic links that lead out of the data set's folder.",
+    ),
+    "--trust": (
+        "DLIO_TRUST",
+        "Read the data set without the guards against files that strangers made.",
+    ),
 }
-"""Options of all commands that read data, with their help; `dlio` itself takes them."""
+"""Options of all commands that read data: the variable that ranks inherit, and the help. `dlio`
+itself takes them."""
 METAVARS: Final[dict[type, str]] = {int: "INT", float: "FLOAT", str: "TEXT"}
 """Placeholders in the help for values of options that do not define one."""
 
@@ -236,7 +243,7 @@ def _switch_parameters(group: "Group | None") -> list[inspect.Parameter]:
     from cyclopts import Parameter
 
     made = []
-    for name, text in SWITCHES.items():
+    for name, (_, text) in SWITCHES.items():
         parameter = Parameter(name=name, help=text, show_default=False, negative=())
         made.append(
             inspect.Parameter(

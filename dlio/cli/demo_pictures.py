@@ -18,6 +18,7 @@ from dlio.image.decoder import opencv
 from dlio.util.folders import new_folder
 from dlio.util.input_files import MOST_SETTINGS, read_json
 from dlio.util.trusted_files import open_new
+from dlio.util.units import counted
 from dlio.util.user_folders import make_folders, parent_of
 from dlio.util.whole_files import unwritable, write_json
 
@@ -49,7 +50,7 @@ def draw_dataset(
     Raises UsageError if the folder holds anything else, or for an invalid number of classes.
     """
     if not 2 <= classes <= len(PAINTERS):
-        raise UsageError(f"cannot draw {classes} classes: give 2 to {len(PAINTERS)}")
+        raise UsageError(f"cannot draw {counted(classes, 'class')}: give 2 to {len(PAINTERS)}")
     asked = {
         "version": _VERSION,
         "images": images,

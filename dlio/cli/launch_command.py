@@ -226,6 +226,8 @@ def command(program: Program, options: LaunchOptions) -> None:
     started = read_program(program)
     if started is None:
         return
+    if options.logs and os.path.lexists(options.logs) and not os.path.isdir(options.logs):
+        raise UsageError(f"--logs {options.logs}: this is not a folder; name another place")
     if options.slurm:
         _submit(started, options)
         return

@@ -97,8 +97,8 @@ def _as_json(epoch: "EpochCheck") -> dict[str, Any]:
 
 def _described(epoch: "EpochCheck") -> list[str]:
     first = (
-        f"epoch {epoch.epoch}: {epoch.samples:,} samples in {epoch.steps:,} steps on "
-        f"{counted(len(epoch.ranks), 'rank')}"
+        f"epoch {epoch.epoch}: {counted(epoch.samples, 'sample')} in "
+        f"{counted(epoch.steps, 'step')} on {counted(len(epoch.ranks), 'rank')}"
     )
     if epoch.left_out:
         first += f", {epoch.left_out:,} left out by --skip-samples"

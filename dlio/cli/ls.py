@@ -9,7 +9,7 @@ from dlio.errors import printable
 from dlio.util.json_output import json_text
 from dlio.util.options import Option
 from dlio.util.printable import print_line
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio.util.whole_files import check_writable
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _ranges(reader: "Reader") -> dict[str, str]:
         parts = [part for part in parts if part.size and part.dtype.kind in "iufb"]
         if parts:
             low, high = min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)
-            shown[name] += f", {low:g} to {high:g} in {len(parts):,} samples"
+            shown[name] += f", {low:g} to {high:g} in {counted(len(parts), 'sample')}"
     return shown
 
 
@@ -206,7 +206,8 @@ def command(options: ListOptions) -> None:
         return
     counts = about["classes"]
     print_line(
-        f"{path}: {about['format']}, {about['samples']:,} samples, {format_bytes(about['bytes'])}"
+        f"{path}: {about['format']}, {counted(about['samples'], 'sample')}, "
+        f"{format_bytes(about['bytes'])}"
     )
     if about["understood"]:
         print_line(f"  read as      {about['understood']}")
@@ -220,8 +221,9 @@ def command(options: ListOptions) -> None:
         names = list(counts)
         shown = ", ".join(f"{name} ({counts[name]:,})" for name in names[:6])
         print_line(f"  classes      {len(names)}: {shown}{', ...' if len(names) > 6 else ''}")
-        things = "boxes" if ["boxes", "float32[?,4]"] in about["schema"] else "samples"
-        print_line(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} {things}")
+        thing = "box" if ["boxes", "float32[?,4]"] in about["schema"] else "sample"
+        fewest, most = min(counts.values()), counted(max(counts.values()), thing)
+        print_line(f"  per class    {fewest:,} to {most}")
     print_line(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
     print_line(f"  fingerprint  {about['fingerprint']}")
     storage = about["storage"]

@@ -12,6 +12,7 @@ from dlio.cli.option_groups import with_help
 from dlio.errors import SourceError, UsageError
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
+from dlio.util.units import counted
 from dlio.util.whole_files import check_writable
 
 
@@ -84,7 +85,9 @@ def command(options: ViewOptions) -> None:
         descriptor, path = tempfile.mkstemp(prefix="dlio-view-", suffix=".html")
         os.close(descriptor)
     page.save(path, private=options.output is None)
-    print_line(f"{path}: {shown} samples of {options.source}, {os.path.getsize(path):,} bytes")
+    print_line(
+        f"{path}: {counted(shown, 'sample')} of {options.source}, {os.path.getsize(path):,} bytes"
+    )
     for error in page.failed[:5]:
         print_line(f"warning: {error}", sys.stderr)
     if not options.no_browser and not _opened(os.path.abspath(path)):

@@ -12,6 +12,7 @@ from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.settings import LAUNCHER, settings
+from dlio.util.units import counted
 
 _MPI_SIZES: Final = (
     "OMPI_COMM_WORLD_SIZE",
@@ -115,9 +116,9 @@ def check_launch(ranks: int) -> None:
         if started.count > ranks:
             others = "none of the others" if ranks == 1 else f"only {ranks} of them"
             raise UsageError(
-                f"{started.launcher} started {started.count} processes ({started.variable}), but "
-                f"this one finds {others}, so that each would do all of the work: "
-                f"{started.remedy}; {_ALONE}"
+                f"{started.launcher} started {counted(started.count, 'process')} "
+                f"({started.variable}), but this one finds {others}, so that each would do all of "
+                f"the work: {started.remedy}; {_ALONE}"
             )
 
 

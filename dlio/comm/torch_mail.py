@@ -23,6 +23,7 @@ from dlio.comm.net.hub import CLOSE_TIMEOUT_S, Hub
 from dlio.comm.net.keys import Keys, RefusedConnection, job_secret
 from dlio.comm.net.peer_link import FrameHead, PeerLink
 from dlio.errors import CommError
+from dlio.util.units import counted
 
 Channel: TypeAlias = tuple[int, int]
 """Numbers of a generation of ranks and of a communicator: messages of two channels never mix."""
@@ -245,7 +246,9 @@ class Mail:
             # A rank with another program could fill this one's memory with messages that nobody
             # takes.
             if count >= _MOST_EARLY:
-                raise RefusedConnection(f"it has sent {count} messages that nobody expects")
+                raise RefusedConnection(
+                    f"it has sent {counted(count, 'message')} that nobody expects"
+                )
             self._waiting[early.peer] = count + 1
             self._early.setdefault(key, deque()).append(early)
             if early.body is None and self._ends_at is not None:

@@ -8,7 +8,7 @@ from dlio.comm import Communicator
 from dlio.data.reader_contract import Reader, data_bytes
 from dlio.data.source import redact
 from dlio.errors import UsageError
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 _SHOWN: Final = 4
 """Maximum number of different data sets that an error names."""
@@ -23,7 +23,7 @@ def check_same_data(reader: Reader, comm: Communicator) -> None:
     """
     if comm.size == 1:
         return
-    holds = f"{reader.format}, {len(reader):,} samples, {format_bytes(data_bytes(reader))}"
+    holds = f"{reader.format}, {counted(len(reader), 'sample')}, {format_bytes(data_bytes(reader))}"
     own = [reader.fingerprint, redact(reader.path), holds]
     ranks: dict[str, list[int]] = {}
     shown: dict[str, str] = {}

@@ -5,7 +5,7 @@
 The cache is DLIO_CACHE, or dlio below XDG_CACHE_HOME or ~/.cache. If others can write there, each
 user has a private folder in it, dlio-<uid>. Its contents are used only if their shapes and
 checksums are right; a damaged index is built again. A cache that cannot be written is not used,
-without an error.
+which is said once.
 
 Large arrays are mapped, so that all ranks of a node share one copy in the page cache. Only files of
 this node's own file systems are: one that another node removes would kill the process. Of a cache
@@ -46,7 +46,7 @@ from dlio.util.folders import (
     rename,
 )
 from dlio.util.mount_points import is_local
-from dlio.util.printable import log_warning
+from dlio.util.printable import log_warning, tell_once
 from dlio.util.settings import settings
 from dlio.util.shared_folders import user_folder
 from dlio.util.trusted_files import (
@@ -385,9 +385,11 @@ def _entry(kind: str, key: str) -> Iterator[int | None]:
     """
     with contextlib.ExitStack() as stack:
         folder, cache, name = None, -1, f"{kind}.{key}"
-        with contextlib.suppress(OSError):
+        try:
             cache = stack.enter_context(open_cache())
             folder = stack.enter_context(closing_descriptor(open_working(cache, name)))
+        except OSError as error:
+            _tell_unkept(error)
         try:
             yield folder
         except BaseException:
@@ -431,10 +433,20 @@ def _save(folder: int | None, name: str, arrays: Mapping[str, npt.NDArray[Any]])
         rename(temporary, name, folder, folder)
         # Indexes of earlier states of the files.
         empty_folder(folder, keep=(_LOCK, MARK, name))
-    except OSError:
+    except OSError as error:
         remove_entry(folder, temporary)
+        _tell_unkept(error)
         return False
     return True
+
+
+def _tell_unkept(error: OSError) -> None:
+    """Say once that the cache keeps no indexes."""
+    reason = error.strerror or str(error)
+    tell_once(
+        f"the cache {cache_folder()} cannot be written ({reason}): data sets are listed anew each "
+        "time; free space or make it writable there, or name another folder in DLIO_CACHE"
+    )
 
 
 def _load(folder: int | None, name: str, *, says: bool = True) -> Arrays | None:

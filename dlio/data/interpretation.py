@@ -21,7 +21,7 @@ from dlio.data.splits import (
     splits_among,
 )
 from dlio.errors import SourceError, UsageError
-from dlio.util.printable import log_warning
+from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
 _CLEAR: Final = 2
@@ -47,7 +47,6 @@ _CONTAINERS: Final = (
 )
 """Names of folders of all samples, in lower case, and not of a class."""
 _TABLES: Final = ("labels.", "metadata.")
-_told: set[str] = set()
 
 Kinds = Sequence[tuple[str, Any]]
 
@@ -80,13 +79,6 @@ class Interpretation:
         shown = redact(self.path if isinstance(self.path, str) else str(self.path))
         text = f"{shown}: read as {self.words or self.format}; left out: {', '.join(self.left_out)}"
         tell_once(text)
-
-
-def tell_once(text: str) -> None:
-    """Log a warning that this process has not logged before."""
-    if text not in _told:
-        _told.add(text)
-        log_warning("%s", text)
 
 
 def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]) -> Interpretation:

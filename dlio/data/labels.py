@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.index import GrowingColumn
 from dlio.errors import SourceError
+from dlio.util.units import counted
 
 # The last one is the second item of a sample that is a tuple, such as (image, label).
 # fmt: off
@@ -164,8 +165,9 @@ def _missing(
     name: str, where: Callable[[int], str], samples: Sequence[int], count: int
 ) -> SourceError:
     return SourceError(
-        f"{where(samples[0])}: its {name} is empty, as in {len(samples)} of {count} samples: fill "
-        "it, drop the sample, or name the fields to read without it"
+        f"{where(samples[0])}: its {name} is empty, as in {len(samples)} of "
+        f"{counted(count, 'sample')}: fill it, drop the sample, or name the fields to read without "
+        "it"
     )
 
 

@@ -23,6 +23,7 @@ from dlio.errors import UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order, keyed_uniforms
 from dlio.util.arguments import named, whole_number
+from dlio.util.units import counted
 
 POSITION: Final = "position"
 """Field of a patch on a grid: its first index along each axis that is cut."""
@@ -273,7 +274,7 @@ class PatchReader:
         shortest = min(dimensions)
         if shortest < len(sides) or len(dimensions) > 1:
             raise UsageError(
-                f"{self.path}: patches of {len(sides)} dimensions, and {self._main} has "
+                f"{self.path}: patches of {counted(len(sides), 'dimension')}, and {self._main} has "
                 f"{' or '.join(map(str, sorted(dimensions)))}: give patch= a size for each of the "
                 "last dimensions, None for a whole one"
             )
@@ -392,8 +393,8 @@ def _strides(given: object, sides: Sequence[int | None]) -> tuple[int, ...]:
     steps = list(given) if isinstance(given, tuple | list) else [given] * len(sides)
     if len(steps) != len(sides):
         raise UsageError(
-            f"{named('patch_stride', given)}: give a number, or one for each of the {len(sides)} "
-            "dimensions of patch="
+            f"{named('patch_stride', given)}: give a number, or one for each of the "
+            f"{counted(len(sides), 'dimension')} of patch="
         )
     pairs = zip(steps, sides, strict=True)
     return tuple(whole_number("patch_stride", s, 1, _MOST) for s, side in pairs if side is not None)

@@ -18,7 +18,6 @@ from dlio.data.interpretation import (
     has_split_files,
     lone_folder,
     split_folder,
-    tell_once,
 )
 from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links, opened_by_user
@@ -47,6 +46,8 @@ from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing, trusting
 from dlio.util.plugins import plugins
+from dlio.util.printable import tell_once
+from dlio.util.units import counted
 
 # fmt: off
 OPEN_ARGUMENTS: Final = (
@@ -166,7 +167,8 @@ def _tell_of_labels(reader: Reader) -> None:
         and all(is_number(each.replace(",", ".", 1)) for each in reader.classes)
         and not all(each.isdecimal() for each in reader.classes)
     ):
-        text = f"its labels are numbers with fractions, and are {len(reader.classes)} classes"
+        count = counted(len(reader.classes), "class")
+        text = f"its labels are numbers with fractions, and are {count}"
     elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
         able = [name for name, kind in kinds.items() if kind.text == "text" or kind.scalar]
         name = likely_label(able)

@@ -20,6 +20,7 @@ from dlio.data.reader_contract import Abilities, Reader, StoredBlocks, abilities
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.forks import new_lock
 from dlio.util.trusted_files import read_small
+from dlio.util.units import counted
 from dlio.util.whole_files import unwritable, write_whole_at
 
 # Latency and bandwidth of the places that data is read from
@@ -279,7 +280,7 @@ def replicated(readers: Sequence[Reader]) -> Reader:
 def _check_same(first: Reader, other: Reader) -> None:
     where = f"{other.path} is not a copy of {first.path}"
     if len(first) != len(other):
-        raise UsageError(f"{where}: it has {len(other)} samples, not {len(first)}")
+        raise UsageError(f"{where}: it has {counted(len(other), 'sample')}, not {len(first)}")
     if first.schema != other.schema:
         raise UsageError(f"{where}: its samples have other fields")
     differing = np.flatnonzero(

@@ -287,7 +287,7 @@ def _with_steps(text: str, argument: str | None, usual: ExchangeSpec) -> Exchang
     fragments = given.get("fragments", "1")
     if not fragments.isdecimal() or not 1 <= int(fragments) <= int(steps):
         raise UsageError(
-            f"exchange {text!r}: give fragments from 1 to the period, {steps} steps: each is "
+            f"exchange {text!r}: give fragments from 1 to {steps}, the period: each is "
             "exchanged at another step"
         )
     rate = _number(text, "rate", given, usual.rate)

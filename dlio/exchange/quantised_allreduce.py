@@ -47,6 +47,7 @@ from dlio.exchange.compress import Compressor, make_compressor
 from dlio.exchange.compress.message_layout import ChunkScratch, Pieces, cuts, pieces_of, within
 from dlio.exchange.sums import ErrorFeedback, Sum, Tensors
 from dlio.plan.sum_grid import hops, owners
+from dlio.util.units import counted
 
 TAGS = 2
 """Number of tags that a QuantisedAllreduce uses: its first tag and the next one."""
@@ -219,7 +220,9 @@ class QuantisedAllreduce(Sum):
         of another length, or if the last sum is not complete.
         """
         if len(region) != self.entries:
-            raise UsageError(f"cannot sum {len(region)} entries: the region has {self.entries}")
+            raise UsageError(
+                f"cannot sum {counted(len(region), 'entry')}: the region has {self.entries}"
+            )
         if self._phase is not _SumPhase.IDLE:
             raise UsageError("cannot start a sum before the last one is complete: call wait()")
         self._residual.keep()

@@ -78,6 +78,7 @@ from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
 from dlio.util.forks import new_lock
 from dlio.util.settings import settings
+from dlio.util.units import counted
 
 MAX_PIXELS: Final = settings().max_pixels
 """Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
@@ -700,7 +701,9 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         return _rgb((most - numbers if kind == WHITE_IS_ZERO else numbers) * (255 // most))
     samples, bits = header.value(image, SAMPLES, 1), header.value(image, BITS, 1)
     if samples > _MOST_CHANNELS:
-        raise damaged(name, f"it has {samples} channels, and pictures have up to {_MOST_CHANNELS}")
+        raise damaged(
+            name, f"it has {counted(samples, 'channel')}, and pictures have up to {_MOST_CHANNELS}"
+        )
     alpha = header.value(image, ALPHA, 0) if samples == 4 and kind == RGB else 0
     if alpha == UNASSOCIATED:  # libtiff would multiply by it.
         image = header.changed(image, {ALPHA: ASSOCIATED})

@@ -21,6 +21,7 @@ from dlio.image.picture import (
 )
 from dlio.image.random_source import RandomSource, current_draws
 from dlio.util.arguments import check_flag, named
+from dlio.util.units import counted
 
 
 class ToDtype(DescribedTransform):
@@ -225,7 +226,9 @@ class RandomErasing(DescribedTransform):
         elif len(self._values) in (1, channels):
             value = torch.tensor(self._values)[:, None, None]
         else:
-            raise UsageError(f"{named('value', self.value)}: the image has {channels} channels")
+            raise UsageError(
+                f"{named('value', self.value)}: the image has {counted(channels, 'channel')}"
+            )
         part = img[..., top : top + height, left : left + width]
         part.copy_(value.to(img.device))
 

@@ -20,6 +20,7 @@ from dlio.exchange.batch_share import share_of
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party import accelerate
 from dlio.util.input_files import as_usage, read_json
+from dlio.util.units import counted
 from dlio.util.whole_files import write_whole
 
 __all__ = ["TrainerMixin"]
@@ -118,10 +119,10 @@ class TrainerMixin:
         done, accumulated = len(loader) - left, trainer.args.gradient_accumulation_steps
         if done % accumulated:
             raise UsageError(
-                f"{resume_from_checkpoint}: {position} samples of epoch {epoch} were used in "
-                f"batches of {saved['batch']}, and no whole number of optimizer steps is left with "
-                f"batches of {loader.global_batch} and {accumulated} accumulated: resume on as "
-                "many ranks as before, or from a checkpoint at an epoch's end"
+                f"{resume_from_checkpoint}: {counted(position, 'sample')} of epoch {epoch} were "
+                f"used in batches of {saved['batch']}, and no whole number of optimizer steps is "
+                f"left with batches of {loader.global_batch} and {accumulated} accumulated: resume "
+                "on as many ranks as before, or from a checkpoint at an epoch's end"
             )
         trainer.state.global_step = epoch * num_update_steps_per_epoch + done // accumulated
         if position:

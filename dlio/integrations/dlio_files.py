@@ -178,8 +178,9 @@ class DlioFiles:
                 record = math.prod(shape[:-1]) * item
                 if not shape or shape[-1] != count:
                     raise SourceError(
-                        f"{file.name} has arrays of shape {list(shape)}, and not {count} samples "
-                        "along the last dimension: set num_samples_per_file as it was generated"
+                        f"{file.name} has arrays of shape {list(shape)}, and not "
+                        f"{counted(count, 'sample')} along the last dimension: set "
+                        "num_samples_per_file as it was generated"
                     )
             elif self._form == "hdf5":
                 record = _hdf5_record(file, count)
@@ -332,7 +333,7 @@ def _hdf5_record(file: File, count: int) -> int:
         parts = _record_sets(opened, file.name)
         if any(len(part) != count for part in parts):
             raise SourceError(
-                f"{file.name} has {len(parts[0])} samples and not {count}: set "
+                f"{file.name} has {counted(len(parts[0]), 'sample')} and not {count}: set "
                 "num_samples_per_file as it was generated"
             )
         return sum(part.dtype.itemsize * math.prod(part.shape[1:]) for part in parts)

@@ -21,16 +21,22 @@ def follow(job: str, path: str, every_s: float = _EVERY_S) -> int:
 
     Returns 0 if it has completed, else 1.
 
-    Raises UsageError if Slurm does not answer.
+    Raises UsageError if Slurm does not answer, or no longer knows how the job has ended.
     """
     printed, state, silent = 0, "", 0
     while silent < _SILENT:
         now = _state(job)
         printed = _print_from(path, printed)
         silent = silent + 1 if now is None else 0
-        if now is not None and now != state:
+        if now is not None and now not in (state, _FORGOTTEN):
             state = now
             print_line(f"job {job} is {state}")
+        if now == _FORGOTTEN:
+            _print_from(path, printed, to_end=True)
+            raise UsageError(
+                f"Slurm no longer knows how job {job} has ended, and keeps no accounts (sacct): "
+                f"see its output, {path}"
+            )
         if now is not None and now.split()[0] in _ENDS:
             _print_from(path, printed, to_end=True)
             return 0 if now == "COMPLETED" else _FAILED
@@ -38,6 +44,7 @@ def follow(job: str, path: str, every_s: float = _EVERY_S) -> int:
     raise UsageError(f"Slurm does not answer (scontrol show job {job}): its output is {path}")
 
 
+_FORGOTTEN: Final = "forgotten"
 _ENDS: Final = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "TIMEOUT"),
@@ -45,12 +52,14 @@ _ENDS: Final = (
 
 
 def _state(job: str) -> str | None:
-    """Return a job's state; None if Slurm does not answer. A job that Slurm has forgotten, some
-    minutes after its end, counts as completed."""
+    """Return a job's state; None if Slurm does not answer. Some minutes after a job's end only
+    Slurm's accounts know it."""
     command = ["scontrol", "--oneliner", "show", "job", job]
     printed, complained = printed_by(command, _ANSWER_TIMEOUT_S)
     if "Invalid job id" in complained:
-        return "COMPLETED"
+        accounts = ["sacct", "--noheader", "--parsable2", "--allocations"]
+        printed, _ = printed_by([*accounts, "--format=State", f"--jobs={job}"], _ANSWER_TIMEOUT_S)
+        return next((line.strip() for line in printed.splitlines() if line.strip()), _FORGOTTEN)
     words = (word.partition("=") for word in printed.split())
     return next((value for key, _, value in words if key == "JobState"), None)
 

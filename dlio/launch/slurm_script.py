@@ -25,7 +25,7 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio.util.input_files import open_text
-from dlio.util.whole_files import write_whole
+from dlio.util.whole_files import unwritable, write_whole
 
 _MARK: Final = "# Written by `dlio launch --slurm`"
 _VARIABLE: Final = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\})")
@@ -82,6 +82,8 @@ if [ "$code" -eq 75 ] && [ "${{staged:-0}}" -eq 0 ]; then
 fi
 [ "$code" -eq 75 ] || rm -f "{note}"
 """
+_WITH_VALUE: Final = ("--backend", "--logs")
+"""Options of `dlio launch` before its command in a script."""
 _NOTE: Final = ".dlio-$SLURM_JOB_ID.requeued"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _SLURM_TIME: Final = re.compile(r"\d+(:\d\d){1,2}|\d+-\d+(:\d\d){0,2}|infinite", re.IGNORECASE)
@@ -304,7 +306,10 @@ class JobScript:
         """Name of the job."""
         if self.options.name is not None:
             return self.options.name
-        words = [word for word in self.command[2:] if not word.startswith("-")]
+        words = list(self.command[2:])
+        while words[:1] and words[0] in _WITH_VALUE:
+            del words[:2]
+        words = [word for word in words if not word.startswith("-")]
         base = os.path.basename(words[0]) if words else "job"
         return "dlio-" + re.sub(r"[^A-Za-z0-9_.-]", "_", base)
 
@@ -392,7 +397,7 @@ class JobScript:
                         )
             write_whole(path, lambda file: file.write(self.text().encode()))
         except OSError as error:
-            raise UsageError(f"--script {path}: cannot be written: {error.strerror}") from error
+            raise unwritable(f"--script {path}", error) from error
 
 
 def shell_words(words: Sequence[str]) -> str:
@@ -452,4 +457,10 @@ def submit(path: str) -> str:
         raise UsageError(f"sbatch refuses {path}: {said}")
     if done.stderr:
         sys.stderr.write(done.stderr)
-    return done.stdout.strip().partition(";")[0]
+    # Sites wrap sbatch in programs that print more.
+    found = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?$", done.stdout, re.MULTILINE)
+    if not found:
+        said = " ".join(done.stdout.split()) or "nothing"
+        raise UsageError(f"sbatch took {path}, but names no job: it printed {said}; see squeue")
+    job: str = found[-1]
+    return job

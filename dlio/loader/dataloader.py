@@ -310,8 +310,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if state is None:
             batches, _ = self._place.open(self._order(self._options()))
             state = batches.state()
-        if ahead and isinstance(self._place.current, BatchesPass):
+        current = self._place.current
+        if ahead and isinstance(current, BatchesPass):
             state["batches"] -= ahead
+        elif ahead and isinstance(current, SamplerPass):
+            return current.state(ahead)
         return state
 
     def load_state_dict(self, state_dict: State) -> None:

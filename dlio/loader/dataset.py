@@ -35,7 +35,7 @@ from dlio.loader.sample_recipes import (
 )
 from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
-from dlio.storage.tier_spec import Tiers, choose_tiers, decoded_spec
+from dlio.storage.tier_spec import Tiers, check_folders, choose_tiers, decoded_spec
 from dlio.util.arguments import (
     MOST_SEED,
     PathText,
@@ -48,6 +48,7 @@ from dlio.util.arguments import (
     whole_number,
 )
 from dlio.util.closable import Closable
+from dlio.util.units import counted
 
 if TYPE_CHECKING:
     from dlio.loader.gallery.sample_page import SamplePage
@@ -200,6 +201,7 @@ def check_options(
 ) -> tuple[ImageSize, int, int | None]:
     """Check options of `dlio.open` and `dlio.mix`; return (image_size, crops, seed) as integers."""
     choose_tiers(tiers, 0)
+    check_folders(tiers)
     size: ImageSize = None
     if isinstance(image_size, str) and image_size == "auto":
         size = "auto" if transform else USUAL_SIDE
@@ -408,6 +410,7 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
     def retier(self, tiers: Tiers) -> None:
         """Replace the tiers. Raises UsageError if they are already in use."""
         choose_tiers(tiers, 0)
+        check_folders(tiers)
         if self._mount is not None:
             raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
         self.tiers = tiers
@@ -558,8 +561,9 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
 
     def __repr__(self) -> str:
         return (
-            f"dlio.Dataset({self.path!r}, {len(self)} samples, {len(self.classes)} classes, "
-            f"image_size={self.image_size}, train={self.train})"
+            f"dlio.Dataset({self.path!r}, {counted(len(self), 'sample')}, "
+            f"{counted(len(self.classes), 'class')}, image_size={self.image_size}, "
+            f"train={self.train})"
         )
 
     def _early_recipe(self) -> Recipe | None:

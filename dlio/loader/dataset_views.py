@@ -19,6 +19,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.sample import decoded_field, label_field
 from dlio.util.arguments import MOST_SEED, named, nearest, whole_number
+from dlio.util.units import counted
 
 _I64 = npt.NDArray[np.int64]
 
@@ -33,8 +34,8 @@ def where(reader: Reader, field: str, wanted: object) -> _I64:
     chosen = np.flatnonzero(_matches(field_values(reader, field), wanted))
     if not len(chosen):
         raise UsageError(
-            f"where({field!r}): none of the {len(reader)} samples of {reader.path} is wanted, and "
-            "a view has one at least"
+            f"where({field!r}): none of the {counted(len(reader), 'sample')} of {reader.path} is "
+            "wanted, and a view has one at least"
         )
     return chosen.astype(np.int64)
 
@@ -54,8 +55,9 @@ def split(
         result[name] = np.flatnonzero(owners == number).astype(np.int64)
         if not len(result[name]):
             raise UsageError(
-                f"split: {name}={fraction} of {len(reader)} samples has none of them, by the hash "
-                "of their keys: give it a larger part, another seed=, or by= with more groups"
+                f"split: {name}={fraction} of {counted(len(reader), 'sample')} has none of them, "
+                "by the hash of their keys: give it a larger part, another seed=, or by= with more "
+                "groups"
             )
     return result
 

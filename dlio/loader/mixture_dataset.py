@@ -28,6 +28,7 @@ from dlio.util.arguments import (
     path_in,
     whole_number,
 )
+from dlio.util.units import counted
 
 Source: TypeAlias = PathText | Dataset
 """A source of a mixture: a path of a data set, or a data set of `dlio.open`."""
@@ -99,7 +100,8 @@ class Mixture(Dataset):
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name}: {weight:.3g}" for name, weight in self.weights.items())
-        return f"dlio.Mixture({{{shares}}}, {len(self)} samples, {self.mixing.exhaustion!r})"
+        samples = counted(len(self), "sample")
+        return f"dlio.Mixture({{{shares}}}, {samples}, {self.mixing.exhaustion!r})"
 
     def _named(self, weights: Weights) -> dict[str, float]:
         return {name: float(each) for name, each in zip(self.sources, weights, strict=True)}

@@ -553,8 +553,8 @@ class PlannedPass:
             )
         if self.begun.kept != self.digest:
             raise UsageError(
-                f"{where} that uses {self.begun.kept or 'all'} samples, this loader uses "
-                f"{self.digest or 'all'}: give set_epoch the keep= that it was saved with, or "
+                f"{where} with keep={self.begun.kept}, this loader has "
+                f"keep={self.digest}: give set_epoch the keep= that it was saved with, or "
                 "continue at the start of an epoch"
             )
         if self.begun.shuffled not in (None, self.formula.shuffled):
@@ -616,8 +616,9 @@ def check_state(given: object, formula: tuple[int | None, int] | None) -> State:
         if cursor.samples != samples or seed not in (None, cursor.seed):
             own = "torch's seed" if seed is None else f"seed {seed}"
             raise UsageError(
-                f"state of a loader with seed {cursor.seed} over {cursor.samples} samples "
-                f"does not fit this one, with {own} over {samples}"
+                f"state of a loader with seed {cursor.seed} over "
+                f"{counted(cursor.samples, 'sample')} does not fit this one, with {own} over "
+                f"{samples}"
             )
         return state
     wanted = sampler_state(0, 0, 0)

@@ -28,6 +28,7 @@ from dlio.loader.contract import BatchData, Sample
 from dlio.loader.sample import decoded_field, image_and_label
 from dlio.loader.torch_private import collate_fn_map
 from dlio.util.limits import is_plausible
+from dlio.util.units import counted
 
 _BOXES, _LABELS, _KEYPOINTS, _PAIRS = "boxes", "box_labels", "keypoints", "keypoint_pairs"
 _SEGMENTS, _MASK = "segments", "mask"
@@ -215,14 +216,17 @@ class _BoxTargets(Companion):
         """Draw the masks of the boxes that stay; shape (n, height, width)."""
         shapes = decoded_field("json", values[_SEGMENTS], name)
         if not isinstance(shapes, list) or len(shapes) != len(values[_BOXES]):
-            raise CorruptBlock(f"{_SEGMENTS} are not one for each of {len(values[_BOXES])} boxes")
+            raise CorruptBlock(
+                f"{_SEGMENTS} are not one for each of {counted(len(values[_BOXES]), 'box')}"
+            )
         height, width = _size(values[self.image], move, name)
         sides = (height, width) if move is None else (move.height, move.width)
         needed, stored = len(stay) * sides[0] * sides[1], memoryview(values[self.image]).nbytes
         if not is_plausible(needed, stored + memoryview(values[_SEGMENTS]).nbytes):
             raise DecodeError(
-                f"{name} has masks of {needed} bytes in {len(stay)} boxes, which are more than a "
-                "quarter of this process's memory: crop it, or give --trust if you trust its maker"
+                f"{name} has masks of {needed} bytes in {counted(len(stay), 'box')}, which are "
+                "more than a quarter of this process's memory: crop it, or give --trust if you "
+                "trust its maker"
             )
         masks = np.empty((len(stay), *sides), np.uint8)
         for place, k in enumerate(stay.tolist()):
@@ -252,4 +256,4 @@ def _moved_mask(
 
 def _check_count(field: str, count: int, boxes: int) -> None:
     if count != boxes:
-        raise CorruptBlock(f"field {field!r} has {count} values for {boxes} boxes")
+        raise CorruptBlock(f"field {field!r} has {count} values for {counted(boxes, 'box')}")

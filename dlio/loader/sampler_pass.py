@@ -14,6 +14,8 @@ from dlio.loader.torch_draws import decoded, encoded
 
 SAMPLER_KIND: Final = "sampler"
 _FORMAT: Final = 2
+_MOST_AHEAD: Final = 8
+"""Batches that a framework fetches before it trains on them, at most."""
 
 
 def sampler_state(epoch: int, batches: int, consumed: int) -> State:
@@ -69,6 +71,8 @@ class SamplerPass:
         self._batches = int(self._state.get("batches", 0))
         self._samples = int(self._state.get("consumed", 0))
         self._drawn: deque[tuple[int, Any]] = deque()
+        self._last: deque[tuple[int, Any]] = deque(maxlen=_MOST_AHEAD)
+        """Samples of the batches handed out last, and the sampler's state before each."""
         self._sampler_state = self._state.get("sampler")
         self._rng = self._state.get("rng")
         # Where the first pass has drawn a base seed, its resumption draws one as well, whatever the
@@ -106,19 +110,24 @@ class SamplerPass:
         if self._drawn:
             count, state = self._drawn.popleft()
             self._samples += count
+            self._last.append((count, self._sampler_state))
             if state is not None:
                 self._sampler_state = state
 
-    def state(self) -> State:
-        state = sampler_state(self.epoch, self._batches, self._samples)
+    def state(self, ahead: int = 0) -> State:
+        """Return the state, or that of so many batches before, which nobody has used yet."""
+        unused = list(self._last)[len(self._last) - ahead :] if ahead else []
+        samples = self._samples - sum(count for count, _ in unused)
+        sampler = unused[0][1] if unused else self._sampler_state
+        state = sampler_state(self.epoch, self._batches - len(unused), samples)
         state["seeded"] = self._draws_seed
         if self.seed is not None:
             state["seed"] = self.seed
-        if self._stateful is not None and self._sampler_state is not None:
-            state["sampler"] = self._sampler_state
+        if self._stateful is not None and sampler is not None:
+            state["sampler"] = sampler
         elif self._distributed is not None:
             before = int(self._state.get("ranks_consumed", 0))
-            now = self._samples - int(self._state.get("consumed", 0))
+            now = samples - int(self._state.get("consumed", 0))
             # Counted over all ranks, so that a run can be resumed on another number of them.
             state["ranks_consumed"] = before + now * self._distributed.num_replicas
             state["sampler_epoch"] = self._distributed.epoch
@@ -156,19 +165,20 @@ class SamplerPass:
         if not self._state.get("batches") and not self._state.get("ranks_consumed"):
             if self._state.get("rng") is None or self._generator is not None:
                 return iter(self._whole)
-            return self._replayed(iter(self._whole))
+            return self._replayed(self._whole, 0)
         if self._own is None:
-            return self._replayed(itertools.islice(iter(self._whole), self._batches, None))
+            return self._replayed(self._whole, self._batches)
         if self._distributed is not None:
             rest: Iterable[int] = self._remaining(self._distributed)
         else:
-            rest = self._replayed(itertools.islice(self._sampler, self._samples, None))
+            rest = self._replayed(self._sampler, self._samples)
         return iter(BatchSampler(rest, self._own.batch_size, self._own.drop_last))
 
-    def _replayed(self, indices: Iterator[Index]) -> Iterator[Index]:
-        """`indices`, whose first draw is from the random numbers of the state."""
+    def _replayed(self, whole: Iterable[Any], skipped: int) -> Iterator[Index]:
+        """Yield the indices behind the first `skipped` ones; what is drawn at the first of all
+        comes from the random numbers of the state."""
         if self._generator is not None or self._rng is None:
-            yield from indices
+            yield from itertools.islice(whole, skipped, None)
             return
         # The global generator belongs to the training: it is put back before the first batch is
         # used. Only the first draw needs it, since torch's samplers draw a seed or a permutation at
@@ -178,6 +188,8 @@ class SamplerPass:
         try:
             if self._draws_seed:
                 torch.empty((), dtype=torch.int64).random_()
+            # A sampler may draw when it is asked for an iterator, or for the first index.
+            indices = itertools.islice(whole, skipped, None)
             first = list(itertools.islice(indices, 1))
         finally:
             torch.set_rng_state(now)

@@ -28,6 +28,7 @@ from dlio.errors import UsageError
 from dlio.plan.fair_counts import fair_counts, largest_remainder
 from dlio.plan.mixture_end import end_of
 from dlio.plan.order import GOLDEN, MAX_SAMPLES, Order, mix
+from dlio.util.units import counted
 
 _I64 = npt.NDArray[np.int64]
 Weights = tuple[Fraction, ...]
@@ -94,8 +95,8 @@ class MixtureRule:
         begun = MixtureEpoch(self, given["step"], given["n"], given["segments"])
         if position > begun.n + again:
             raise UsageError(
-                f"loader state at position {position} of an epoch of {begun.n} samples: was it "
-                "written by state_dict()?"
+                f"loader state at position {position} of an epoch of {counted(begun.n, 'sample')}: "
+                "was it written by state_dict()?"
             )
         return begun.resumed(position, batch) if position else begun
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
+from dlio.util.units import counted
 
 MAX_SAMPLES = 2**40
 _SORTED_UP_TO = 4096
@@ -54,7 +55,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_SAMPLES:
-            raise UsageError(f"an order of {self.n} samples: 1 to 2^40 are possible")
+            raise UsageError(f"an order of {counted(self.n, 'sample')}: 1 to 2^40 are possible")
         if not 0 <= self.seed <= _MASK or not 0 <= self.epoch <= _MASK:
             raise UsageError(f"seed {self.seed} and epoch {self.epoch} must be 0 to 2^64 - 1")
 
@@ -90,7 +91,7 @@ class Order:
     def _check(self, given: _I64) -> None:
         if given.size and (int(given.min()) < 0 or int(given.max()) >= self.n):
             wrong = given[(given < 0) | (given >= self.n)].flat[0]
-            raise IndexError(f"{wrong} is not within an order of {self.n} samples")
+            raise IndexError(f"{wrong} is not within an order of {counted(self.n, 'sample')}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class Cursor:
         # An epoch of a mixture has its own length.
         if cursor.position > places and "mixture" not in state:
             raise UsageError(
-                f"loader state at position {cursor.position} of only {places} samples: "
+                f"loader state at position {cursor.position} of only {counted(places, 'sample')}: "
                 "was it written by state_dict()?"
             )
         return cursor

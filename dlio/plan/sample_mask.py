@@ -23,6 +23,7 @@ import xxhash
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
+from dlio.util.units import counted
 
 _I64 = npt.NDArray[np.int64]
 _WORDS: Final = 8
@@ -47,8 +48,8 @@ class SampleMask:
     def __init__(self, bits: npt.NDArray[np.uint8], samples: int) -> None:
         if bits.dtype != np.uint8 or bits.shape != (-(-samples // 8),):
             raise UsageError(
-                f"a bitmap of {bits.dtype} and shape {bits.shape}: {samples} samples want uint8 of "
-                f"shape ({-(-samples // 8)},)"
+                f"a bitmap of {bits.dtype} and shape {bits.shape}: for "
+                f"{counted(samples, 'sample')} give uint8 of shape ({-(-samples // 8)},)"
             )
         padded = np.zeros(-(-samples // _SPAN) * _SPAN // 8, np.uint8)
         padded[: len(bits)] = bits
@@ -74,8 +75,8 @@ class SampleMask:
         if isinstance(given, cls):
             if given.samples != samples:
                 raise UsageError(
-                    f"keep= is for {given.samples} samples, the data set has {samples}: make it "
-                    "for this data set"
+                    f"keep= is for {counted(given.samples, 'sample')}, the data set has {samples}: "
+                    "make it for this data set"
                 )
             return given
         array = np.asarray(given)
@@ -141,7 +142,7 @@ class MaskedOrder(Order):
             return inner if self.storage is None else self.storage.samples(inner)
         inner = given if self.storage is None else self.storage.positions(given)
         if inner.size and (int(inner.min()) < 0 or int(inner.max()) >= self.mask.samples):
-            raise IndexError(f"not within {self.mask.samples} samples")
+            raise IndexError(f"not within {counted(self.mask.samples, 'sample')}")
         if not self.mask.holds(inner).all():
             out = given[~self.mask.holds(inner)].flat[0]
             raise IndexError(f"sample {out} is left out of this epoch")

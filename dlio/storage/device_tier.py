@@ -18,7 +18,7 @@ import torch
 
 from dlio.errors import DlioError, UsageError
 from dlio.util.forks import new_lock
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 _ALIGNED: Final = 16
 """Bytes between the beginnings of images are a multiple of it."""
@@ -129,7 +129,7 @@ class DeviceTier:
         if self._used + size > self.capacity:
             self.is_full = True
             self._note(
-                f"{self.device} keeps {self._images} decoded images, "
+                f"{self.device} keeps {counted(self._images, 'decoded image')}, "
                 f"{format_bytes(self._used)}: its tier is full"
             )
             return None

@@ -9,7 +9,7 @@ from typing import Final
 from dlio.data.source import local_path
 from dlio.util.child_processes import printed_by
 from dlio.util.mount_points import MountPoint, holding, read_mounts
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 # Stripes
 _TIMEOUT_S: Final = 10.0
@@ -18,10 +18,10 @@ _GPFS_DISKS: Final = 16
 how many there are."""
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _WORDS: Final = {
-    "lustre": "stripe(s)",
-    "beegfs": "storage target(s), chunks",
-    "gpfs": "all disks, blocks",
-    "nfs": "connection(s), requests",
+    "lustre": ("stripe", ""),
+    "beegfs": ("storage target", ", chunks"),
+    "gpfs": ("all disks", ", blocks"),
+    "nfs": ("connection", ", requests"),
 }
 
 
@@ -34,12 +34,12 @@ class Stripes:
     """Of a stripe, chunk or block; of the largest request over NFS. 0 where it is unknown."""
 
     def describe(self, kind: str) -> str:
-        """Return a phrase such as `4 stripe(s) of 1 MiB`, in the file system's own words."""
+        """Return a phrase such as `4 stripes of 1 MiB`, in the file system's own words."""
         if kind not in _WORDS:
             return ""
-        count = "" if kind == "gpfs" else f"{self.count} "
-        size = f" of {format_bytes(self.bytes)}" if self.bytes else ""
-        return f"{count}{_WORDS[kind]}{size}"
+        noun, parts = _WORDS[kind]
+        size = f"{parts} of {format_bytes(self.bytes)}" if self.bytes else ""
+        return f"{noun if kind == 'gpfs' else counted(self.count, noun)}{size}"
 
 
 def find_stripes(kind: str, path: str, options: str) -> Stripes:

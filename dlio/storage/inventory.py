@@ -44,7 +44,7 @@ from dlio.util.owned_descriptors import OwnedDescriptors
 from dlio.util.shared_folders import user_folder
 from dlio.util.trusted_files import UntrustedFile, closing_descriptor, open_file, read_small
 from dlio.util.user_folders import open_folder
-from dlio.util.whole_files import take_lock, write_whole_at
+from dlio.util.whole_files import not_written, take_lock, write_whole_at
 
 _NAME: Final = re.compile(r"tier-[0-9a-f]{16}\.json")
 _MOST: Final = 1000
@@ -138,7 +138,7 @@ class DatasetUse:
                 self._lock = self._owned.take(lock)
             except OSError as error:
                 self._owned.close()
-                raise TierError(f"{root} cannot be written: {error.strerror}") from error
+                raise TierError(not_written(root, error)) from error
             # A lock, not a process id: it ends with its process, however that ends, and ids are
             # used again.
             with contextlib.suppress(OSError):  # A file system without locks.
@@ -153,7 +153,7 @@ class DatasetUse:
             self._forget_the_dead()
         except OSError as error:
             self.close()
-            raise TierError(f"{root} cannot be written: {error.strerror}") from error
+            raise TierError(not_written(root, error)) from error
 
     def add_hits(self, count: int) -> None:
         """Add to the count of samples read from here; without effect where it cannot be written."""
@@ -378,7 +378,7 @@ def _locked(root: str, how: int) -> Iterator[int]:
         lock = open_file(base, "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         os.close(base)
-        raise TierError(f"{root} cannot be written: {error.strerror}") from error
+        raise TierError(not_written(root, error)) from error
     try:
         try:
             ours = take_lock(lock, how, _WAIT_S)

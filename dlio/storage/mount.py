@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
@@ -398,6 +398,7 @@ def _mount(
             _check_size(specs, block_bytes)
         pinned = _pinned_tiers(placement, placed, block_bytes, nodes.here, options.layout)
         _check_room(opened, pinned, block_bytes)
+        small = [] if is_parsed(tiers) else [*_smaller_disks(opened)]
         # Ranks do not report their reads to each other: each gets an equal share of the rate.
         rate = None if options.rate is None else options.rate / comm.size
         source_requests = undo.enter_context(
@@ -414,6 +415,8 @@ def _mount(
         )
         on_devices = None not in comm.allgather(on_device and on_device.capacity)
         members = comm.allgather(number_in_job(comm))
+        for note in small:
+            hierarchy.run_notes.add(note)
         for spec, fault in faults:
             then = "what it holds is used, and nothing is added"
             hierarchy.run_notes.tier_failed(str(spec), "opened", fault, then)
@@ -467,6 +470,20 @@ def _check_room(
                 f"tier {tier.spec} needs {format_bytes(wanted)} more, but {place} has only "
                 f"{format_bytes(tier.free_bytes())} free: lower its capacity in --tiers, or "
                 "free space"
+            )
+
+
+def _smaller_disks(tiers: Sequence[Tier]) -> Iterator[str]:
+    """Yield a sentence for each tier that its disk has no room for, though the data set fits."""
+    for tier in tiers:
+        root, free = tier.spec.root, tier.free_bytes() if tier.writable else tier.spec.capacity
+        if tier.kind != "disk" or tier.spec.capacity <= free:
+            continue
+        room = free + sum(entry.bytes for entry in stored_data(root))
+        if tier.spec.capacity > room:
+            yield (
+                f"tier {tier.spec}: {root} has room for {format_bytes(room)} alone: this data set "
+                "fits, larger ones do not"
             )
 
 

@@ -20,6 +20,7 @@ from dlio.errors import CorruptBlock
 from dlio.storage.block import DescriptorlessFile, file_size, read_exactly, write_all
 from dlio.util.closable import Closable
 from dlio.util.memory import new_memory
+from dlio.util.units import counted
 from dlio.util.whole_files import PUBLIC_FILE, open_own
 
 SUFFIX: Final = ".dlio"
@@ -250,7 +251,9 @@ def _decode(text: _FooterBytes, footer_start: int) -> ShardIndex:
     blocks, samples = _count(meta["blocks"]), _count(meta["samples"])
     fixed = 8 * (blocks + 1) + 16 * samples + 4 * blocks + 4 * samples
     if at + fixed > text.length:
-        raise ValueError(f"it is too short for {blocks} blocks and {samples} samples")
+        raise ValueError(
+            f"it is too short for {counted(blocks, 'block')} and {counted(samples, 'sample')}"
+        )
     rows = {}
     for name, kind, count in (
         ("offsets", "<u8", blocks + 1),

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dlio.errors import UsageError
+from dlio.errors import TierError, UsageError
 from dlio.util.arguments import named, nearest, path_in
 from dlio.util.settings import settings
 from dlio.util.shared_folders import SHARED_MEMORY
@@ -118,6 +118,30 @@ def _parsed(part: TierSpec | str) -> list[TierSpec]:
     if close:
         raise UsageError(f"tier {part!r}: the folder {root} does not exist{close}")
     return [TierSpec("disk", root, capacity)]
+
+
+def check_folders(tiers: Tiers | None) -> None:
+    """Check that the folders of tiers exist, on the line where a user names them.
+
+    Raises TierError. A disk that fails is none of the user's mistakes: the tier then stays unused.
+    """
+    tiers = settings().tiers if tiers is None else tiers
+    for spec in () if tiers is None else parse_tiers(tiers):
+        if spec.kind != "disk":
+            continue
+        try:
+            os.stat(os.path.join(spec.root, ""))
+        except FileNotFoundError:
+            wrong = "is not there: create it, or name a folder"
+        except NotADirectoryError:
+            wrong = "is not a folder: name one"
+        except OSError:
+            continue
+        else:
+            continue
+        raise TierError(
+            f"tier {spec}: {spec.root} {wrong} of this node in --tiers (tiers=), or leave it out"
+        )
 
 
 def is_parsed(tiers: Tiers | None) -> bool:

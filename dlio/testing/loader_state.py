@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree
 
 from dlio.errors import DlioError
+from dlio.util.units import counted
 
 State = dict[str, Any]
 """A loader's state, as torch's stateful loaders have it: a dictionary of plain values."""
@@ -57,7 +58,7 @@ class LoaderStateTests(ABC):
         whole = _batches(self.make())
         for step in range(len(whole)):
             rest = _batches(self._resumed(self._state_after(step)))
-            assert rest == whole[step:], f"resumed after {step} of {len(whole)} steps"
+            assert rest == whole[step:], f"resumed after {step} of {counted(len(whole), 'step')}"
 
     def test_a_state_at_the_end_leads_to_the_next_epoch(self) -> None:
         loader = self.make()

@@ -44,8 +44,8 @@ class EvaluationReport:
         shown = [self.watch, *(name for name in self.metrics if name != self.watch)]
         each = ", ".join(f"{label(name)} {show_metric(name, self.metrics[name])}" for name in shown)
         return (
-            f"{self.samples:,} samples on {counted(self.ranks, 'rank')} in {self.seconds:.1f} "
-            f"s: {each}"
+            f"{counted(self.samples, 'sample')} on {counted(self.ranks, 'rank')} in "
+            f"{self.seconds:.1f} s: {each}"
         )
 
 

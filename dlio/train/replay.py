@@ -22,7 +22,7 @@ from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.loader.stats import PassStats
 from dlio.train.ledger_file import LedgerLine, read_lines
-from dlio.util.units import counted as _with_noun
+from dlio.util.units import counted
 
 _NEEDED: Final = ("update", "ranks")
 
@@ -165,19 +165,18 @@ class Replay:
                 )
             if not (self._epoch or number) and lines[0]["ranks"] != ranks:
                 raise UsageError(
-                    f"--replay {self._path}: is of {_with_noun(lines[0]['ranks'], 'rank')}, and "
-                    "there are "
-                    f"{ranks}; start as many (-n)"
+                    f"--replay {self._path}: is of {counted(lines[0]['ranks'], 'rank')}, and "
+                    f"there are {ranks}; start as many (-n)"
                 )
             if number != len(self._steps):
                 raise UsageError(
                     f"--replay {self._path}: epoch {self._epoch} lacks step {len(self._steps)}; "
                     "see `dlio ledger`"
                 )
-            counted = tuple(line["rank"] for line in lines)
+            members = tuple(line["rank"] for line in lines)
             mine = next((line["samples"] for line in lines if line["rank"] == me), [])
             first = lines[0]
-            step = _ReplayStep(counted, first["ranks"], first["update"], first.get("part", 0), mine)
+            step = _ReplayStep(members, first["ranks"], first["update"], first.get("part", 0), mine)
             self._steps.append(step)
             others += (line for line in lines if line.get("lost"))
             lost.update(line["rank"] for line in lines if line.get("lost"))

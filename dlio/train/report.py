@@ -272,10 +272,10 @@ class RunReport:
 
         console = Console(force_terminal=shows_terminal(), soft_wrap=True, markup=False)
         data_bytes = self.dataset["bytes"]
+        samples = counted(self.dataset["samples"], "sample")
         watch = self.epochs[0].watch if self.epochs else "accuracy"
         table = Table(
-            title=f"{printable(self.config.data.source)}: {self.dataset['samples']:,} samples, "
-            f"{format_bytes(data_bytes)}; "
+            title=f"{printable(self.config.data.source)}: {samples}, {format_bytes(data_bytes)}; "
             f"{counted(self.ranks, 'rank')} on {counted(self.nodes, 'node')}, "
             f"{self.config.ranks.exchange}, shuffle {self.config.batches.shuffle}",
             title_justify="left",
@@ -334,7 +334,7 @@ class RunReport:
             )
         if len(set(last.shares)) > 1:
             counts = ", ".join(map(str, last.shares[:8])) + (", ..." if self.ranks > 8 else "")
-            said.append(f"Ranks took {counts} samples of a step in the last epoch.")
+            said.append(f"Samples of a step by rank, in the last epoch: {counts}.")
         if last.watched is not None:
             said.append(f"Held-out {label(last.watch)} is {_metrics(last)}.")
         for feature in find_features():
@@ -344,7 +344,7 @@ class RunReport:
         left_out = sum(epoch.left_out for epoch in self.epochs)
         if left_out:
             said.append(
-                f"{left_out} step(s) with a loss or gradient that was not finite were left out."
+                f"{counted(left_out, 'step')} left out, as a loss or gradient was not finite."
             )
         if self.losses:
             said.append(_losses(self.losses))
@@ -356,20 +356,20 @@ class RunReport:
                 )
         if self.checkpoints is not None:
             said.append(
-                f"{len(self.checkpoints['written'])} checkpoint(s) were written; training waited "
+                f"Wrote {counted(len(self.checkpoints['written']), 'checkpoint')}; training waited "
                 f"{self.checkpoints['wait_s']:.2f} s for them."
             )
             said += [f"{failure}." for failure in self.checkpoints["failures"]]
         skipped = sorted({name for epoch in self.epochs for name in epoch.skipped})
         if skipped:
             names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-            said.append(f"{len(skipped)} sample(s) were skipped: {names}.")
+            said.append(f"Skipped {counted(len(skipped), 'sample')}: {names}.")
         healed = sum(epoch.healed for epoch in self.epochs)
         if healed:
-            said.append(f"{healed} damaged copies in tiers were replaced from the source.")
+            said.append(f"Damaged copies in tiers that were replaced from the source: {healed}.")
         errors = sum(epoch.tier_errors for epoch in self.epochs)
         if errors:
-            said.append(f"{errors} time(s) a tier failed, and samples came from elsewhere.")
+            said.append(f"Tiers failed {counted(errors, 'time')}, and samples came from elsewhere.")
         said += self.notes[:8]
         said += list(dict.fromkeys(note for epoch in self.epochs for note in epoch.notes))[:5]
         return said
@@ -381,11 +381,11 @@ def _losses(losses: Sequence[MeasuredLoss]) -> str:
     starts = sum(loss.kind == "restart" for loss in losses)
     who = f"{counted(len(lost), 'rank')} lost ({', '.join(map(str, lost))})"
     if starts:
-        who += f" and all started again {starts} time(s)"
+        who += f" and all started again {counted(starts, 'time')}"
     again = sum(loss.samples_again for loss in losses)
     return (
-        f"{who}; {losses[-1].left} went on, after {longest:.2f} s at most. {again} samples came "
-        "again at the end of their epoch."
+        f"{who}; {losses[-1].left} went on, after {longest:.2f} s at most. "
+        f"{counted(again, 'sample')} came again at the end of their epoch."
     )
 
 

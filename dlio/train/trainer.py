@@ -335,8 +335,8 @@ def _resume(run: Worker, checkpoints: "Checkpoints") -> str | None:
         before = checkpoint.about["global_batch"]
         if before != run.global_batch:
             print(
-                f"the global batch was {before} samples and is {run.global_batch} now: adjust "
-                "--batch-size, which is per rank, to keep it",
+                f"the global batch was {counted(before, 'sample')} and is {run.global_batch} now: "
+                "adjust --batch-size, which is per rank, to keep it",
                 flush=True,
             )
     return checkpoint.path

@@ -11,6 +11,7 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.feature_spec import find_features, load_place
 from dlio.util.input_files import open_input
+from dlio.util.units import counted
 
 
 def stored_state(path: str) -> dict[str, torch.Tensor]:
@@ -139,7 +140,7 @@ def load_weights(path: str, model: nn.Module, rank: int) -> None:
         others = [name for name in own if name not in fitting]
         rest = f"; new are {', '.join(others[:4])}" + (", ..." if len(others) > 4 else "")
         print(
-            f"{len(fitting)} of {len(own)} tensors of the model come from {path}"
+            f"{len(fitting)} of {counted(len(own), 'tensor')} of the model come from {path}"
             + (rest if others else ""),
             flush=True,
         )

@@ -3,7 +3,7 @@
 import logging
 import sys
 import warnings
-from typing import TextIO
+from typing import Final, TextIO
 
 from dlio.errors import printable
 
@@ -21,6 +21,16 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 def log_warning(text: str, *values: object) -> None:
     """Log a warning of dlio's, as `logging` has it, with names in it escaped."""
     log_line(logging.WARNING, text, *values)
+
+
+_told: Final[set[str]] = set()
+
+
+def tell_once(text: str) -> None:
+    """Log a warning of dlio's that this process has not logged before."""
+    if text not in _told:
+        _told.add(text)
+        log_warning("%s", text)
 
 
 def log_line(level: int, text: str, *values: object) -> None:

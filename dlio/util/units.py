@@ -74,5 +74,11 @@ def exact_bytes(count: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and its noun, such as `1 rank` and `1,024 ranks`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Return a number and its noun, such as `1 rank`, `1,024 ranks` and `2 batches`."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return f"{number:,} {noun}es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number:,} {noun[:-1]}ies"
+    return f"{number:,} {noun}s"

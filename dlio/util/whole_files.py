@@ -1,5 +1,6 @@
 """Output files that appear complete or not at all, and locks on files."""
 
+import errno
 import fcntl
 import os
 import time
@@ -25,8 +26,7 @@ def check_writable(option: str, path: str) -> None:
         raise UsageError(f"{option} {path}: this is a folder; name a file")
     if not os.path.isdir(folder):
         raise UsageError(f"{option} {path}: {folder} does not exist; create it")
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"{option} {path}: {folder} cannot be written")
+    check_folder(folder, f"{option} {path}: ")
 
 
 def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = PUBLIC_FILE) -> None:
@@ -134,7 +134,34 @@ def write_json(path: str, value: object) -> None:
 
 
 def unwritable(path: str, error: OSError) -> UsageError:
-    """Return the error for a file that cannot be written."""
-    return UsageError(
-        f"{path} cannot be written: {error.strerror}; free some space there, or name another file"
-    )
+    """Return the error for a file or folder, after its option if it has one, that cannot be
+    written."""
+    return UsageError(not_written(path, error))
+
+
+def not_written(path: str, error: OSError) -> str:
+    """Return a sentence about a file or folder that cannot be written, with the remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, "name another place")
+    return f"{path} cannot be written: {error.strerror}; {remedy}"
+
+
+def check_folder(folder: str, option: str = "") -> None:
+    """Check that files can be made in a folder. Raises UsageError, which begins with the option."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        is_mounted_so = os.statvfs(folder).f_flag & os.ST_RDONLY
+        number = errno.EROFS if is_mounted_so else errno.EACCES
+        raise unwritable(f"{option}{folder}", OSError(number, os.strerror(number)))
+
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "free some space there, or name another place",
+    errno.EDQUOT: "the quota is used up: free some space there, or name another place",
+    errno.EACCES: "make it writable, or name another place",
+    errno.EPERM: "make it writable, or name another place",
+    errno.EROFS: "mount it writable, or name another place",
+    errno.ENOENT: "create its folder, or name another place",
+    errno.ENOTDIR: "a file is in the place of a folder: name another place",
+    errno.EEXIST: "a file is in the place of a folder: name another place",
+    errno.EISDIR: "a folder has this name: name a file",
+    errno.ENAMETOOLONG: "give it a shorter name",
+}

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
-from dlio.data.interpretation import tell_once
 from dlio.data.splits import (
     SPLITS,
     WHOLE,
@@ -23,6 +22,8 @@ from dlio.data.splits import (
     split_word,
 )
 from dlio.errors import SourceError, UsageError
+from dlio.util.printable import tell_once
+from dlio.util.units import counted
 
 # fmt: off
 _PARTS: Final = frozenset((
@@ -120,7 +121,7 @@ def check_groups(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         like = [group for group in groups if same or _DIGITS.sub("0", group) == kind]
         first, second = like[:2]
         raise UsageError(
-            f"{where}: {len(like)} groups, such as {first} and {second}, hold "
+            f"{where}: {counted(len(like), 'group')}, such as {first} and {second}, hold "
             f"{', '.join(groups[first])} each: dlio does not read groups as samples. Store "
             "sample i as row i of data sets, or name data sets to read rows of, as in "
             f"{where}::{first}/{next(iter(groups[first]))}"
@@ -133,7 +134,7 @@ def check_groups(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         first, *_ = shapes
         tell_once(
             f"{where}: {len(shapes)} arrays named alike, such as {first}, are read as fields of "
-            f"{rows.pop()} samples: if each is a sample, store them as rows of one array"
+            f"{counted(rows.pop(), 'sample')}: if each is a sample, store them as rows of one array"
         )
 
 

@@ -22,6 +22,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.image.segmentation_masks import has_area
 from dlio.util.printable import log_warning
 from dlio.util.structured_text import parse_json
+from dlio.util.units import counted
 from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
@@ -151,7 +152,7 @@ def joined(
     counts = np.bincount(rows[stay, 1], minlength=len(names)).astype(np.int64)
     if counts.max(initial=0) > MAX_BOXES:
         crowded = int(counts.argmax())
-        main.fail("images", crowded, f"it has {counts[crowded]} boxes, over {MAX_BOXES}")
+        main.fail("images", crowded, f"it has {counted(counts[crowded], 'box')}, over {MAX_BOXES}")
     made = Annotations(
         names,
         counts,

@@ -43,6 +43,7 @@ from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
 from dlio.util.printable import log_warning
 from dlio.util.structured_text import parse_json
+from dlio.util.units import counted
 from dlio_readers.array_names import fields_of_group, splits_of_arrays
 from dlio_readers.path_reader import PathReader, joined_rows, neighbours
 
@@ -122,8 +123,8 @@ def _slab(given: Index | Sequence[Index], name: str, shape: tuple[int, ...]) -> 
         raise UsageError(f"select= names {name!r}, whose samples are single values: leave it out")
     if len(indices) - len(places) > len(shape):
         raise UsageError(
-            f"select= has {len(indices) - len(places)} dimensions, and samples of {name!r} have "
-            f"shape {shape}: give {len(shape)} at most, or a part by field, as in "
+            f"select= has {counted(len(indices) - len(places), 'dimension')}, and samples of "
+            f"{name!r} have shape {shape}: give {len(shape)} at most, or a part by field, as in "
             f"select={{{name!r}: (...,)}}"
         )
     if places:
@@ -445,7 +446,9 @@ class ColumnReader(PathReader):
             tuple((name, column.kind) for name, column in columns.items()), structure
         )
         if self.schema.is_fixed and not self.schema.overhead and count > MAX_ABSENT_ROWS:
-            raise SourceError(f"{self.path}: its {count} samples have no bytes: name other arrays")
+            raise SourceError(
+                f"{self.path}: no bytes in its {counted(count, 'sample')}: name other arrays"
+            )
         self.sizes = made["sizes"]
         if self.schema.is_fixed:
             self.sizes = np.broadcast_to(np.int64(self.schema.overhead), count)

@@ -22,6 +22,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.extras import how_to_install
 from dlio.util.limits import check_claim, parsing
+from dlio.util.units import counted
 
 DICOM_SUFFIXES: Final = (".dcm", ".dicom")
 _MAGIC: Final = b"DICM"
@@ -197,7 +198,7 @@ def _rescaling(head: Any, frames: int) -> tuple[npt.NDArray[np.float64], npt.NDA
     every = _transformation(shared[0]) if len(shared) else None
     groups = head.get("PerFrameFunctionalGroupsSequence") or []
     if len(groups) not in (0, frames):
-        raise ValueError(f"{frames} frames have {len(groups)} functional groups")
+        raise ValueError(f"{frames} frames have {counted(len(groups), 'functional group')}")
     pairs = [
         (_number(own, "RescaleSlope", 1.0), _number(own, "RescaleIntercept", 0.0))
         for group in groups or [head]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.index import Arrays, cached_index, fingerprint_of
-from dlio.data.interpretation import counted_below, named_files, tell_once
+from dlio.data.interpretation import counted_below, named_files
 from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
@@ -34,8 +34,8 @@ from dlio.util.extras import how_to_install
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio.util.memory import new_memory
-from dlio.util.printable import log_warning
-from dlio.util.units import counted as number_of
+from dlio.util.printable import log_warning, tell_once
+from dlio.util.units import counted
 from dlio_readers.columns import storable
 from dlio_readers.dicom import DICOM_SUFFIXES, dicom_array, is_dicom, may_be_dicom
 from dlio_readers.fileset import PICTURES
@@ -292,7 +292,7 @@ class FilesReader(PathReader):
             left: tuple[str, ...] = ()
             if FilesReader.own_splits(path, options):
                 tests, _ = counted_below(source, [_TESTS], _SUFFIXES)
-                files = number_of(sum(tests.values()), "file")
+                files = counted(sum(tests.values()), "file")
                 left = (f"{files} of {_TESTS}, which split='test' reads",)
             words = "inputs and their targets, one a file"
             return Fit(words, 1, is_marked=True, left_out=left)
@@ -301,7 +301,7 @@ class FilesReader(PathReader):
         counts, more = counted_below(source, folders, _SUFFIXES)
         total = sum(counts.values())
         over = "over " if more else ""
-        words = f"{len(counts)} class folders with {over}{total:,} arrays or scans"
+        words = f"{counted(len(counts), 'class folder')} with {over}{total:,} arrays or scans"
         return Fit(words, total, in_folders=True)
 
     @staticmethod
@@ -493,7 +493,9 @@ def _check_alike(
     for key in {**first, **arrays}:
         mine, theirs = arrays.get(key), first.get(key)
         shown = [
-            "none" if each is None else f"{each.dtype.name} of {len(each.shape)} dimensions"
+            "none"
+            if each is None
+            else f"{each.dtype.name} of {counted(len(each.shape), 'dimension')}"
             for each in (mine, theirs)
         ]
         if mine is not None and (

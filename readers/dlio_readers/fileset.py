@@ -410,7 +410,7 @@ def _left_out(source: Source) -> str:
     if not names:
         return ""
     return (
-        f"has {len(names):,} picture(s) that are left out, such as {names[0]}: of the suffixes of "
+        f"leaves out {counted(len(names), 'picture')}, such as {names[0]}: of the suffixes of "
         f"pictures only {', '.join(PICTURES)} are read; convert or rename them"
     )
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names
-from dlio.data.interpretation import counted_below, named_files, tell_once
+from dlio.data.interpretation import counted_below, named_files
 from dlio.data.labels import (
     LABEL_NAMES,
     LabelEncoding,
@@ -39,6 +39,7 @@ from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
 from dlio.util.parallel import follow
+from dlio.util.printable import tell_once
 from dlio.util.structured_text import check_cells, parse_json, utf8_text
 from dlio.util.units import counted
 from dlio_readers.fileset import (
@@ -318,7 +319,7 @@ def plan_of(
     if lists is not None:
         return _list_plan(lists)
     if not folders:
-        words = f"{len(here):,} pictures" + (f" with {table}" if table else "")
+        words = f"{counted(len(here), 'picture')}" + (f" with {table}" if table else "")
         weight = len(here) if table else len(here) / 2
         notes: tuple[str, ...] = ()
         files: list[str] = []
@@ -338,12 +339,12 @@ def plan_of(
             layout = "classes"
         else:
             raise UsageError(
-                f"{source.path()} is {words}, or {len(here)} pictures next to them: choose with "
-                "layout='classes' or layout='flat'"
+                f"{source.path()} is {words}, or {counted(len(here), 'picture')} next to them: "
+                "choose with layout='classes' or layout='flat'"
             )
     if layout == "flat":
         lost = (f"{words}, which layout='classes' reads",) if weight >= 1 else ()
-        flat = Fit(f"{len(here):,} pictures", len(here) / 2, left_out=lost, used=(table,))
+        flat = Fit(f"{counted(len(here), 'picture')}", len(here) / 2, left_out=lost, used=(table,))
         return FolderPlan(flat, is_flat=True)
     if here:
         others.append(f"{shown} next to them, which layout='flat' reads")
@@ -354,7 +355,7 @@ def plan_of(
 def _list_plan(lists: PictureLists) -> FolderPlan:
     count = sum(len(each) for each in lists.splits.values())
     labelled = "the labels of " if lists.encoding.numbers else ""
-    words = f"{count:,} pictures with {labelled}{', '.join(lists.files)}"
+    words = f"{counted(count, 'picture')} with {labelled}{', '.join(lists.files)}"
     left = (f"{named_files(lists.unlisted)} that they do not name",) if lists.unlisted else ()
     return FolderPlan(
         Fit(words, count, is_marked=True, left_out=left, used=lists.files), lists=lists
@@ -405,7 +406,7 @@ def _class_words(source: Source, folders: Sequence[str]) -> tuple[str, float]:
     """Return ("2 class folders with 5 images", 5); a lone folder may be there by chance."""
     counts, more = counted_below(source, folders, PICTURES)
     total = sum(counts.values())
-    words = f"{counted(len(counts), 'class folder')} with {'over ' * more}{total:,} images"
+    words = f"{counted(len(counts), 'class folder')} with {'over ' * more}{counted(total, 'image')}"
     return words, total if len(counts) > 1 else 0.5 * bool(total)
 
 
@@ -421,7 +422,7 @@ def _table_plan(source: Source, table: str) -> FolderPlan | None:
     known = set(pictures)
     if not any("/" in name and name in known for name in rows):
         return None
-    words = f"{len(rows):,} pictures with the labels of {table}"
+    words = f"{counted(len(rows), 'picture')} with the labels of {table}"
     fit = Fit(words, len(rows), is_marked=True, used=(table,))
     return FolderPlan(fit, table=table, labels=rows, pictures=pictures)
 
@@ -450,8 +451,8 @@ def _by_lists(
     has = [name for name in names if labels[name]]
     if has and len(has) < len(names):
         raise UsageError(
-            f"{source.path()}: {len(names) - len(has)} of its {len(names)} pictures have no label: "
-            f"choose with split= of {', '.join(lists.splits)}"
+            f"{source.path()}: {len(names) - len(has)} of its {counted(len(names), 'picture')} "
+            f"have no label: choose with split= of {', '.join(lists.splits)}"
         )
     index = FileSet.listing(source, names)
     index["sizes"] = index["sizes"] + (IMAGE_LABEL.overhead if has else 0)
@@ -477,7 +478,8 @@ def _check_agreement(
     if lost or left:
         raise SourceError(
             f"{source.path(table)}: {len(lost)} of its files are not in the folder "
-            f"{lost[:3]}, {len(left)} images have no label {left[:3]}: make both agree"
+            f"{lost[:3]}, and no label for {counted(len(left), 'image')} {left[:3]}: make both "
+            "agree"
         )
 
 

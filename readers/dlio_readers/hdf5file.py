@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
-from dlio.data.interpretation import tell_once
 from dlio.data.labels import label_name
 from dlio.data.schema import Schema, Value, array_kind, parse_kind
 from dlio.data.source import File, ReadErrors, Source
@@ -23,6 +22,8 @@ from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.decompression_limits import exceeds
 from dlio.util.forks import new_rlock
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, is_trusted, parsing
+from dlio.util.printable import tell_once
+from dlio.util.units import counted
 from dlio_readers.array_names import check_groups, chosen_arrays, splits_of_arrays
 from dlio_readers.columns import (
     ENDS,
@@ -84,8 +85,9 @@ class Chunks:
             absent = rows * (chunks - here) // chunks if chunks else 0
         if absent > MAX_ABSENT_ROWS and not is_trusted():
             raise SourceError(
-                f"{where}: {absent} of its {rows} rows are not stored in the file: if they are to "
-                "be the fill value, give --trust (in Python, trust=True); else write them"
+                f"{where}: {absent} of its {counted(rows, 'row')} are not stored in the file: if "
+                "they are to be the fill value, give --trust (in Python, trust=True); else write "
+                "them"
             )
 
     def _look_at_stored(self, dataset: Handle) -> None:
@@ -390,8 +392,8 @@ class Hdf5File:
         look(root, "")
         if links:
             tell_once(
-                f"{self.file.name}: {len(links)} links to groups, nothing or other files are left "
-                f"out, such as {links[0]}: name their targets to read them"
+                f"{self.file.name}: {counted(len(links), 'link')} to groups, nothing or other "
+                f"files left out, such as {links[0]}: name their targets to read them"
             )
         return sets
 

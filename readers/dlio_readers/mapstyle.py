@@ -32,6 +32,7 @@ from dlio.util.arguments import whole_number
 from dlio.util.forks import new_lock
 from dlio.util.object_graph import reachable
 from dlio.util.parallel import each_of
+from dlio.util.units import counted
 
 # The values of a sample of any structure, as fields of a schema
 
@@ -555,7 +556,7 @@ class MapStyleReader:
         if len(items) != len(numbers):
             raise SourceError(
                 f"{self.path}: __getitems__ returned a {type(given).__name__} in place of a list "
-                f"of {len(numbers)} samples: tiers keep samples one by one"
+                f"of {counted(len(numbers), 'sample')}: tiers keep samples one by one"
             )
         return items
 

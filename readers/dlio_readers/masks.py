@@ -16,13 +16,14 @@ from typing import Any, Final
 import numpy as np
 
 from dlio.data.index import Arrays
-from dlio.data.interpretation import tell_once
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import Schema
 from dlio.data.source import Source
 from dlio.data.splits import WHOLE, chosen_split, how_to_choose, split_of, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
+from dlio.util.printable import tell_once
+from dlio.util.units import counted
 from dlio_readers.fileset import (
     PICTURES,
     FileSet,
@@ -234,7 +235,7 @@ def _chosen_sides(
             lists.chosen(split, path)
             if lists.unlisted:
                 tell_once(
-                    f"{path}: {len(lists.unlisted)} pictures are in no split of "
+                    f"{path}: no split has {counted(len(lists.unlisted), 'picture')}, by "
                     f"{', '.join(lists.files)}, such as {lists.unlisted[0]}"
                 )
             return sides[0][1], True
@@ -270,9 +271,9 @@ def _matched(source: Source, sides: SideFolders, suffix: str | None) -> tuple[li
     left = sorted(set(masks) - set(wanted))
     if without or left or not images:
         raise SourceError(
-            f"{source.path()}: {len(without)} of {len(images)} pictures in {sides.images} have no "
-            f"mask {without[:3]}, {len(left)} masks in {sides.others} no picture "
-            f"{[masks[stem] for stem in left[:3]]}: make both agree"
+            f"{source.path()}: {len(without)} of {counted(len(images), 'picture')} in "
+            f"{sides.images} have no mask {without[:3]}, {counted(len(left), 'mask')} in "
+            f"{sides.others} no picture {[masks[stem] for stem in left[:3]]}: make both agree"
         )
     return images, [masks[stem] for stem in wanted]
 
@@ -319,8 +320,8 @@ def _by_suffix(
     left = {file for file in files if file.endswith(suffix)} - set(made)
     if without or left:
         raise SourceError(
-            f"{source.path()}: {len(without)} of {len(images)} pictures in {sides.images} have no "
-            f"mask *{suffix} {without[:3]}, {len(left)} masks in {sides.others} no picture "
-            f"{sorted(left)[:3]}: make both agree"
+            f"{source.path()}: {len(without)} of {counted(len(images), 'picture')} in "
+            f"{sides.images} have no mask *{suffix} {without[:3]}, {counted(len(left), 'mask')} in "
+            f"{sides.others} no picture {sorted(left)[:3]}: make both agree"
         )
     return made

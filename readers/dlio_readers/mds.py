@@ -31,6 +31,7 @@ from dlio.errors import SourceError, printable
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio.util.structured_text import parse_json
+from dlio.util.units import counted
 from dlio_readers.path_reader import PathReader, neighbours
 
 _VERSION: Final = 2
@@ -191,8 +192,8 @@ class MdsReader(PathReader):
             ends = numbers[1:].astype(np.int64)
             if int(numbers[0]) != count:
                 raise SourceError(
-                    f"{shard.file.name} says that it holds {numbers[0]} samples, and its index "
-                    f"{count}: write both again"
+                    f"{shard.file.name} says that it holds {counted(numbers[0], 'sample')}, and "
+                    f"its index {count}: write both again"
                 )
             if (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
                 raise SourceError(f"{shard.file.name}: its offsets are invalid: write it again")
@@ -420,7 +421,7 @@ def _fields(shard: dict[str, Any], source: Source) -> list[_MdsColumn]:
             raise SourceError(f"{where}: column {name!r} of {width} bytes is not {encoding}")
         fields.append(_MdsColumn(str(name), str(encoding), width or None, dtype, shape))
     if not 0 < len(fields) <= _MAX_COLUMNS:
-        raise SourceError(f"{where}: {len(rows)} columns; expected 1 to {_MAX_COLUMNS}")
+        raise SourceError(f"{where}: {counted(len(rows), 'column')}; expected 1 to {_MAX_COLUMNS}")
     return fields
 
 

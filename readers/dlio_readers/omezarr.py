@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 from dlio.errors import SourceError
+from dlio.util.units import counted
 
 ZarrGroup: TypeAlias = Any
 """A group of zarr, whose attributes are of any type."""
@@ -56,7 +57,9 @@ def _paths(root: ZarrGroup, where: str) -> list[str]:
     else:
         return []
     if len(paths) > _MOST_IMAGES:
-        raise SourceError(f"{where} has {len(paths)} images, over {_MOST_IMAGES}: open a well")
+        raise SourceError(
+            f"{where} has {counted(len(paths), 'image')}, over {_MOST_IMAGES}: open a well"
+        )
     return paths
 
 

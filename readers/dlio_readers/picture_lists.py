@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from dlio.data.interpretation import tell_once
 from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
 from dlio.data.source import Source, file_at
 from dlio.data.splits import (
@@ -33,7 +32,9 @@ from dlio.data.splits import (
     split_word,
 )
 from dlio.errors import SourceError, UsageError
+from dlio.util.printable import tell_once
 from dlio.util.structured_text import check_cells, separator_of, utf8_text
+from dlio.util.units import counted
 from dlio_readers.fileset import PICTURES, files_in
 
 # fmt: off
@@ -462,8 +463,8 @@ def _add(
             raise SourceError(f"{source.path(each.file)}: {name} has several labels")
     if lost:
         raise SourceError(
-            f"{source.path(each.file)}: {len(lost)} of its {len(each.rows)} pictures are not in "
-            f"{source.path(folder)} {lost[:3]}: copy them, remove their rows, or "
+            f"{source.path(each.file)}: {len(lost)} of its {counted(len(each.rows), 'picture')} "
+            f"are not in {source.path(folder)} {lost[:3]}: copy them, remove their rows, or "
             "leave the list out with layout='classes'"
         )
 

@@ -20,6 +20,7 @@ from dlio.errors import SourceError
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing, trusting
 from dlio.util.structured_text import parse_json
+from dlio.util.units import counted
 from dlio_readers.columns import looks_like
 from dlio_readers.path_reader import PathReader, check_names, joined_rows, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
@@ -280,8 +281,8 @@ def _bytes_of(plain: Any, where: str, text: bool) -> Any:
 def _missing(values: Any, where: str, lacking: str) -> SourceError:
     first = int(np.flatnonzero(np.asarray(values.is_null()))[0])
     return SourceError(
-        f"{where}: {values.null_count} rows, the first of them row {first}, have no {lacking}, or "
-        "drop those rows"
+        f"{where}: {counted(values.null_count, 'row')}, the first of them row {first}, without "
+        f"{lacking}, or drop those rows"
     )
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
-from dlio.data.interpretation import named_files, tell_once
+from dlio.data.interpretation import named_files
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import (
     File,
@@ -20,6 +20,7 @@ from dlio.data.source import (
 )
 from dlio.data.splits import WHOLE, no_splits
 from dlio.errors import UsageError
+from dlio.util.printable import tell_once
 from dlio_readers.array_names import chosen_arrays, joined_parts, side_by_side
 from dlio_readers.columns import (
     Arrays,

@@ -45,6 +45,7 @@ from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
 from dlio.util.printable import log_warning
 from dlio.util.structured_text import parse_json
+from dlio.util.units import counted
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import codec_of, in_memory
 from dlio_readers.path_reader import PathReader, lie_at
@@ -691,8 +692,8 @@ class _Builder:
                     "have: complete or remove it, or choose common fields with fields="
                 )
             notes.append(
-                f"has {field} in {count} of its {len(self._firsts)} samples, and not in the first: "
-                "it is left out"
+                f"has {field} in {count} of its {counted(len(self._firsts), 'sample')}, and not in "
+                "the first: it is left out"
             )
         return notes
 

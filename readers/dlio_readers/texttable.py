@@ -18,12 +18,12 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.index import Arrays, GrowingColumn, cached_index
-from dlio.data.interpretation import tell_once
 from dlio.data.labels import MAX_CLASSES, MISSING, is_number, label_name, label_names
 from dlio.data.schema import WholeNumbers
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_objects
+from dlio.util.printable import tell_once
 from dlio.util.structured_text import not_utf8, separator_of
 from dlio_readers.columns import Column, ConcatColumn
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED

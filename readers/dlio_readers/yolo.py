@@ -20,6 +20,7 @@ from dlio.data.source import File, Source, own_name
 from dlio.errors import SourceError
 from dlio.util.parallel import each_of
 from dlio.util.structured_text import YamlValue, parse_yaml
+from dlio.util.units import counted
 from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
@@ -236,14 +237,18 @@ def _parsed(source: Source, name: str, described: _DataDescription, outside: str
             box = [min(rest[::2]), min(rest[1::2]), max(rest[::2]), max(rest[1::2])]
             shape = rest
         else:
-            wanted = f"4 and {points} keypoints of {width}" if points else "4, or of a polygon"
+            wanted = (
+                f"4 and {counted(points, 'keypoint')} of {width}"
+                if points
+                else "4, or of a polygon"
+            )
             raise SourceError(f"{where}: it has {count} numbers after the class, not {wanted}")
         labels.append(int(first))
         boxes.append(box)
         shapes.append(shape)
         lines.append(number)
     if len(boxes) > MAX_BOXES:
-        raise SourceError(f"{shown} has {len(boxes)} boxes, over {MAX_BOXES}")
+        raise SourceError(f"{shown} has {counted(len(boxes), 'box')}, over {MAX_BOXES}")
     sides = np.ones((len(boxes), 2))
     checked = check_boxes(
         np.array(boxes, np.float64).reshape(-1, 4),

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dlio.data.interpretation import tell_once
 from dlio.data.source import Source
 from dlio.data.splits import WHOLE, chosen_split, how_to_choose, split_of
 from dlio.errors import SourceError, UsageError, printable
+from dlio.util.printable import tell_once
 from dlio_readers.fileset import PICTURES, files_in
 
 NULLS: Final = ("", "~", "null", "Null", "NULL")

@@ -23,6 +23,7 @@ from dlio.data.splits import no_splits
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
+from dlio.util.units import counted
 from dlio_readers.array_names import check_groups, chosen_arrays
 from dlio_readers.columns import (
     ENDS,
@@ -266,7 +267,8 @@ class ZarrReader(ColumnReader):
             absent = rows * (wanted - stored) // max(1, wanted)
             if absent > MAX_ABSENT_ROWS:
                 raise SourceError(
-                    f"{where}: {absent} of its {rows} rows are not stored: use the fill value for "
+                    f"{where}: {absent} of its {counted(rows, 'row')} are not stored: use the fill "
+                    "value for "
                     'them with missing="fill", or restore its chunks'
                 )
 

@@ -24,7 +24,7 @@ from dlio.util.options import Option, check
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.shared_folders import SHARED_MEMORY, own_memory
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 _DAY_S: Final = 86400
 
@@ -53,12 +53,13 @@ def describe_status(tiers: str | None) -> dict[str, object]:
         for name, place in scratch_folders().items()
     }
     listed = []
+    named = tiers is not None or bool(settings().tiers)
     for root in find_roots(tiers):
+        kept = stored_data(root)
+        if not named and not any(entry.bytes for entry in kept):
+            continue  # Left by a job that is over: nothing to use, or to remove.
         place = file_system_of(root)
-        sets = [
-            {**asdict(entry), "in_use": entry.in_use, "path": entry.path}
-            for entry in stored_data(root)
-        ]
+        sets = [{**asdict(entry), "in_use": entry.in_use, "path": entry.path} for entry in kept]
         listed.append(
             {
                 "root": root,
@@ -118,7 +119,7 @@ def status(options: StatusOptions) -> None:
         if not tier["data_sets"]:
             print_line("  nothing is staged here")
     if not about["tiers"]:
-        print_line("no tiers found: name them with --tiers, or stage something")
+        print_line("nothing is staged in tiers found here: name others with --tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ def evict_command(options: EvictOptions) -> None:
                 problems.append(str(error))
     if options.names and not count and not problems:
         raise TierError(f"{', '.join(options.names)}: not staged here: `dlio status` shows what is")
-    print_line(f"evicted {count} data set(s), {format_bytes(size)}")
+    print_line(f"evicted {counted(count, 'data set')}, {format_bytes(size)}")
     if problems:
         raise TierError("; ".join(problems))
 
@@ -228,8 +229,8 @@ def _print_entry(entry: dict[str, Any]) -> None:
     print_line(
         f"  {printable(entry['source'] or entry['fingerprint'])}: "
         f"{format_bytes(entry['bytes'])}, "
-        f"{entry['blocks']:,} blocks, staged {_ago(entry['created'])}, {entry['hits']:,} hits, "
-        f"{', '.join(state)}"
+        f"{counted(entry['blocks'], 'block')}, staged {_ago(entry['created'])}, {entry['hits']:,} "
+        f"hits, {', '.join(state)}"
     )
 
 

@@ -81,8 +81,8 @@ def _print_plan(packing: PackArguments, options: PackOptions) -> None:
     about: dict[str, Any] = describe(packing.source, options)
     for part in about["parts"]:
         print_line(
-            f"{os.path.join(packing.destination, part['name'])}: {part['samples']:,} samples, "
-            f"{format_bytes(part['bytes'])} to read, in {counted(part['shards'], 'shard')} of "
-            f"{options.format}"
+            f"{os.path.join(packing.destination, part['name'])}: "
+            f"{counted(part['samples'], 'sample')}, {format_bytes(part['bytes'])} to read, in "
+            f"{counted(part['shards'], 'shard')} of {options.format}"
         )
     print_line("nothing was written")

@@ -65,7 +65,7 @@ from dlio.util.trusted_files import (
 )
 from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import make_folders, open_folder, parent_of
-from dlio.util.whole_files import take_lock, write_whole_at
+from dlio.util.whole_files import check_folder, take_lock, unwritable, write_whole_at
 from dlio_staging.pack_plan import VERSION, PackOptions, PackPlan
 from dlio_staging.pack_writers import WRITERS, ShardRequest, file_name
 from dlio_staging.sample_check import SampleCheck
@@ -413,7 +413,7 @@ def pack(
                 f"{destination} cannot be written, the disk is full ({error.strerror}): free "
                 f"space in {parent}, or name another destination"
             ) from error
-        raise UsageError(f"{destination} cannot be written: {error.strerror}") from error
+        raise unwritable(destination, error) from error
     finally:
         plan.reader.close()
     return done
@@ -425,8 +425,7 @@ def _check(source: object, destination: str, parent: str, options: PackOptions) 
         raise UsageError(f"{destination} exists: remove it, or name another destination")
     if not os.path.isdir(parent):
         raise UsageError(f"{destination}: its folder {parent} does not exist: create it")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{parent} cannot be written: Permission denied")
+    check_folder(parent)
     folder = os.path.abspath(source) if isinstance(source, str) else ""
     if os.path.isdir(folder) and (parent + "/").startswith(folder + "/"):
         raise UsageError(f"{destination} would lie in {source}: name a place outside of it")
@@ -611,14 +610,14 @@ def describe(source: object, options: PackOptions) -> dict[str, object]:
 def summary(destination: str, done: PackResult) -> str:
     """Return what to print about the result of a packing."""
     refused = (
-        f"\n{done.undecodable:,} sample(s) have an image that cannot be decoded, packed as it is: "
+        f"\n{counted(done.undecodable, 'sample')} packed with an image that cannot be decoded: "
         f"`dlio verify {destination}` lists them"
         if done.undecodable
         else ""
     )
     kept = f", {done.kept_shards} of them by an earlier run" if done.kept_shards else ""
     return (
-        f"{destination}: {done.samples:,} samples, {format_bytes(done.data_bytes)} in "
+        f"{destination}: {counted(done.samples, 'sample')}, {format_bytes(done.data_bytes)} in "
         f"{counted(done.shards, 'shard')} of {format_bytes(done.file_bytes)} together{kept}, "
         "verified"
         f"{refused}"

@@ -20,7 +20,7 @@ from dlio.errors import UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.options import CheckedOptions, Option
-from dlio.util.units import exact_bytes, parse_bytes
+from dlio.util.units import counted, exact_bytes, parse_bytes
 
 VERSION: Final = 1
 _LEAST_SHARD_BYTES: Final = 1 << 16
@@ -196,5 +196,5 @@ def _shares(count: int, shares: Sequence[float]) -> list[int]:
     for k in by_rest[: count - sum(whole)]:
         whole[k] += 1
     if not all(whole):
-        raise UsageError(f"--split: {count} samples are too few for these shares")
+        raise UsageError(f"--split: {counted(count, 'sample')} are too few for these shares")
     return whole

@@ -34,7 +34,8 @@ from dlio.util.child_processes import end_with_parent, process_state
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
+from dlio.util.whole_files import not_written
 from dlio_staging.byte_progress import ByteProgress, show_progress
 from dlio_staging.stage_plan import (
     StageOptions,
@@ -107,7 +108,7 @@ def _turn(mounted: Mount, out: tuple[int, list[int]], into: tuple[int, list[int]
         except (CorruptBlock, OSError) as error:
             raise TierError(f"block {block} cannot be sent to other nodes: {error}") from error
         requests.append(comm.isend(data, out[0], _TAG))
-    comm.wait(requests, f"{len(into[1])} blocks from rank {into[0]}")
+    comm.wait(requests, f"{counted(len(into[1]), 'block')} from rank {into[0]}")
     for block, data in zip(into[1], memory, strict=True):
         info = check_block(data, f"block {block} from rank {into[0]}", 0)
         if info.block != block or info.fingerprint != mounted.hierarchy.reader.fingerprint:
@@ -390,7 +391,9 @@ def _taken(
     )
     of_room = all(int(mounted.hierarchy.pinned[block]) in of_node for block in missing)
     if not all(comm.allgather(of_room)):
-        raise TierError(f"{len(missing)} of {len(own)} blocks could not be staged: {reasons}")
+        raise TierError(
+            f"{len(missing)} of {counted(len(own), 'block')} could not be staged: {reasons}"
+        )
     _leave_out(mounted, lacking, reasons, done)
     return np.setdiff1d(wanted, lacking)
 
@@ -500,7 +503,7 @@ def _write_manifest(reader: Reader, tier: Tier, blocks: list[int], *, pin: bool)
             raise
         except OSError as error:
             if error.errno not in NO_ROOM:
-                raise TierError(f"{tier.path} cannot be written: {error.strerror}") from error
+                raise TierError(not_written(tier.path, error)) from error
             if not blocks:
                 return given_up  # There is nothing to list.
         given_up.append(blocks.pop())

@@ -253,9 +253,9 @@ def print_result(done: StageResult) -> None:
     rate = done.read_bytes / max(done.seconds, 1e-9)
     end = "; stopped at the deadline: run again to continue" if done.stopped else ""
     copied = f", {format_bytes(done.copied_bytes)} copied from node to node"
-    healed = f", {done.healed_blocks} damaged blocks fetched again"
+    healed = f", {counted(done.healed_blocks, 'damaged block')} fetched again"
     print_line(
-        f"{done.source}: {done.samples:,} samples, {format_bytes(done.data_bytes)}; "
+        f"{done.source}: {counted(done.samples, 'sample')}, {format_bytes(done.data_bytes)}; "
         f"{done.kept_share:.0%} of the blocks have a place in tiers on "
         f"{counted(done.nodes, 'node')}; "
         f"{format_bytes(done.read_bytes)} read in {done.seconds:.1f} s ({format_bytes(rate)}/s)"
@@ -268,12 +268,13 @@ def shortfall(done: StageResult) -> str:
     missing, samples = format_bytes(done.unplaced_bytes), format_bytes(done.data_bytes)
     if done.shortage:
         return (
-            f"{done.unplaced_blocks:,} of {done.blocks:,} blocks ({missing}) of {done.source} "
-            f"({samples}) have no room, and jobs will read them from the source: make room on the "
-            "disk (`df` shows its bytes, `df -i` its inodes), or allow that by --allow-partial"
+            f"{done.unplaced_blocks:,} of {counted(done.blocks, 'block')} ({missing}) of "
+            f"{done.source} ({samples}) have no room, and jobs will read them from the source: "
+            "make room on the disk (`df` shows its bytes, `df -i` its inodes), or allow that by "
+            "--allow-partial"
         )
     return (
-        f"{done.unplaced_blocks:,} of {done.blocks:,} blocks ({missing}) of {done.source} "
+        f"{done.unplaced_blocks:,} of {counted(done.blocks, 'block')} ({missing}) of {done.source} "
         f"({samples}) do not fit into the tiers, and jobs will read them from the source: give "
         f"--tiers {missing} more, or allow that by --allow-partial"
     )
@@ -284,7 +285,10 @@ def print_plan(done: StageResult, bandwidth: float | None) -> None:
     bytes per second; None assumes a usual rate per node.
     """
     rate = bandwidth / done.nodes if bandwidth is not None else _ASSUMED_RATE
-    print_line(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
+    print_line(
+        f"{done.source}: {done.format}, {counted(done.samples, 'sample')} in "
+        f"{counted(done.blocks, 'block')}"
+    )
     size = f" of {format_bytes(done.request_bytes)} at most" if done.request_bytes else ""
     print_line(
         f"  source on {done.storage}: {counted(done.workers, 'request')}{size} in flight from "
@@ -300,7 +304,7 @@ def print_plan(done: StageResult, bandwidth: float | None) -> None:
         longest = max(longest, moved / rate)
         for plan in plans:
             print_line(
-                f"  {node}: {plan['tier']} is to hold {plan['blocks']:,} blocks "
+                f"  {node}: {plan['tier']} is to hold {counted(plan['blocks'], 'block')} "
                 f"({format_bytes(plan['bytes'])}), of which {plan['missing_blocks']:,} "
                 f"({format_bytes(plan['missing_bytes'])}) would be brought"
             )

@@ -25,7 +25,7 @@ from dlio.util.options import Option
 from dlio.util.parallel import SourceThread
 from dlio.util.printable import print_line
 from dlio.util.trusted_files import closing_descriptor, open_file
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import open_folder
 from dlio_staging.sample_check import SampleCheck
 
@@ -275,7 +275,8 @@ def command(options: VerifyOptions) -> None:
         _print_lines("warning", checked.notices)
         _print_lines("damaged", checked.damaged)
         _print_lines("read with a warning", checked.warned)
-    summary = f"{options.path}: {checked.samples:,} samples, {format_bytes(checked.bytes)} checked"
+    samples = counted(checked.samples, "sample")
+    summary = f"{options.path}: {samples}, {format_bytes(checked.bytes)} checked"
     left = len(checked.damaged) - checked.healed
     if left > 0:
         which = f" ({checked.damaged[0]})" if len(checked.damaged) == 1 else ""
@@ -285,9 +286,14 @@ def command(options: VerifyOptions) -> None:
         )
     if options.as_json:
         return
-    healed = f"{checked.healed} blocks fetched again from the source, " if checked.healed else ""
-    counts = {"read with a warning": checked.warned, "warning(s) about the whole": checked.notices}
-    remarks = [f"{len(lines)} {kind}" for kind, lines in counts.items() if lines]
+    healed = (
+        f"{counted(checked.healed, 'block')} fetched again from the source, "
+        if checked.healed
+        else ""
+    )
+    remarks = [f"{len(checked.warned)} read with a warning"] if checked.warned else []
+    if checked.notices:
+        remarks.append(f"{counted(len(checked.notices), 'warning')} about the whole")
     print_line(f"{summary}, {healed}{', '.join(remarks) or 'all sound'}")
 
 

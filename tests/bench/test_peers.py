@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -162,6 +163,22 @@ def test_figures_of_a_contender_that_hangs_later_are_dropped(fake: Any) -> None:
     assert list(outcome.races) == ["good"]
     assert len(outcome.races["good"].rates) == 2
     assert "more than 2 s" in outcome.absent["hang later"]
+
+
+def test_an_interrupted_race_waits_for_no_pass(fake: Any) -> None:
+    started: list[ContenderProcess] = []
+
+    def start() -> ContenderProcess:
+        started.append(fake("good"))
+        return started[0]
+
+    def interrupt() -> ContenderProcess:
+        os.kill(started[0]._process.pid, signal.SIGSTOP)  # It does not end by itself.
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        race({"good": start, "interrupted": interrupt}, _LABELS, 1)
+    assert started[0]._process.returncode == -signal.SIGKILL
 
 
 def test_workers_of_a_contender_are_ended_with_it(fake: Any) -> None:

@@ -225,7 +225,7 @@ def test_ranks_that_share_cores_and_gpus() -> None:
     own = [fact(k, "a", 32, 32, 2, visible=str(k), device="cuda:0") for k in range(2)]
     assert not bad(check_ranks(own))
     mixed = [fact(0, "a", 32, 32, 2, device="cuda:0"), fact(1, "a", 32, 32)]
-    assert "rank(s) 1 see none" in only(check_ranks(mixed)).text
+    assert "no GPU, or computing on the CPU: rank 1" in only(check_ranks(mixed)).text
     uneven = [fact(0, cores=8, of=8), fact(1, cores=8, of=8), fact(2, "b")]
     assert "a 2, b 1" in only(check_ranks(uneven)).text
 

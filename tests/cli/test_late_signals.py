@@ -123,3 +123,17 @@ def test_an_interruption_of_a_callback_that_cannot_raise_ends_the_command(
     assert done.returncode == 130, done.stderr
     assert done.stdout == ""
     assert done.stderr == "dlio: interrupted\n"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_process_that_ends_does_not_look_for_garbage(ends: bool) -> None:
+    program = (
+        "import atexit, gc\nfrom dlio.cli import guarded\n"
+        "before = gc.get_freeze_count()\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > before))\n"
+        f"guarded(lambda: None, ends={ends})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=True
+    )
+    assert done.stdout == f"{ends}\n"

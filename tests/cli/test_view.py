@@ -131,7 +131,7 @@ def test_ls_draws_histograms(
 ) -> None:
     ls.command(ls.ListOptions(str(coco), plot=True, html=str(tmp_path / "ls.html")))
     out = capsys.readouterr().out
-    for title in ("bytes of a sample", "width in pixels, all pictures", "boxes of a class"):
+    for title in ("bytes of a sample", "width in pixels, 5 pictures", "boxes of a class"):
         assert title in out
     assert "per class    5 to 5 boxes" in out
     assert "█" in out

@@ -10,6 +10,12 @@ def test_one_is_not_several() -> None:
     ]
 
 
+def test_plurals_are_those_of_english() -> None:
+    said = [counted(2, each) for each in ("batch", "class", "box", "entry", "replay", "lost rank")]
+    assert said == ["2 batches", "2 classes", "2 boxes", "2 entries", "2 replays", "2 lost ranks"]
+    assert counted(1, "batch") == "1 batch"
+
+
 def test_no_message_has_a_plural_that_may_stand_after_one() -> None:
     assert list(in_room()) == []
 
@@ -17,3 +23,4 @@ def test_no_message_has_a_plural_that_may_stand_after_one() -> None:
 def test_the_search_finds_both_forms() -> None:
     lines = wrong_plurals('a = f"{n} nodes"\nb = f"{n} rank(s)"\nc = f"{N} nodes, {n} nodesets"')
     assert list(lines) == [1, 2]
+    assert list(wrong_plurals('f"{n:,} damaged entries: {n:.1f} samples/s"')) == [1]

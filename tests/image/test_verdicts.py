@@ -156,7 +156,7 @@ def test_all_commands_agree_and_verify_counts_the_warnings(folder: Path, tmp_pat
     assert [line.partition(":")[0] for line in checked.warned] == ["a/extra.jpg", "a/hole.jpg"]
     packing = pack(str(folder), str(tmp_path / "packed"))
     assert packing.undecodable == 1
-    assert "1 sample(s) have an image that cannot be decoded" in summary("packed", packing)
+    assert "1 sample packed with an image that cannot be decoded" in summary("packed", packing)
     packed = verify(str(tmp_path / "packed"))
     assert [line.partition(" ")[0] for line in packed.damaged] == ["a/cut.jpg"]
     assert (packed.samples, len(packed.warned)) == (8, 2)
@@ -304,7 +304,7 @@ def test_verify_says_what_a_data_set_leaves_out(
     shown = capsys.readouterr().out
     assert "warning: " in shown
     assert "has json in 1 of its 6 samples" in shown
-    assert "1 warning(s) about the whole" in shown
+    assert "1 warning about the whole" in shown
     assert "all sound" not in shown
     command(VerifyOptions(str(path), as_json=True))
     printed = json.loads(capsys.readouterr().out)

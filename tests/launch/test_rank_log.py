@@ -1,5 +1,6 @@
 """`dlio launch --logs`: each rank's output in a file of its own; `--follow`: a job's output."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,8 +13,9 @@ from dlio.cli import main
 from dlio.errors import UsageError
 from dlio.launch.rank_log import rank_number
 from dlio.launch.slurm_follow import follow
-from dlio.launch.slurm_script import JobScript, parse_slurm
+from dlio.launch.slurm_script import JobScript, parse_slurm, submit
 from dlio.util.live_line import without_progress
+from dlio.util.whole_files import unwritable
 from tests.conftest import in_time
 
 SAYS = """
@@ -130,3 +132,75 @@ def test_the_output_of_a_job_is_where_sbatch_writes_it() -> None:
     script = JobScript(parse_slurm(["output=%N.out"]), ("true",))
     with pytest.raises(UsageError, match="with %x and %j alone"):
         script.output("7")
+
+
+@pytest.mark.parametrize(
+    ("accounts", "said", "code"),
+    [
+        ("echo COMPLETED", "job 7 is COMPLETED", 0),
+        ("echo 'CANCELLED by 0'", "job 7 is CANCELLED by 0", 1),
+        ("exit 1", "Slurm no longer knows how job 7 has ended", None),
+    ],
+)
+def test_the_end_of_a_job_that_slurm_has_forgotten_is_not_guessed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    accounts: str,
+    said: str,
+    code: int | None,
+) -> None:
+    (tmp_path / "scontrol").write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
+    )
+    (tmp_path / "sacct").write_text(f"#!/bin/sh\n{accounts}\n")
+    for name in ("scontrol", "sacct"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if code is None:
+        with pytest.raises(UsageError, match=said):
+            follow("7", "out", every_s=0)
+    else:
+        assert follow("7", "out", every_s=0) == code
+        assert said in capsys.readouterr().out
+
+
+def test_a_file_in_the_place_of_the_folder_of_logs_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "-n", "2", "--logs", str(tmp_path / "file"), "--", "true"])
+    assert ended.value.code == 2
+    assert "this is not a folder; name another place" in capsys.readouterr().err
+    said = unwritable("--logs a", NotADirectoryError(errno.ENOTDIR, "Not a directory"))
+    assert "a file is in the place of a folder" in str(said)
+    assert "free some space" in str(unwritable("a", OSError(errno.ENOSPC, "No space left")))
+    assert "mount it writable" in str(unwritable("a", OSError(errno.EROFS, "Read-only")))
+
+
+@pytest.mark.parametrize(
+    ("printed", "job"),
+    [
+        ("42", "42"),
+        ("42;cluster", "42"),
+        ("Welcome, 3 jobs are waiting\\nSubmitted batch job 42", "42"),
+        ("ok", None),
+    ],
+)
+def test_the_number_of_a_job_is_found_in_what_sbatch_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, job: str | None
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nprintf '{printed}\\n'\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if job is None:
+        with pytest.raises(UsageError, match="names no job: it printed ok"):
+            submit("job.sbatch")
+    else:
+        assert submit("job.sbatch") == job
+
+
+def test_options_of_the_launcher_do_not_name_the_job() -> None:
+    command = ("dlio", "launch", "--backend", "mpi", "--logs", "logs", "train", "data")
+    assert JobScript(parse_slurm(["nodes=2"]), command).name == "dlio-train"

@@ -16,6 +16,7 @@ from torch.utils.data import (
 import dlio
 from dlio import DataLoader as Ours
 from dlio.errors import UsageError
+from dlio.loader.third_party import fit_loop
 from tests.loader.datasets import Numbers, Stream, plain
 from tests.loader.leftovers import nothing_is_left
 
@@ -43,6 +44,40 @@ def test_tiers_keep_what_a_data_set_returns() -> None:
         assert Counted.asked == before
 
 
+class Unsized:
+    """A sampler of a user's, that draws when it is asked for an iterator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(23).tolist())
+
+
+class Eager(Unsized):
+    def __len__(self) -> int:
+        return 23
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_a_framework_has_fetched_and_not_used_are_not_consumed(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    loader = Ours(Numbers(), 4, sampler=Unsized(), num_workers=workers)
+    iterator = iter(loader)
+    used = [next(iterator)["index"].tolist() for _ in range(2)]
+    ahead = next(iterator)["index"].tolist()
+    monkeypatch.setattr(fit_loop, "fetched_ahead", lambda: 1)
+    state = loader.state_dict()
+    monkeypatch.undo()
+    assert state["batches"] == 2
+    assert state["consumed"] == 8
+    rest = [ahead, *(batch["index"].tolist() for batch in iterator)]
+    torch.manual_seed(99)
+    other = Ours(Numbers(), 4, sampler=Unsized(), num_workers=workers)
+    other.load_state_dict(state)
+    assert [batch["index"].tolist() for batch in other] == rest
+    assert sorted(index for batch in used + rest for index in batch) == list(range(23))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "options",
@@ -52,6 +87,7 @@ def test_tiers_keep_what_a_data_set_returns() -> None:
         {"shuffle": True, "generator": 7},
         {"shuffle": True, "seed": 9},
         {"sampler": "weighted"},
+        {"sampler": "eager"},
         {"batch_sampler": "own"},
     ],
 )
@@ -66,7 +102,8 @@ def test_a_resumed_pass_is_exactly_the_rest(
         if "generator" in made:
             made["generator"] = torch.Generator().manual_seed(made["generator"])
         if "sampler" in made:
-            made["sampler"] = WeightedRandomSampler([1.0] * 23, 23)
+            weighted = made["sampler"] == "weighted"
+            made["sampler"] = WeightedRandomSampler([1.0] * 23, 23) if weighted else Eager()
         if "batch_sampler" in made:
             made["batch_sampler"] = BatchSampler(RandomSampler(data), 4, False)
         else:

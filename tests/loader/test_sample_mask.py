@@ -109,7 +109,7 @@ def test_orders_that_are_not_dlios_own_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match="give seed=, and no sampler"):
             loader.set_epoch(0, keep)
-    with pytest.raises(UsageError, match="9 samples want uint8"):
+    with pytest.raises(UsageError, match="for 9 samples give uint8"):
         dlio.DataLoader(data, 2, seed=1).set_epoch(0, keep[:5])
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._pytree import tree_map
+from torch.utils.data import RandomSampler
 
 import dlio
 from dlio.errors import UsageError
+from dlio.util import printable
 from tests.loader import stateful_datasets as sets
 from tests.loader.leftovers import nothing_is_left
 
@@ -388,3 +390,19 @@ def test_a_copy_begins_where_the_next_pass_would() -> None:
     copies = [copy.deepcopy(after), pickle.loads(pickle.dumps(after))]
     rest = plain(list(iterator))
     assert [plain(list(each)) for each in (*copies, after)] == [rest] * 3
+
+
+@pytest.mark.parametrize("generator", [None, 5])
+def test_a_state_without_a_samplers_random_numbers_says_so(
+    generator: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(printable, "_told", set())
+    numbers = None if generator is None else torch.Generator().manual_seed(generator)
+    sampler = RandomSampler(range(8), generator=numbers)
+    for options in ({"sampler": sampler}, {"sampler": sampler}, {"shuffle": True}):
+        loader: Any = dlio.StatefulDataLoader(list(range(8)), 2, **options)
+        next(iter(loader))
+        loader.state_dict()
+    said = [each.message for each in caplog.records if "random numbers" in each.message]
+    assert len(said) == 1
+    assert ("generator's state" in said[0]) is (generator is not None)

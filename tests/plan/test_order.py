@@ -201,7 +201,7 @@ def test_a_cursor_survives_being_written_down(
         ({"seed": 2**64}, "seed 18446744073709551616"),
         ({"seed": True}, "seed True"),
         ({"position": -1}, "position -1"),
-        ({"position": 1001}, "position 1001 of only 1000"),
+        ({"position": 1001}, "position 1001 of only 1,000"),
         ({"epoch": None}, "epoch None"),
         ({"samples": 1000.0}, "samples 1000.0"),
     ],

@@ -91,7 +91,7 @@ def test_blocks_that_an_epoch_does_not_use_are_filled_last() -> None:
 def test_a_bitmap_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match="keeps no sample"):
         SampleMask.of(np.zeros(9, np.bool_), 9)
-    with pytest.raises(UsageError, match="9 samples want uint8 of shape"):
+    with pytest.raises(UsageError, match="for 9 samples give uint8 of shape"):
         SampleMask.of(np.ones(8, np.bool_), 9)
     with pytest.raises(UsageError, match="the data set has 8"):
         SampleMask.of(SampleMask.of(np.ones(9, np.bool_), 9), 8)

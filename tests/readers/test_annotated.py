@@ -333,7 +333,7 @@ def test_pictures_without_masks_and_masks_of_another_size_are_named(tmp_path: Pa
         data[2]
     (tmp_path / "masks" / "0001.png").unlink()
     (tmp_path / "masks" / "odd.png").write_bytes(b"x")
-    with pytest.raises(SourceError, match=r"1 of 3 pictures.*0001.*1 masks.*odd"):
+    with pytest.raises(SourceError, match=r"1 of 3 pictures.*0001.*1 mask.*odd"):
         open_reader(str(tmp_path))
 
 

@@ -135,7 +135,7 @@ def test_what_is_not_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
         dlio.open(tmp_path / "one.feather")
     _write(tmp_path / "null.arrow", pa.table({"label": [1, None]}), "file")
     with pytest.raises(
-        SourceError, match=r"null\.arrow.*'label': 1 rows.*no label: fill it, or drop"
+        SourceError, match=r"null\.arrow.*'label': 1 row.*without label: fill it, or drop"
     ):
         dlio.open(tmp_path / "null.arrow")
     _write(tmp_path / "a.arrow", pa.table({"a": [1]}), "file")

@@ -458,9 +458,7 @@ def test_pickles_and_objects_are_refused(tmp_path: Path) -> None:
 
 def test_nulls_and_unknown_columns_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [b"x", None], "b": [b"x", b"y"]}), tmp_path / "a.parquet")
-    with pytest.raises(
-        SourceError, match=r"column 'a': 1 rows, the first of them row 1, have no b"
-    ):
+    with pytest.raises(SourceError, match=r"column 'a': 1 row, the first of them row 1, without b"):
         open_reader(f"{tmp_path}/a.parquet")
     assert len(open_reader(f"{tmp_path}/a.parquet::b")) == 2
     with pytest.raises(UsageError, match="no column 'c'"):

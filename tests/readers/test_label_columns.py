@@ -21,9 +21,9 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlio.data import interpretation
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
+from dlio.util import printable
 from dlio.util.settings import REHEARSAL
 
 from .tfrecords import example
@@ -33,7 +33,7 @@ from .tfrecords import write as write_records
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REHEARSAL, "1")  # Each new file is read by a child process otherwise.
-    monkeypatch.setattr(interpretation, "_told", set())
+    monkeypatch.setattr(printable, "_told", set())
 
 
 Column = Sequence[Any]

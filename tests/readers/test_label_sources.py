@@ -16,12 +16,12 @@ from PIL import Image
 
 import dlio
 from dlio.cli.ls import describe
-from dlio.data import interpretation
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.loader.dataset_views import field_values
 from dlio.train.tasks.classification import ClassifyImages
 from dlio.train.train_options import ModelOptions
+from dlio.util import printable
 from dlio.util.settings import REHEARSAL
 from dlio_staging.pack_folder import pack, packed_path
 
@@ -29,7 +29,7 @@ from dlio_staging.pack_folder import pack, packed_path
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REHEARSAL, "1")  # Each new file is read by a child process otherwise.
-    monkeypatch.setattr(interpretation, "_told", set())
+    monkeypatch.setattr(printable, "_told", set())
 
 
 def labels_of(path: object) -> tuple[list[str], list[int]]:
@@ -71,7 +71,7 @@ def test_soft_links_are_followed_and_others_are_told(
         file["round"] = h5py.SoftLink("other")
     with caplog.at_level(logging.WARNING, "dlio"):
         assert labels_of(f"{tmp_path}/a.h5") == ([], [2, 0, 1])
-    assert "3 links to groups, nothing or other files are left out, such as gone" in (caplog.text)
+    assert "3 links to groups, nothing or other files left out, such as gone" in (caplog.text)
     with pytest.raises(SourceError, match="is a link to a group, to nothing or to another file"):
         open_reader(f"{tmp_path}/a.h5::other")
 

@@ -111,7 +111,9 @@ def test_nulls_of_pandas_are_nan_in_all_tables(tmp_path: Path) -> None:
     assert str(_values(str(tmp_path / "a.parquet"), "b")) == "[1.0, nan, 0.0]"
     frame["label"] = pd.array([0, None, 1], "Int64")
     frame.to_parquet(tmp_path / "b.parquet")
-    with pytest.raises(SourceError, match=r"'label': 1 rows, the first of them row 1.*no label"):
+    with pytest.raises(
+        SourceError, match=r"'label': 1 row, the first of them row 1.*without label"
+    ):
         open_reader(str(tmp_path / "b.parquet"))
 
 

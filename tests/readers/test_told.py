@@ -67,7 +67,8 @@ def test_pictures_with_other_suffixes_are_counted(
         count, logged = _open(data, caplog)
         assert count == (4 if kind == "classes" else 2)
         assert (
-            sum(f"has {lost} picture(s) that are left out, such as" in each for each in logged) == 1
+            sum(f"leaves out {lost} picture{'s' * (lost > 1)}, such as" in each for each in logged)
+            == 1
         )
 
 
@@ -164,7 +165,7 @@ def test_links_of_hdf5_are_told_and_single_values_named(
     count, logged = _open(tmp_path / "a.h5", caplog)
     assert count == 3
     assert [each.partition(": ")[2] for each in logged] == [
-        "1 links to groups, nothing or other files are left out, such as z: name their targets "
+        "1 link to groups, nothing or other files left out, such as z: name their targets "
         "to read them"
     ]
     root: Any = zarr.open_group(str(tmp_path / "a.zarr"), mode="w")

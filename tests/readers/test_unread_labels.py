@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlio.data import interpretation
 from dlio.data.reader import open_reader
 from dlio.errors import DlioError
+from dlio.util import printable
 
 NAMES = [f"img_{k}.png" for k in range(6)]
 LABELS = [0, 1, 2, 0, 1, 2]
@@ -81,7 +81,7 @@ UNREAD: dict[str, str | bytes] = {
 def test_files_that_may_hold_labels_are_told_once_each(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpretation, "_told", set())
+    monkeypatch.setattr(printable, "_told", set())
     _folder(tmp_path)
     body = UNREAD[name]
     (tmp_path / name).write_bytes(body if isinstance(body, bytes) else body.encode())

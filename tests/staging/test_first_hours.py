@@ -18,6 +18,9 @@ from dlio.cli.ls import command as ls
 from dlio.data.index import open_cache
 from dlio.errors import SourceError, UsageError
 from dlio.storage.inventory import known_roots, remember_root
+from dlio.util import printable
+from dlio.util.folders import open_private
+from dlio.util.shared_folders import user_folder
 from dlio_staging.manage import StatusOptions, describe_status, status
 from dlio_staging.pack_folder import pack
 from dlio_staging.pack_plan import PackOptions
@@ -149,7 +152,7 @@ def test_the_cache_is_listed_and_cleaned(
     clean(CacheCleanOptions(older=1.0))
     assert "removed 0 indexes" in capsys.readouterr().out
     clean(CacheCleanOptions())
-    assert "removed 1 indexes" in capsys.readouterr().out
+    assert "removed 1 index" in capsys.readouterr().out
     assert (cache / "my folder" / "file").exists()
     assert (cache / "mine.txt").exists()
     assert known_roots() == ["/some/tier"]
@@ -199,4 +202,35 @@ def test_a_split_is_packed_staged_and_verified(
     with pytest.raises(SourceError, match="give --source, and --split"):
         verify(VerifyOptions(str(tier), heal=True))
     verify(VerifyOptions(str(tier), heal=True, source=str(tables), split="train"))
-    assert "1 blocks fetched again" in capsys.readouterr().out
+    assert "1 block fetched again" in capsys.readouterr().out
+
+
+def test_status_leaves_out_tiers_in_which_nothing_is(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier, empty = _tier(tmp_path, "tier"), _tier(tmp_path, "empty")
+    stage(str(pictures), StageOptions(tiers=f"{tier}:64MB"))
+    os.close(open_private(str(empty), user_folder(), marked=1))
+    remember_root(str(empty))
+    status(StatusOptions())
+    shown = capsys.readouterr().out
+    assert str(tier) in shown
+    assert str(empty) not in shown
+    status(StatusOptions(tiers=str(empty)))
+    assert "nothing is staged here" in capsys.readouterr().out
+
+
+def test_a_cache_that_cannot_be_written_is_told_once(
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(printable, "_told", set())
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "file" / "cache"))
+    for _ in range(2):
+        dlio.open(pictures, image_size=16, tiers="none").close()
+    said = [each.message for each in caplog.records if "cannot be written" in each.message]
+    assert len(said) == 1
+    assert "name another folder in DLIO_CACHE" in said[0]

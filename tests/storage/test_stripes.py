@@ -64,10 +64,10 @@ def test_outputs_are_parsed(parse: Callable[[str], Stripes], text: str, wanted: 
 @pytest.mark.parametrize(
     ("kind", "source", "command", "output", "said", "requests"),
     [
-        ("lustre", "10.0.0.1@o2ib:/work", "lfs", LUSTRE, "8 stripe(s) of 4 MiB", 32),
-        ("beegfs", "beegfs_nodev", "beegfs-ctl", BEEGFS_7, "2 storage target(s)", 32),
-        ("beegfs", "beegfs_nodev", "beegfs", BEEGFS_8, "4 storage target(s), chunks of 1 MiB", 32),
-        ("nfs4", "server:/export", "", "", "8 connection(s), requests of 1 MiB", 32),
+        ("lustre", "10.0.0.1@o2ib:/work", "lfs", LUSTRE, "8 stripes of 4 MiB", 32),
+        ("beegfs", "beegfs_nodev", "beegfs-ctl", BEEGFS_7, "2 storage targets", 32),
+        ("beegfs", "beegfs_nodev", "beegfs", BEEGFS_8, "4 storage targets, chunks of 1 MiB", 32),
+        ("nfs4", "server:/export", "", "", "8 connections, requests of 1 MiB", 32),
         ("gpfs", "gpfs0", "", "", "all disks, blocks of", 64),
     ],
 )

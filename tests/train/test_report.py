@@ -124,8 +124,8 @@ def test_sentences_report_if_the_tiers_hold_the_whole_data_set() -> None:
 
 def test_sentences_name_skipped_samples_and_repairs() -> None:
     said = " ".join(_run(_epoch(skipped=["a/1.jpg"], healed=2)).sentences())
-    assert "1 sample(s) were skipped: a/1.jpg" in said
-    assert "2 damaged copies" in said
+    assert "Skipped 1 sample: a/1.jpg" in said
+    assert "replaced from the source: 2" in said
 
 
 @pytest.mark.needs("skipping")

@@ -48,7 +48,7 @@ def measure(case: ChaosCase) -> dict[str, object]:
     return {
         "rows": rows,
         "said": [
-            f"{options.repeats} pair(s) of runs on {counted(options.ranks, 'rank')}, "
+            f"{counted(options.repeats, 'pair')} of runs on {counted(options.ranks, 'rank')}, "
             f"{options.exchange}. "
             "shrink over off: median of the pairs' ratios of step times, and its 95 % confidence "
             "interval by the bootstrap. Memory is the largest of a rank. ddp: torch's "

@@ -54,7 +54,7 @@ def measure(case: ChaosCase) -> dict[str, object]:
     said = [
         f"{counted(options.ranks, 'rank')} a job; {counted(options.kills, 'fault')}, one in "
         f"{options.every:g} s of "
-        f"steps; {samples:,} samples an epoch. {_REPLACED[options.spares > 0]}"
+        f"steps; {counted(samples, 'sample')} an epoch. {_REPLACED[options.spares > 0]}"
     ]
     others = {"restart": options.restart, "torchft": options.torchft is not None}
     for mode in steps(("shrink", *(mode for mode, wanted in others.items() if wanted))):

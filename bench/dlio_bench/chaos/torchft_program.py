@@ -36,6 +36,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dlio.util.units import counted
+
 
 class TorchftSettings(TypedDict):
     """Settings of a job."""
@@ -218,7 +220,9 @@ class _Supervisor:
                 if group.returncode == _ALL_LOST or self._settings["plain"]:
                     return 1
                 if self._given_up():
-                    print(f"{self._starts} starts in a row made no step", file=sys.stderr)
+                    print(
+                        f"{counted(self._starts, 'start')} in a row made no step", file=sys.stderr
+                    )
                     return 1
                 self._start(rank)
             if all(group.poll() == 0 for group in self._groups.values()):

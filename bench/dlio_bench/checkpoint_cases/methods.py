@@ -19,6 +19,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.checkpoint.checkpoint_store import Checkpoints, Tensors
 from dlio.train.checkpoint.tensor_reader import ignore_no_dist_warning
+from dlio.util.units import counted
 from dlio_bench.results.repeats import turns
 from dlio_bench.results.report_values import Figure, Ratio
 from dlio_bench.results.terminal import advance
@@ -303,7 +304,7 @@ def stall_figures(
         steps = tuple(1e3 * each.step_s for each in mine)
         figures += [
             Figure("blocked", "ms", blocked[name], labels, "lower"),
-            Figure(f"blocked, of {every} steps", "%", share, labels, "lower"),
+            Figure(f"blocked, of {counted(every, 'step')}", "%", share, labels, "lower"),
             Figure("slower", "ms", slower, labels, "lower"),
             Figure("plain step", "ms", steps, labels, "lower"),
         ]

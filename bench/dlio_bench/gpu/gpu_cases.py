@@ -25,6 +25,7 @@ from dlio.train.compute_device import Precision, channels_last
 from dlio.train.networks.resnet import resnet50
 from dlio.util.child_processes import variable
 from dlio.util.settings import DEVICE_TIER
+from dlio.util.units import counted
 from dlio_bench.bench_data import files_below, payload_bytes, ram_tier
 from dlio_bench.results.repeats import ratio, turns
 from dlio_bench.results.report_values import Figure, Ratio, Results
@@ -143,9 +144,9 @@ def decode(place: GpuRunSettings, measured: GpuResults) -> None:
             stats = loader.stats()
         if way == "device":
             measured.notes.append(
-                f"decode, {label}: {stats.get('device_images', 0)} images on the device, "
-                f"{stats.get('fallbacks', 0)} by the CPU, {stats.get('device_bytes', 0)} bytes "
-                "sent a pass"
+                f"decode, {label}: {counted(stats.get('device_images', 0), 'image')} on the "
+                f"device, {stats.get('fallbacks', 0)} by the CPU, {stats.get('device_bytes', 0)} "
+                "bytes sent a pass"
             )
     rates |= rates_in_turn(_others(place, measured), place)
     measured.rates("decode", rates)
@@ -272,8 +273,8 @@ def tier(place: GpuRunSettings, measured: GpuResults) -> None:
                 rates |= rates_in_turn({name: partial(_samples, loader)}, place)
                 stats = loader.stats()
                 measured.notes.append(
-                    f"tier, {name}: {stats['decoded']} of {stats['samples']} samples of the last "
-                    "pass came decoded"
+                    f"tier, {name}: {stats['decoded']} of {counted(stats['samples'], 'sample')} of "
+                    "the last pass came decoded"
                 )
     rates |= rates_in_turn({"kernel alone": _kernel(place, short)}, place)
     measured.rates("decoded tier", rates)
@@ -337,7 +338,9 @@ def step(place: GpuRunSettings, measured: GpuResults) -> None:
             loader_of(data, place, name, steady=True) as loader,
         ):
             if not len(loader):
-                measured.skipped[f"step: {name}"] = f"{len(data)} images are less than a batch"
+                measured.skipped[f"step: {name}"] = (
+                    f"only {counted(len(data), 'image')}, less than a batch"
+                )
                 continue
             fed = (batch for _ in itertools.count() for batch in loader)
             for _ in range(len(loader) + 2):  # Fills the tiers; the device compiles and chooses.
@@ -390,7 +393,7 @@ def handover(place: GpuRunSettings, measured: GpuResults) -> None:
         loader_of(data, place, "threads", steady=True) as loader,
     ):
         if not len(loader):
-            measured.skipped["handover"] = f"{len(data)} images are less than a batch"
+            measured.skipped["handover"] = f"only {counted(len(data), 'image')}, less than a batch"
             return
         _timed(lambda: _consume(loader, None), place)
         loading = _timed(lambda: _consume(loader, None), place) / len(loader)

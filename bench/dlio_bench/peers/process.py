@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.util.closable import Closable
+from dlio.util.units import counted
 from dlio_bench.bench_processes import cpu_s, pss, threads, tree
 from dlio_bench.peers.environments import runner_command, runner_environment
 from dlio_bench.peers.standalone.runners.protocol import MARK, Task, checksum
@@ -90,7 +91,7 @@ class ContenderProcess(Closable):
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
         self._end_group()
         self._answers.close()
         self._said.close()
@@ -138,7 +139,7 @@ class ContenderProcess(Closable):
                     raise UsageError(f"{self.name} failed to {to}: {answer['error']}")
                 return answer
         if time.monotonic() >= deadline:
-            self._kill()
+            self.kill()
             raise UsageError(
                 f"{self.name} took more than {self._patience_s:g} s to {to} and was ended: give it "
                 "more with --patience"
@@ -167,7 +168,7 @@ class ContenderProcess(Closable):
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
             return "closed its pipe"
         if code >= 0:
             return f"exited with code {code}"
@@ -187,7 +188,7 @@ class ContenderProcess(Closable):
                 time.sleep(_LOOK_S / 10)
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
 
@@ -272,7 +273,7 @@ def race(
         if set(figures.labels) != {expected}:
             raise UsageError(
                 f"{contender.name} gave other labels than the data has, in a pass of "
-                f"{figures.samples} samples of {len(labels)}"
+                f"{counted(figures.samples, 'sample')} of {len(labels)}"
             )
         if weight is not None and set(figures.values) != {weight}:
             raise UsageError(f"{contender.name} gave other values than the data has")
@@ -288,11 +289,13 @@ def race(
             if (gone := running.pop(name, None)) is not None:
                 gone.close()
 
-        def end() -> None:
+        def end(interruption: type[BaseException] | None, *_: object) -> None:
             for contender in running.values():
+                if interruption is not None:
+                    contender.kill()  # It would finish its pass first.
                 contender.close()
 
-        stack.callback(end)
+        stack.push(end)
         for name, start in starts.items():
             progress(f"{name}: preparing")
             try:

@@ -120,8 +120,11 @@ def command(compared: CompareOptions) -> None:
     for other in others:
         show_notes(list(differences(first, other)))
     changes = [change for other in others for change in changes_of(first, other)]
-    if not any(change.ratio is not None for change in changes):
-        show_notes(["no figure is in the first report and in another one"])
+    if not any(change.first and change.other for change in changes):
+        raise UsageError(
+            f"{first.path}: no figure is in this report and in another one: compare reports of the "
+            "same benchmark"
+        )
     unlike = {other.path: unlike_settings(first, other, compared.vary) for other in others}
     for other in others:
         mine = [change for change in changes if change.file == other.path]
@@ -192,14 +195,22 @@ def is_worse(change: FigureChange, factor: float) -> bool:
 def differences(first: SavedReport, other: SavedReport) -> Iterator[str]:
     """Yield a sentence for each difference of the environments, and of the benchmarks."""
     if first.benchmark != other.benchmark:
-        yield printable(f"warning: different benchmarks: {first.benchmark} and {other.benchmark}")
+        yield printable(
+            f"warning: different benchmarks: {first.benchmark} in {first.path}, {other.benchmark} "
+            f"in {other.path}"
+        )
     mine, its = _environment(first.environment), _environment(other.environment)
+    unknown: dict[str, list[str]] = {first.path: [], other.path: []}
     for key in dict.fromkeys([*mine, *its]):
-        if mine.get(key) != its.get(key):
+        for report, known in ((first, mine), (other, its)):
+            if known.get(key) is None:
+                unknown[report.path].append(key)
+        if None not in (mine.get(key), its.get(key)) and mine[key] != its[key]:
             warning = "warning: " if key.split(" of ")[0] in _WARNED else ""
-            yield printable(
-                f"{warning}another {key} in {other.path}: {mine.get(key)} and {its.get(key)}"
-            )
+            yield printable(f"{warning}another {key} in {other.path}: {mine[key]} and {its[key]}")
+    for path, keys in unknown.items():
+        if keys := [key for key in keys if key.split(" of ")[0] in _WARNED]:
+            yield printable(f"{path} does not say its {', '.join(keys)}")
     for report in (first, other):
         if report.old:
             yield printable(

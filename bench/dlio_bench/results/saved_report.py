@@ -35,6 +35,10 @@ class SavedReport(Results):
         return os.path.splitext(os.path.basename(self.path))[0]
 
 
+TRAINING: Final = "training"
+"""In place of a benchmark's name, that of `dlio train --report`: figures of one run."""
+
+
 def find_reports(paths: Sequence[str]) -> list[str]:
     """Return the JSON files that paths name, those directly in a folder in the order of names.
 
@@ -118,9 +122,21 @@ def _old(path: str, loaded: Mapping[str, Any]) -> SavedReport:
     ratios = [each for each in ratios if all(map(_is_shown, each.values))]
     if not figures and not ratios:
         raise UsageError(f"{path}: an old report without figures that can be read; measure again")
+    config = inner.get("config")
+    if isinstance(config, dict) and isinstance(inner.get("epochs"), list):
+        versions = inner.get("versions")
+        return SavedReport(
+            path=path,
+            benchmark=TRAINING,
+            figures=figures,
+            ratios=ratios,
+            environment={**machine, "versions": versions if isinstance(versions, dict) else {}},
+            command="dlio train",
+            settings=config,
+        )
     return SavedReport(
         path=path,
-        benchmark=str(inner.get("benchmark", loaded.get("title", ""))),
+        benchmark=str(inner.get("benchmark", loaded.get("title", ""))) or "unnamed",
         figures=figures,
         ratios=ratios,
         environment={**machine, "load_average": loaded.get("load_average")},

@@ -35,7 +35,7 @@ class DataSize:
         return (
             f"{self.workload} on {counted(self.ranks, 'rank')}, with "
             f"{format_bytes(self.memory_bytes)} of memory: {counted(self.files, 'file')}, "
-            f"{self.samples:,} samples, {format_bytes(self.bytes)}, "
+            f"{counted(self.samples, 'sample')}, {format_bytes(self.bytes)}, "
             f"{counted(self.steps, 'step')} an epoch; decided by {by}: {MEMORY_RATIO} times the "
             f"memory are {counted(self.files_by_memory, 'file')}, {RULE_STEPS} steps are "
             f"{counted(self.files_by_steps, 'file')}"

@@ -192,7 +192,7 @@ def _benchmark(case: AgreementOptions, loader: str, place: str) -> ProgramFigure
     """Run dlio_benchmark on the files that `dlio bench storage` has made."""
     made = glob.glob(os.path.join(glob.escape(place), "dlio-bench-*", "train"))
     if len(made) != 1:
-        raise UsageError(f"{place}: {len(made)} folders of data, and not one: run again")
+        raise UsageError(f"{place}: {counted(len(made), 'folder')} of data, and not one: run again")
     results = os.path.join(place, "results")
     program = os.path.join(folder(_PEER), "bin", "dlio_benchmark")
     keys = dlio_keys(case, loader, os.path.dirname(made[0]), results)

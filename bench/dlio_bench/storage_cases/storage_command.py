@@ -227,12 +227,12 @@ def _notes(
     ranks = len(measured.runs[0].ranks)
     if rest := workload.samples % (workload.batch_size * ranks):
         notes.append(
-            f"{rest:,} of {workload.samples:,} samples are left out of each epoch: they fill no "
-            f"batch of {workload.batch_size} on {counted(ranks, 'rank')}"
+            f"{rest:,} of {counted(workload.samples, 'sample')} are left out of each epoch: they "
+            f"fill no batch of {workload.batch_size} on {counted(ranks, 'rank')}"
         )
     notes += [
-        f"{run.loader} leaves out {run.left_out:,} samples of each epoch: its workers fill "
-        "batches of whole files"
+        f"{run.loader} leaves out {counted(run.left_out, 'sample')} of each epoch: its workers "
+        "fill batches of whole files"
         for run in measured.runs
         if run.left_out
     ]

@@ -150,8 +150,8 @@ class Runner:
             came = time.perf_counter()
             if batch is None:
                 raise SourceError(
-                    f"{name}: gave {step} of the {contender.steps} batches of an epoch: it loses "
-                    "samples, or its batches are larger than asked for"
+                    f"{name}: gave {step} of the {counted(contender.steps, 'batch')} of an epoch: "
+                    "it loses samples, or its batches are larger than asked for"
                 )
             loads.append(came - asked)
             arrivals.append(came - began)
@@ -195,7 +195,9 @@ class Runner:
         numbers, data = contender.received(batch)
         size = self.place.workload.batch_size
         if len(numbers) != size or len(data) != size:
-            raise SourceError(f"{name}: a batch of {len(numbers)} samples in place of {size}")
+            raise SourceError(
+                f"{name}: a batch of {counted(len(numbers), 'sample')} in place of {size}"
+            )
         for number, sample in zip(numbers, data, strict=True):
             counts[number] += 1
             if len(self.digests) and digest(self.place.workload, sample) != self.digests[number]:
@@ -211,8 +213,9 @@ class Runner:
         wanted = contender.steps * workload.batch_size * self.place.ranks
         if counts.max() > 1 or counts.sum() != wanted:
             raise SourceError(
-                f"{name}: an epoch had {int(counts.sum()):,} samples, {int((counts > 1).sum()):,} "
-                f"of them more than once; {wanted:,} different ones were asked for"
+                f"{name}: an epoch had {counted(int(counts.sum()), 'sample')}, "
+                f"{int((counts > 1).sum()):,} of them more than once; {wanted:,} different ones "
+                "were asked for"
             )
 
 

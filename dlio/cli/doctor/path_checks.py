@@ -21,7 +21,7 @@ from dlio.util.memory import new_memory
 from dlio.util.mount_points import holding, read_mounts
 from dlio.util.shared_folders import user_folder
 from dlio.util.trusted_files import closing_descriptor, open_file, temporary_name
-from dlio.util.units import format_bytes, format_seconds
+from dlio.util.units import counted, format_bytes, format_seconds
 
 _TIERS: Final = FindingTopic("tiers")
 _SOURCE: Final = FindingTopic("source")
@@ -165,7 +165,7 @@ def check_source(path: str) -> Iterator[Finding]:
         return
     try:
         size = int(reader.sizes.sum())
-        yield _SOURCE.ok(shown, f"{len(reader):,} samples, {format_bytes(size)}")
+        yield _SOURCE.ok(shown, f"{counted(len(reader), 'sample')}, {format_bytes(size)}")
         place = file_system_of(path)
         yield from check_place(shown, place, _largest_file(path))
         yield from _requests(shown, reader, place)

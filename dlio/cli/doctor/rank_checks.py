@@ -110,7 +110,7 @@ def _gpus(node: str, ranks: Sequence[RankHardware]) -> Iterator[Finding]:
     if without:
         yield _TOPIC.warning(
             subject,
-            f"rank(s) {', '.join(map(str, without))} see none, or compute on the CPU",
+            f"no GPU, or computing on the CPU: rank {', '.join(map(str, without))}",
             "give all ranks of a node the same: --gpus-per-node, and no CUDA_VISIBLE_DEVICES",
         )
     shared = sorted({gpu for gpu in taken if gpu is not None and taken.count(gpu) > 1})

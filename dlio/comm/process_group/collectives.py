@@ -370,5 +370,5 @@ class MpiProcessGroup(MpiGroup):
             counts = [len(tensor) // self._size] * self._size
         self._fit_ranks(what, counts)
         if sum(counts) != len(tensor):
-            raise UsageError(f"{what}: parts of {list(counts)} rows of a tensor of {len(tensor)}")
+            raise UsageError(f"{what}: rows {list(counts)} of a tensor of {len(tensor)}")
         return torch.split(tensor.detach(), list(counts))

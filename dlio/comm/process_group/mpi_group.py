@@ -236,7 +236,8 @@ class MpiGroup(dist.ProcessGroup):
     def _fit_ranks(self, what: str, items: Sequence[Any]) -> None:
         if len(items) != self._size:
             raise UsageError(
-                f"{what}: {len(items)} tensors or sizes for {counted(self._size, 'rank')}"
+                f"{what}: {counted(len(items), 'tensor')} or sizes for "
+                f"{counted(self._size, 'rank')}"
             )
 
 

@@ -45,6 +45,7 @@ from dlio.exchange.compress.message_layout import (
     refuse_not_finite,
 )
 from dlio.plan.order import keyed_uniforms
+from dlio.util.units import counted
 
 ROOM: Final = 27
 """Minimum number of entries per byte of a message."""
@@ -441,7 +442,9 @@ def _entries_of_trits(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Decode `_trits`: (places, signs)."""
     if len(trits) != -(-size // TRITS) or (size and int(trits.max()) >= len(_READ)):
-        raise CommError(f"a message is damaged: it has {len(trits)} bytes for {size} entries")
+        raise CommError(
+            f"a message is damaged: it has {len(trits)} bytes for {counted(size, 'entry')}"
+        )
     digits = _READ[trits].reshape(-1)
     places = np.flatnonzero(digits)
     return places, digits[places] == 2

@@ -7,6 +7,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.loader.dataset import open_dataset
+from dlio.util.units import counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +46,8 @@ def read_pictures(
         there = len(data.classes) or int(labels.max()) + 1
         if there != classes:
             raise UsageError(
-                f"{option} {path}: it has {there} classes, the model has {classes}: give data of "
-                "the classes that it was trained on"
+                f"{option} {path}: it has {counted(there, 'class')}, the model has {classes}: give "
+                "data of the classes that it was trained on"
             )
         drawn = np.random.default_rng(0).permutation(len(data))[:count]
         chosen = sorted(int(each) for each in drawn)

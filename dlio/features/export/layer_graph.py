@@ -21,6 +21,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from dlio.errors import UsageError
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD
 from dlio.util.printable import first_line
+from dlio.util.units import counted
 
 # Graphs
 Kind = Literal["input", "conv", "linear", "relu", "pool", "flatten", "output"]
@@ -198,7 +199,9 @@ class _GraphTracer:
                         raise UsageError(f"the model has several outputs; {_REMEDY}")
                     size = len(_shape(logits))
                     if size != 1:
-                        raise UsageError(f"the model's output has {size} dimensions, not 1")
+                        raise UsageError(
+                            f"the model's output has {counted(size, 'dimension')}, not 1"
+                        )
                     inputs = self._sums[logits]
                     if len(inputs) > 1:
                         raise _refused(node, "sum as its output", "end it with a linear layer")
@@ -219,7 +222,9 @@ class _GraphTracer:
             self._convolution(node, module)
         elif type(module) is nn.Linear:
             if len(_shape(_source(node))) != 1:
-                raise _refused(node, f"{kind} on {len(_shape(_source(node)))} dimensions")
+                raise _refused(
+                    node, f"{kind} on {counted(len(_shape(_source(node))), 'dimension')}"
+                )
             bias = _bias(module.bias, module.out_features)
             self._add(node, "linear", weight=module.weight.detach().clone(), bias=bias)
         elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):

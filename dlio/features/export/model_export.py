@@ -16,7 +16,7 @@ from dlio.features.export.onnx_file import BATCH, OnnxModel, to_onnx
 from dlio.features.export.ternary import Ternary, ternary_network, tune_ternary
 from dlio.features.export.trained_model import TrainedModel, load_trained
 from dlio.train.model import normalised
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio.util.whole_files import write_json, write_whole
 
 _RANDOM: Final = 7
@@ -65,8 +65,8 @@ def export_model(options: ExportOptions, say: Say = lambda _: None) -> ExportRep
     trained = load_trained(options.weights, options.model, options.classes, options.image_size)
     parameters = sum(each.numel() for each in trained.module.parameters())
     say(
-        f"{trained.path}: {trained.model}, {trained.classes} classes, {trained.image_size} pixels, "
-        f"{parameters:,} parameters"
+        f"{trained.path}: {trained.model}, {counted(trained.classes, 'class')}, "
+        f"{trained.image_size} pixels, {counted(parameters, 'parameter')}"
     )
     held_out = None
     if options.check is not None:
@@ -113,11 +113,11 @@ def _onnx(
     difference = _check_difference(expected, given, options, "the ONNX file")
     say(
         f"onnxruntime: logits differ from torch's by {difference:.1e} of the largest at most, on "
-        f"{len(expected)} pictures"
+        f"{counted(len(expected), 'picture')}"
     )
     if held_out is not None:
         say(
-            f"held-out accuracy on {len(held_out)} samples: model {before:.2%}, "
+            f"held-out accuracy on {counted(len(held_out), 'sample')}: model {before:.2%}, "
             f"ONNX file {after:.2%}"
         )
     report = replace(
@@ -163,7 +163,7 @@ def _nir(
     # The graph as a reader of the file has it.
     shown = calibration.images[:_RANDOM] if held_out is None else held_out.images
     graph = nir.read(io.BytesIO(packed))
-    say(f"nirtorch: {len(shown)} pictures for {options.steps} steps ...")
+    say(f"nirtorch: {counted(len(shown), 'picture')} for {counted(options.steps, 'step')} ...")
     # The answers are read after an eighth of the steps, a quarter, half and all.
     moments = sorted({max(1, options.steps // part) for part in (8, 4, 2, 1)})
     simulated = simulate(graph, shown, moments, options.reset)
@@ -196,7 +196,7 @@ def _nir(
 def _tell_nir(report: ExportReport, options: ExportOptions, say: Say) -> None:
     say(
         f"spiking network: {report.neurons:,} neurons, {report.spikes_per_picture:,.0f} spikes for "
-        f"a picture in {options.steps} steps"
+        f"a picture in {counted(options.steps, 'step')}"
     )
     if report.nonzero is not None:
         say(f"ternary weights: {report.nonzero:.0%} are not 0")
@@ -206,10 +206,10 @@ def _tell_nir(report: ExportReport, options: ExportOptions, say: Say) -> None:
     if report.accuracy_ternary is not None:
         parts.append(f"ternary {report.accuracy_ternary:.2%}")
     parts += [
-        f"spiking after {steps} steps {accuracy:.2%}"
+        f"spiking after {counted(steps, 'step')} {accuracy:.2%}"
         for steps, accuracy in report.accuracy_spiking.items()
     ]
-    say(f"held-out accuracy on {report.samples} samples: {', '.join(parts)}")
+    say(f"held-out accuracy on {counted(report.samples, 'sample')}: {', '.join(parts)}")
 
 
 def _random_pictures(image_size: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_MODEL
 from dlio.train.weights import load_saved, read_weights
 from dlio.util.limits import check_claim
+from dlio.util.units import counted
 
 IMAGE_SIZE: Final = 64
 """Pixels: the default of `dlio train`."""
@@ -121,7 +122,7 @@ def _loaded(
             sum(each.numel() * each.element_size() for each in tensors.values())
             for tensors in (planned, state)
         )
-        check_claim(declared, stored, f"{path}: the model {name} with {classes} classes")
+        check_claim(declared, stored, f"{path}: the model {name} with {counted(classes, 'class')}")
     module = make_model(name, classes, image_size)
     try:
         load_saved(module, state, path, about)

@@ -162,10 +162,10 @@ def _remedies(
 def show_forecast(figures: Forecast) -> None:
     """Print the forecast of one job, one line per figure."""
     print(
-        f"{figures.samples:,} samples, {format_bytes(figures.bytes)}; "
+        f"{counted(figures.samples, 'sample')}, {format_bytes(figures.bytes)}; "
         f"{counted(figures.nodes, 'node')}, {counted(figures.ranks, 'rank')} of "
         f"{figures.batch_size}: "
-        f"{figures.steps:,} steps an epoch, mode {figures.mode}"
+        f"{counted(figures.steps, 'step')} an epoch, mode {figures.mode}"
     )
     held = figures.held_bytes / max(1, figures.bytes)
     rows = [
@@ -181,7 +181,7 @@ def show_forecast(figures: Forecast) -> None:
         ),
         (
             "messages",
-            f"{figures.messages:,} in {figures.windows:,} windows; a rank has at most "
+            f"{figures.messages:,} in {counted(figures.windows, 'window')}; a rank has at most "
             f"{figures.peers:,} peers",
         ),
         (
@@ -268,4 +268,6 @@ def draw_sweep(rows: Sequence[Forecast], path: str) -> None:
             axes.legend()
             axes.grid(True, alpha=0.3)
         job = rows[0]
-        figure.suptitle(f"{job.samples:,} samples, {format_bytes(job.bytes)}, mode {job.mode}")
+        figure.suptitle(
+            f"{counted(job.samples, 'sample')}, {format_bytes(job.bytes)}, mode {job.mode}"
+        )

@@ -10,7 +10,7 @@ from dlio.data.replicas import measured
 from dlio.errors import UsageError
 from dlio.storage.tier_spec import TierSpec, parse_tiers
 from dlio.util.options import CheckedOptions, Option, check
-from dlio.util.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from dlio.util.units import counted, format_bytes, format_seconds, parse_bytes, parse_seconds
 from dlio.util.whole_files import check_writable
 
 if TYPE_CHECKING:
@@ -302,8 +302,8 @@ def simulate(
             print(
                 f"epoch {epoch}: {format_seconds(line.seconds)}, first batch after "
                 f"{format_seconds(line.first_batch_s)}, waiting {format_seconds(line.stall_s)}; "
-                f"{line.messages:,} messages of {format_bytes(line.moved_bytes)}; most in use: "
-                f"{line.bottleneck} ({line.busy[line.bottleneck]:.0%})"
+                f"{counted(line.messages, 'message')} of {format_bytes(line.moved_bytes)}; most in "
+                f"use: {line.bottleneck} ({line.busy[line.bottleneck]:.0%})"
             )
     output.write(epochs)
 

@@ -11,6 +11,7 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.features.layerwise.layerwise_feature import LayerwiseOptions
 from dlio.train.feature_hooks import FeatureHooks, FeatureRun
+from dlio.util.units import counted
 
 
 @runtime_checkable
@@ -48,7 +49,8 @@ class LayerwiseHooks(FeatureHooks):
         """Number of epochs in which a layer is trained alone."""
         if self._epochs < self._alone:
             raise UsageError(
-                f"--layerwise {self._each}: {depth} layers need --epochs {self._alone} or more"
+                f"--layerwise {self._each}: give {counted(depth, 'layer')} --epochs {self._alone} "
+                "or more"
             )
         self._layer: int | None = None
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from dlio.features.mesh.halo import fetch
 from dlio.features.mesh.slab import Interval, LayerWindow, Slab
 from dlio.features.mesh.tensor_sharing import LocalPart, TensorSharing
+from dlio.util.units import counted
 
 Sizes = int | Sequence[int]
 Function = Callable[..., torch.Tensor]
@@ -244,7 +245,7 @@ def _axis(sharing: TensorSharing, dims: int, function: Function) -> int:
     """Return the number of the shared dimension among a layer's spatial ones."""
     axis = dims + sharing.slab.dimension
     if axis < 0:
-        raise sharing.refuse(f"{function.__name__} works on the last {dims} dimensions")
+        raise sharing.refuse(f"{function.__name__} works on the last {counted(dims, 'dimension')}")
     return axis
 
 

@@ -21,6 +21,7 @@ from dlio.features.pruning.neuron_groups import (
     shrunk,
 )
 from dlio.features.pruning.removal_plan import RemovalPlan
+from dlio.util.units import counted
 
 # Cuts of tensors, gradients and optimizer state
 #
@@ -81,7 +82,9 @@ def _plan_cuts(
             continue
         stay = torch.from_numpy(np.delete(np.arange(shape.size, dtype=np.int64), channels))
         if len(stay) == 0 or len(stay) + len(channels) != shape.size:
-            raise DlioError(f"{key}: cannot take {len(channels)} channels of {shape.size}")
+            raise DlioError(
+                f"{key}: cannot take {counted(len(channels), 'channel')} of {shape.size}"
+            )
         for tensor, dim in shape.tensors:
             full = f"{name}.{tensor}" if name else tensor
             owners[full] = (module, tensor)

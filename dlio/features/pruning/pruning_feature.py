@@ -106,15 +106,15 @@ class PruningFeature(FeatureSpec):
         rounds = sum(len(each["rounds"]) for each in reports)
         undone = sum(each["undone"] for each in reports)
         return [
-            f"{last['parameters']:,} of {last['parameters_at_first']:,} parameters are left, after "
-            f"{counted(rounds, 'round')}, {undone} of them undone in part or whole; neurons "
-            "removed: "
+            f"{last['parameters']:,} of {counted(last['parameters_at_first'], 'parameter')} are "
+            f"left, after {counted(rounds, 'round')}, {undone} of them undone in part or whole; "
+            "neurons removed: "
             f"{gone}. Statistics took {last['statistics']['share']:.2%} of the time."
         ]
 
     def progress(self, epoch: "EpochReport") -> str:
         pruning = epoch.features.get("pruning")
-        return "" if pruning is None else f", {pruning['parameters']:,} parameters"
+        return "" if pruning is None else f", {counted(pruning['parameters'], 'parameter')}"
 
     def figures(self, epoch: "EpochReport") -> Mapping[str, float]:
         pruning = epoch.features.get("pruning")

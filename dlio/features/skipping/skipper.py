@@ -27,6 +27,7 @@ from dlio.features.skipping.skip_rule import (
 )
 from dlio.loader.dataloader import DataLoader
 from dlio.plan.sample_mask import SampleMask
+from dlio.util.units import counted
 
 _BATCHES: Final = 64
 """Batches whose losses stay on the device until they are copied together."""
@@ -158,8 +159,8 @@ class SampleSkipper:
             )
         if losses.shape != ids.shape:
             raise UsageError(
-                f"losses of shape {tuple(losses.shape)} for {len(ids)} samples: give one loss per "
-                "sample, as torch's losses with reduction='none'"
+                f"losses of shape {tuple(losses.shape)} for {counted(len(ids), 'sample')}: give "
+                "one loss per sample, as torch's losses with reduction='none'"
             )
         self.record(losses, ids)
         return losses * self.weights(ids).to(losses.device, non_blocking=True)
@@ -204,8 +205,8 @@ class SampleSkipper:
         """
         if state["scores"].shape != self._scores.shape:
             raise UsageError(
-                f"the state has losses of {len(state['scores'])} samples, this data set has "
-                f"{self.total}: load it with the data set that it was saved with"
+                f"the state has losses of {counted(len(state['scores']), 'sample')}, this data set "
+                f"has {self.total}: load it with the data set that it was saved with"
             )
         self._waiting.clear()
         self._scores[:] = state["scores"].numpy()

@@ -17,6 +17,7 @@ import torch
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.script_lines import is_foreign, line_of, script_frame
 from dlio.integrations.script.share import ScriptContext
+from dlio.util.units import counted
 
 METHODS: Final = ("item", "tolist", "numpy", "__float__", "__int__", "__format__", "__repr__")
 """Methods of tensors by which numbers leave torch."""
@@ -81,7 +82,11 @@ class Readings:
         lines = [line for line in differ if line not in self._told]
         self._told.update(lines)
         batch = self._context.last_divided
-        part = "part" if batch is None else f"{int(batch.weight)} of {len(batch.samples)} samples"
+        part = (
+            "part"
+            if batch is None
+            else f"{int(batch.weight)} of {counted(len(batch.samples), 'sample')}"
+        )
         if sizes := self._context.take_sizes():
             self._context.say(
                 f"{_several(sizes)}: the size of a training batch, such as len(data), is there "

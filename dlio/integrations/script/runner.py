@@ -40,6 +40,7 @@ from dlio.integrations.script.script_failure import telling_failures
 from dlio.integrations.script.script_randoms import ScriptRandoms
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
+from dlio.util.units import counted
 
 _PLACE: Final = "_dlio_place"
 _NAME: Final = "_dlio_name"
@@ -249,8 +250,8 @@ class _ScriptTakeover:
             return notes
         if context.assigner.missed:
             notes.append(
-                f"{context.assigner.missed} samples of lost ranks were not trained on: the script "
-                "had taken all batches of the pass before it trained on the last ones"
+                f"not trained on: {counted(context.assigner.missed, 'sample')} of lost ranks, as "
+                "the script had taken all batches of the pass before it trained on the last ones"
             )
         if context.last_shares is not None:
             counts = ", ".join(map(str, context.last_shares.counts))

@@ -14,7 +14,7 @@ from dlio.data.schema import IMAGES
 from dlio.errors import CorruptBlock, DecodeError, SourceError
 from dlio.image.decoder import image_size
 from dlio.loader.gallery.value_html import shortened
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 
 _BINS: Final = 12
 _MOST_CLASSES: Final = 24
@@ -43,9 +43,10 @@ def histograms(reader: Reader) -> list[Histogram]:
     made = [_binned("bytes of a sample", np.asarray(reader.sizes), format_bytes)]
     sides = _picture_sides(reader)
     if len(sides):
-        which = "all" if len(sides) == len(reader) else f"{len(sides):,} of {len(reader):,}"
+        which = "" if len(sides) == len(reader) else f"{len(sides):,} of "
+        count = counted(len(reader), "picture")
         for k, name in ((1, "width"), (0, "height")):
-            made.append(_binned(f"{name} in pixels, {which} pictures", sides[:, k], "{:,}".format))
+            made.append(_binned(f"{name} in pixels, {which}{count}", sides[:, k], "{:,}".format))
     classes = _of_classes(reader)
     return [*made, classes] if classes is not None else made
 
@@ -113,7 +114,7 @@ def _most(title: str, names: Sequence[str], counts: Sequence[int]) -> Histogram:
         each = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         shown.append(f"{len(rest):,} others, {each} each")
         many.append(sum(counts[k] for k in rest))
-    return Histogram(f"{title}, {len(counts):,} classes", tuple(shown), tuple(many))
+    return Histogram(f"{title}, {counted(len(counts), 'class')}", tuple(shown), tuple(many))
 
 
 def bars_html(histogram: Histogram) -> str:

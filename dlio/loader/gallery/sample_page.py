@@ -21,7 +21,7 @@ from dlio.loader.gallery.value_html import figure, named_values, rows_of, shorte
 from dlio.loader.picture_targets import Companion
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample_recipes import MappedRecipe
-from dlio.util.units import format_bytes
+from dlio.util.units import counted, format_bytes
 from dlio.util.whole_files import write_whole
 
 HEAD: Final = """<style>
@@ -151,7 +151,7 @@ def _head(recipe: Recipe, count: int) -> str:
         ("fields", ", ".join(f"{shortened(n, 60)}: {k}" for n, k in reader.schema.fields)),
     ]
     if names:
-        rows.append((f"{len(names):,} classes", shown))
+        rows.append((f"{counted(len(names), 'class')}", shown))
     return f"<header><h1>{shortened(reader.path)}</h1>{_table(rows)}</header>"
 
 

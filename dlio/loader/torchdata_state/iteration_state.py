@@ -3,10 +3,15 @@
 import copy
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch.utils.data import IterDataPipe, RandomSampler
+from torch.utils.data import (
+    IterDataPipe,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import State, StatefulObject
@@ -27,6 +32,10 @@ from dlio.loader.torchdata_state.transports import (
     same,
 )
 from dlio.loader.torchdata_state.worker_server import FetchOptions, TaskSampler, WorkerServer, start
+from dlio.util.printable import tell_once
+
+_RANDOM: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""torch's samplers that draw and have no state."""
 
 
 class IterationState:
@@ -103,6 +112,14 @@ class IterationState:
     def state_dict(self, options: LoaderOptions, length: int | None, ahead: int = 0) -> State:
         """Return the state, or with `ahead` that of a batch before; before the first pass, this
         begins it."""
+        if type(options.sampler) in _RANDOM and self._random is None:
+            numbers = getattr(options.sampler, "generator", None)
+            tell_once(
+                f"a state with {type(options.sampler).__name__} has not its random numbers: a pass "
+                "that is resumed has another order, as with torchdata's loader; "
+                + ("save its generator's state as well, or " if numbers is not None else "")
+                + "use shuffle=True, or dlio.DataLoader, whose states have them"
+            )
         if ahead and self._before is not None:
             return self._before
         if self.iterator is None:

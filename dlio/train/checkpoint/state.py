@@ -17,6 +17,7 @@ from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 from dlio.util.options import as_mapping
+from dlio.util.units import counted
 
 OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
@@ -294,7 +295,7 @@ def _check(run: Worker, checkpoint: SavedState) -> None:
         feature.check_saved(checkpoint.about, path, feature.name in labels)
     if about["samples"] != len(run.loader.data):
         raise UsageError(
-            f"--resume: {path} belongs to a data set of {about['samples']} samples, "
+            f"--resume: {path} belongs to a data set of {counted(about['samples'], 'sample')}, "
             f"{run.config.data.source} has {len(run.loader.data)}"
         )
 

@@ -25,6 +25,7 @@ from dlio.train.tasks.regression import Numbers, standardised
 from dlio.train.tasks.segmentation import IGNORED, Segments
 from dlio.train.tasks.task_base import Convert, TaskObjective, TrainingTask
 from dlio.train.train_options import DataOptions, ModelOptions
+from dlio.util.units import counted
 
 _PIECE: Final = 64
 _PICTURE: Final = (3, 2)
@@ -88,8 +89,8 @@ class ArrayTask(TrainingTask):
         if shape != _PICTURE and "channels" not in takes and text.partition("(")[0] in MODELS:
             raise UsageError(
                 f"--model {text} takes pictures of 3 channels, and {self._fields.path} has "
-                f"arrays of {shape[0]} channel(s) and {shape[1]} dimensions: choose convnet, unet "
-                "or module:factory"
+                f"arrays of {counted(shape[0], 'channel')} and {counted(shape[1], 'dimension')}: "
+                "choose convnet, unet or module:factory"
             )
         more = {"channels": shape[0], "dimensions": shape[1]}
         return make_model(text, self.objective.outputs, self._options.image_size, more)
@@ -207,5 +208,5 @@ def _check(data: Dataset, fields: ArrayFields) -> None:
     if len(kinds[fields.input].shape) != dimensions:
         raise UsageError(
             f"{data.path}: {fields.input} is {kinds[fields.input].text}, and the training data "
-            f"have {dimensions} dimensions"
+            f"have {counted(dimensions, 'dimension')}"
         )

@@ -17,6 +17,7 @@ from dlio.train.model import normalised
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 from dlio.train.tasks.task_base import Convert, ImageTask, Outputs, TaskObjective
 from dlio.train.train_options import ModelOptions
+from dlio.util.units import counted
 
 # Area under the ROC curve, from a histogram of scores that ranks add up exactly
 #
@@ -163,9 +164,9 @@ def _check(data: Dataset) -> None:
     if len(unlabelled):
         first = int(unlabelled[0])
         raise UsageError(
-            f"{data.path}: {len(unlabelled)} of {len(labels)} samples have a label below 0, as "
-            f"unlabelled ones do; the first is {data.reader.name(first)}, with {labels[first]}: "
-            "leave them out of the data set"
+            f"{data.path}: {len(unlabelled)} of {counted(len(labels), 'sample')} have a label "
+            f"below 0, as unlabelled ones do; the first is {data.reader.name(first)}, with "
+            f"{labels[first]}: leave them out of the data set"
         )
 
 

@@ -38,6 +38,7 @@ from dlio.train.tasks.task_base import Convert, TrainingTask
 from dlio.train.train_options import ModelOptions
 from dlio.train.weights import read_weights
 from dlio.util.arguments import listed, nearest
+from dlio.util.units import counted
 
 _MOST_CLASSES: Final = 100
 """Different whole numbers of a target that are classes by themselves."""
@@ -217,7 +218,7 @@ def _of_missing(columns: TableColumns, rows: int) -> list[str]:
     if not each:
         return []
     shown = ", ".join(f"{name} {count / rows:.1%}" for name, count in each[:8])
-    more = f" and {len(each) - 8} more columns" if len(each) > 8 else ""
+    more = f" and {counted(len(each) - 8, 'more column')}" if len(each) > 8 else ""
     return [
         f"Missing values: {shown}{more} of the rows; the network gets the mean, or the category "
         "for unknown values, and whether the value is missing."
@@ -255,7 +256,9 @@ def _make_target(
 ) -> TargetColumn:
     missing = values.missing if moments is None else max(values.missing, moments.missing)
     if missing:
-        raise UsageError(f"{reader.path}: {missing:,} rows lack their {name}: drop them")
+        raise UsageError(
+            f"{reader.path}: {name} is missing in {counted(missing, 'row')}: drop them"
+        )
     task, is_text = options.task, moments is None or _coded(reader, name)
     counts = len(values.counts)
     if is_text:

@@ -169,3 +169,33 @@ def test_old_reports_of_the_site_are_readable() -> None:
     loader = read_report(str(data / "loader.json"))
     rate = next(f for f in loader.figures if f.name == "throughput" and f.labels["case"] == "dlio")
     assert (rate.unit, rate.better) == ("samples/s", "higher")
+
+
+def _trained(path: Path, batch_size: int) -> Path:
+    report = {
+        "dataset": {"samples": 90, "bytes": 9000},
+        "config": {"source": "data", "batch_size": batch_size},
+        "epochs": [{"epoch": 0, "seconds": 2.0, "samples": 90, "loss": 1.5}],
+        "versions": {"dlio": "0.1.0", "python": "3.11.7"},
+        "machine": {"host": "here", "system": "Linux"},
+    }
+    path.write_text(json.dumps(report))
+    return path
+
+
+def test_reports_of_training_are_called_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = _written(tmp_path / "bench.json", FAST, processor="x")
+    trained = _trained(tmp_path / "trained.json", 8)
+    assert _run(str(trained), str(bench)) == 2
+    said = capsys.readouterr()
+    assert "different benchmarks: training in" in said.out
+    assert "does not say its processor" in " ".join(said.out.split())
+    assert "None" not in said.out
+    assert "old report" not in said.out
+    assert "no figure is in this report and in another one" in said.err
+    assert _run(str(trained), str(_trained(tmp_path / "other.json", 8))) == 0
+    assert "1.000" in capsys.readouterr().out
+    assert _run(str(trained), str(_trained(tmp_path / "other.json", 16))) == 0
+    assert "batch_size 8 and 16" in " ".join(capsys.readouterr().out.split())

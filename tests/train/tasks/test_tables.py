@@ -80,7 +80,7 @@ def test_parquet_and_csv_give_the_same_columns(tmp_path: Path) -> None:
         ({"target": "y", "category": ("x",)}, "--category x"),
         ({"target": "town", "task": "regress"}, "is text"),
         ({"target": "size"}, "different values"),
-        ({"target": "age"}, "40 rows lack their age"),
+        ({"target": "age"}, "age is missing in 40 rows"),
         ({"target": "id"}, "over 1,000"),
     ],
 )

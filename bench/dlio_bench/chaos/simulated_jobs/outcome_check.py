@@ -8,6 +8,7 @@ from itertools import chain
 
 import numpy as np
 
+from dlio.util.units import counted
 from dlio_bench.chaos.simulated_jobs.memory_network import Cohort, MemoryNetwork
 from dlio_bench.chaos.simulated_jobs.schedule_draws import FaultSchedule
 from dlio_bench.chaos.simulated_jobs.simulated_ranks import (
@@ -125,7 +126,9 @@ def _check_sums(epoch: CohortEpoch, network: MemoryNetwork, outcome: ScheduleOut
     for last, sums, batches in _optimizer_steps(epoch):
         contributors = {network.summed[number] for number in sums}
         if len(contributors) != 1:
-            outcome.disagreements.append(f"step {last} has sums of {len(contributors)} generations")
+            outcome.disagreements.append(
+                f"step {last} has sums of {counted(len(contributors), 'generation')}"
+            )
         lost = set(next(iter(contributors))) - set(epoch.writers)
         expected.update((batch.step, rank) for batch in batches for rank in lost)
     if expected != {(step, rank) for step, rank, _ in epoch.of_lost}:

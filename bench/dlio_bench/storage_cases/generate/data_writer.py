@@ -124,8 +124,8 @@ def _check_shape(workload: Workload) -> None:
     if workload.files < 1 or workload.samples_per_file < 1:
         raise UsageError(
             f"workload {workload.name}: {counted(workload.files, 'file')} of "
-            f"{workload.samples_per_file} "
-            "samples hold nothing: give at least one of each"
+            f"{counted(workload.samples_per_file, 'sample')}"
+            " hold nothing: give at least one of each"
         )
     if workload.format == "folder" and workload.samples_per_file != 1:
         raise UsageError(
@@ -194,8 +194,8 @@ class _DataFiles:
         if status.f_files and len(missing) > status.f_favail:
             raise UsageError(
                 f"{self._folder}: {counted(len(missing), 'file')} to write, but "
-                f"{status.f_favail:,} inodes are free: name another folder, or fewer files "
-                "(dataset.num_files_train)"
+                f"room for {counted(status.f_favail, 'inode')}: name another folder, or fewer "
+                "files (dataset.num_files_train)"
             )
 
     def _rows(self, number: int) -> slice:
