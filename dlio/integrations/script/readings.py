@@ -63,9 +63,10 @@ class Readings:
         if frame := script_frame():
             if tensor in context.mixed_losses:
                 context.say(
-                    f"{line_of(frame)}: the loss read there adds up terms that count other "
-                    "elements, such as a sum and a mean: it is a mean of the losses of the ranks' "
-                    "parts, not quite that of one process. Gradients are right"
+                    f"{line_of(frame)}: the loss read there, or one that it is a part of, adds up "
+                    "terms that count other elements, such as a sum and a mean: it is a mean of "
+                    "the losses of the ranks' parts, not quite that of one process. Gradients are "
+                    "right"
                 )
                 return
             line, few = line_of(frame), repr(result)[:_LONGEST].encode()

@@ -16,6 +16,7 @@ from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.batch_sizes import size_lines
+from dlio.integrations.script.batch_tensors import sizes_of, tensors_of
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
@@ -39,6 +40,7 @@ class ScriptContext:
     ) -> None:
         self.comm = comm
         self.guard = guard
+        guard.say = self.say
         self.batch = batch
         """`global`: ranks divide each batch of the script. `per-rank`: each rank gets a batch."""
         self.tiers = tiers
@@ -133,12 +135,9 @@ class ScriptContext:
         use.takes()
         self.divides_now = batch.divided
         self._samples += batch.weight
-        items = data if isinstance(data, list | tuple) else [data]
-        tensors = [
-            item
-            for item in (data.values() if isinstance(data, dict) else items)
-            if isinstance(item, torch.Tensor)
-        ]
+        tensors = list(tensors_of(data))
+        counts = batch.divided and batch.weight
+        self.guard.sizes = sizes_of(data, len(batch.place)) if counts else 0
         self._of_tensor.update(dict.fromkeys(tensors, batch))
         if batch.divided:
             if batch.weight < len(batch.samples):

@@ -112,6 +112,9 @@ def _mixed(make: Loss) -> str | None:
         lambda: (_out() - _out().mean(0)).square().mean(),
         lambda: functional.mse_loss(_out(), _t) + _out().std(0).mean(),
         lambda: ((_out().T @ _out()) / _N - torch.eye(4)).pow(2).sum(),
+        lambda: functional.cross_entropy(_out(), _y, reduction="none").topk(3).values.mean(),
+        lambda: (_out() - _t).abs().view(-1).sort(descending=True).values[:9].mean(),
+        lambda: (_out() - _t).square().max(0).values.mean(),
     ],
 )
 def test_losses_that_compare_samples_are_found(make: Loss) -> None:
@@ -125,6 +128,8 @@ def test_losses_of_single_samples_compare_none() -> None:
     for make, _ in [*_MEANS.values(), *_SUMS.values()]:
         assert _mixed(make) is None
     assert _mixed(lambda: square(_x).square().mean()) is None
+    assert _mixed(lambda: _out().topk(2, dim=1).values.mean()) is None
+    assert _mixed(lambda: _out().max(1).values.mean()) is None
     assert _mixed(lambda: attention(sequences).square().mean()) is None
     assert _mixed(lambda: functional.cross_entropy(_out() @ torch.randn(4, 50), _y)) is None
 
