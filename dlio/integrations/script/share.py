@@ -25,6 +25,7 @@ from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
 from dlio.loader.contract import Sample
 from dlio.loader.dataloader import DataLoader
+from dlio.loader.third_party import accelerate
 from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
@@ -437,6 +438,9 @@ class SharingLoader(DataLoader[_T_co]):
             shares = self._balance.shares(max(map(len, batches), default=0))
         if not use.trains:
             end_step()  # An evaluation in the midst of a pass may take any time.
+        registration = None
+        if "accelerate.state" in sys.modules:  # Of this loader: that of a deal is not prepared.
+            registration = accelerate.Registration(self, len(batches))
         for deal in context.assigner.deals(batches, shares, use):
             context.shared += deal.divided
             inner = _with_batches(self, deal.mine)
@@ -452,12 +456,16 @@ class SharingLoader(DataLoader[_T_co]):
                 context.guard.took_batch(use)
                 context.took(deal.take(weight), data, use)
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
+                if registration is not None:
+                    registration.step(ended=False)
                 with computing() if deal.divided else nothing, measured:
                     yield data
                 context.divides_now = False  # A data set may read tensors, too.
                 if deal.is_over():
                     inner._end_pass()
                     break
+        if registration is not None:
+            registration.step(ended=True)
         context.guard.note("the end of a pass over a loader")
 
     def _batches_of_root(self) -> list[list[int]]:

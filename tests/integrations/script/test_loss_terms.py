@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dlio.integrations.script.loss_terms import GraphStates, find_terms, selects_nothing
+from dlio.integrations.script.loss_terms import (
+    GraphStates,
+    chain_to,
+    count_along,
+    find_terms,
+    selects_nothing,
+)
 from dlio.integrations.script.mixed_samples import mixed_samples
 
 _N = 8
@@ -56,6 +62,13 @@ def test_means_tell_what_they_divide_by(name: str) -> None:
     assert sorted((term.name, term.count) for term in terms.terms) == sorted(expected)
     assert not any(term.is_sum for term in terms.terms)
     assert not terms.unknown
+
+
+def test_predictions_may_be_given_where_the_target_is_expected() -> None:
+    loss = functional.mse_loss(_t, _out())
+    (term,) = find_terms([loss], GraphStates(_N)).terms
+    assert (term.name, term.is_sum, term.count) == ("mse_loss", False, _t.numel())
+    assert count_along(loss, chain_to(loss, term)) == _t.numel()
 
 
 _SUMS: dict[str, tuple[Loss, list[float]]] = {
