@@ -391,12 +391,12 @@ class ScriptGuard:
                 unlike.append(name)
         self._unlike.update(unlike)
         if unlike:
-            more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+            more = f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
             self.say(
-                f"{unlike[0]}{more} holds what the script has made of each rank's part of the "
-                "batches, as a queue, a codebook or a running mean does: in one process it holds "
-                "what all of them make. What is computed from it, and with it the training, is not "
-                "one process's; rank 0's is saved"
+                f"{unlike[0]}{more}: the values come from each rank's part of the batches, as in a "
+                "queue, a codebook or a running mean; one process makes them of all samples. What "
+                "is computed from them, and so the training, is not one process's; rank 0's are "
+                "saved"
             )
         return unlike
 

@@ -188,7 +188,7 @@ def test_buffers_that_hold_a_rank_s_own_part_are_told(tmp_path: Path) -> None:
     script.write_text(_STATES)
     said = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr.splitlines()
     assert len(said) == 1
-    assert said[0].startswith("dlio run: buffer Queue.queue holds what the script has made of")
+    assert said[0].startswith("dlio run: buffer Queue.queue: the values come from each rank's part")
 
 
 _LOOPS = """
