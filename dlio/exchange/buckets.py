@@ -174,8 +174,12 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root:
     for tensor in tensors:
         # Bytes, not numbers: a broadcast works for types that MPI does not have, such as bfloat16.
         mine = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        comm.bcast(mine.reshape(-1).view(torch.uint8).numpy(), root)
-        tensor.copy_(mine)
+        flat = mine.reshape(-1).view(torch.uint8)
+        before = flat.clone()
+        comm.bcast(flat.numpy(), root)
+        # To autograd, a write changes the tensor: a backward of an earlier forward would fail.
+        if not torch.equal(flat, before):
+            tensor.copy_(mine)
 
 
 @torch.no_grad()

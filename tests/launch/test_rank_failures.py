@@ -116,6 +116,8 @@ def fail():
         sys.exit("no more")
     if how == "code":
         sys.exit(3)
+    if how == "printed" and rank == "1":
+        print("loss is nan, stopping"); sys.exit(1)
     if how == "leave" and rank == "1":
         os._exit(5)
     if how == "kill" and rank == "1":
@@ -141,7 +143,8 @@ ENDS = {
     "leave": (5, r"dlio: error: rank 1 ended by itself with exit code 5, .*"),
     "kill": (137, r"dlio: error: rank 1 was ended by SIGKILL, and with it the others.*"),
     "crash": (139, r"dlio: error: rank 1 was ended by SIGSEGV, and with it the others"),
-    "worker": (1, r"dlio: error: rank [01] ended at script.py:28: KeyError: .* 'sample 13'"),
+    "worker": (1, r"dlio: error: rank [01] ended at script.py:30: KeyError: .* 'sample 13'"),
+    "printed": (1, r"dlio: error: rank 1 ended .* script.py:20, after it printed: loss is nan, .*"),
     "done": (0, r""),
 }
 
@@ -151,7 +154,7 @@ ENDS = {
 @pytest.mark.parametrize("backend", ["mpi", "torch"])
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.nightly
-@pytest.mark.daily("one-mpi", "kill-mpi", "exit-torch", "done-mpi")
+@pytest.mark.daily("one-mpi", "kill-mpi", "exit-torch", "done-mpi", "printed-mpi")
 def test_the_end_of_a_rank_is_the_last_line(how: str, backend: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENDING)
     code, last = ENDS[how]

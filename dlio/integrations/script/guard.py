@@ -18,6 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -38,6 +39,8 @@ _LOSSES: Final = 4
 _CHUNKS: Final = 2
 """Parts of the digest that travel with a sum of gradients."""
 _DOUBTS: Final = 2
+_OF_SIZES: Final = 3
+"""Numbers that tell whether the parts of a batch have the same sizes."""
 _KEPT: Final = 60
 """Calls that are kept to find the first one that differs."""
 _EXACT_BITS: Final = 24
@@ -70,7 +73,7 @@ class ScriptGuard:
     compared.
     """
 
-    count = _LOSSES + 1 + _DOUBTS + 4 * _CHUNKS
+    count = _LOSSES + 1 + _DOUBTS + 4 * _CHUNKS + _OF_SIZES
 
     def __init__(self, comm: Communicator, active: bool = True) -> None:
         self._comm = comm
@@ -89,6 +92,16 @@ class ScriptGuard:
         """The values that several of them got."""
         self.parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
         """Returns the parameters whose weights are the same on all ranks, with names."""
+        self.buffers: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: iter(())
+        """Returns the buffers that are the same on all ranks in a script that trains as one
+        process does, with names."""
+        self.say: Callable[[str], None] = self._keep
+        """Tells the user a line at once, each once."""
+        self.sizes = 0
+        """Digest of the sizes of this rank's part of a batch, but for the number of samples; 0 if
+        they do not tell."""
+        self._unlike: set[str] = set()
+        """What is known to differ between ranks: it is compared no more."""
         self.notes: list[str] = []
         """Lines for the end."""
         self._steps = self._weights = 0
@@ -112,6 +125,9 @@ class ScriptGuard:
         """Number of calls that rank 0 was told of."""
         self._receives: dict[int, tuple[Request, np.ndarray[Any, np.dtype[np.uint8]]]] = {}
         self._sends: list[tuple[Request, object]] = []
+
+    def _keep(self, text: str) -> None:
+        self.notes += [] if text in self.notes else [text]
 
     @contextmanager
     def watching(self, survives: bool) -> Iterator[None]:
@@ -199,10 +215,13 @@ class ScriptGuard:
 
     def _digest_of_weights(self) -> int:
         digest = xxhash.xxh3_64()
-        for _, tensor in self.parameters():
+        for _, tensor in chain(self.parameters(), self._compared_buffers()):
             values = tensor.detach().cpu().contiguous().reshape(-1)
             digest.update(values.view(torch.uint8).numpy().data)
         return digest.intdigest() or 1
+
+    def _compared_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return (each for each in self.buffers() if each[0] not in self._unlike)
 
     def meet(self, call: str, weights: bool = False) -> None:
         """Note a call in which ranks meet, and whose weights are compared if they are to be.
@@ -307,7 +326,8 @@ class ScriptGuard:
                 part = digest >> (self._bits * k) & self._mask
                 numbers += [part, part * part]
         self._weights = 0
-        return numbers
+        sizes = self.sizes & self._mask
+        return [*numbers, int(self.sizes > 0), sizes, sizes * sizes]
 
     def check(self) -> None:
         """Raise UsageError on all ranks if they have called different things, or have other
@@ -321,7 +341,8 @@ class ScriptGuard:
         if doubts:
             self.doubts = (0, 0)
             self.doubted(wrongs > 0)
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        *digests, parts, size, squares = numbers
+        pairs = zip(digests[::2], digests[1::2], strict=True)
         # By Cauchy and Schwarz equal only if all are.
         same = [ranks * square == total * total for total, square in pairs]
         if not all(same[:_CHUNKS]):
@@ -332,30 +353,72 @@ class ScriptGuard:
             )
         if not all(same[_CHUNKS:]):
             self._compare_weights()
+        if parts * squares != size * size:
+            batch = next((each for each in reversed(self._calls) if each[1] == _BATCH), None)
+            self.say(
+                f"{_line_of(batch or self._calls[-1])}: the ranks' parts of a batch have other "
+                "sizes, as where each is padded to its own longest sample: a model that reads "
+                "padding, such as a recurrent one without packing or a mean over time, computes "
+                "other values than in one process; one that masks padding does not"
+            )
 
     def _compare_weights(self) -> None:
         """Raise UsageError that names the parameter that differs most. Collective."""
-        named = list(self.parameters())
-        distances = []
+        worst, rank, name = self._most_different(list(self.parameters()))
+        if worst >= _ROUNDING:
+            raise UsageError(
+                f"after step {self._steps} the weights of {name} differ between rank 0 and rank "
+                f"{rank} by {worst:.1g} of their size: something other than the optimizers' steps "
+                "changes them on each rank by its own batch"
+            )
+        buffers = self._compare_buffers()
+        if worst and not (buffers or self.notes):
+            # Processors of different kinds compute the same step with other rounding.
+            self.notes.append(f"the ranks' weights differ by rounding, {worst:.0e} at most")
+
+    def _compare_buffers(self) -> list[str]:
+        """Tell of buffers that ranks have changed in other ways, and return their names.
+        Collective."""
+        named = dict(self._compared_buffers())
+        shapes: dict[str, object] = {
+            name: [list(each.shape), str(each.dtype)] for name, each in named.items()
+        }
+        everyone: list[dict[str, object]] = self._comm.allgather(shapes)
+        unlike = []
+        for name in [name for name in everyone[0] if all(name in each for each in everyone)]:
+            alike = all(each[name] == everyone[0][name] for each in everyone)
+            if not alike or self._most_different([(name, named[name])])[0] >= _ROUNDING:
+                unlike.append(name)
+        self._unlike.update(unlike)
+        if unlike:
+            more = f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+            self.say(
+                f"{unlike[0]}{more}: the values come from each rank's part of the batches, as in a "
+                "queue, a codebook or a running mean; one process makes them of all samples. What "
+                "is computed from them, and so the training, is not one process's; rank 0's are "
+                "saved"
+            )
+        return unlike
+
+    def _most_different(self, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[float, int, str]:
+        """Return by how much of its size the tensor that differs most from rank 0's does, on which
+        rank, and its name. Collective."""
+        distances = [0.0]
         for _, tensor in named:
             theirs = tensor.detach().clone()
             broadcast_tensors([theirs], self._comm)
-            size = max(float(theirs.abs().max()), 1e-12) if theirs.numel() else 1.0
-            off = float((tensor.detach() - theirs).abs().max()) if theirs.numel() else 0.0
-            distances.append(off / size)
+            gap = 0.0
+            if not tensor.equal(theirs):
+                # That type holds numbers of all types.
+                own, theirs = (each.detach().to(torch.complex128) for each in (tensor, theirs))
+                size = max(float(theirs.abs().max()), 1e-12)
+                gap = float((own - theirs).abs().max()) / size
+            distances.append(1.0 if math.isnan(gap) else gap)
         most, place = max((each, place) for place, each in enumerate(distances))
         everyone: list[list[float]] = self._comm.allgather([most, place])
         worst, rank = max((each[0], rank) for rank, each in enumerate(everyone))
-        if worst < _ROUNDING:
-            # Processors of different kinds compute the same step with other rounding.
-            note = f"the ranks' weights differ by rounding, {worst:.0e} at most"
-            self.notes += [] if self.notes else [note]
-            return
-        raise UsageError(
-            f"after step {self._steps} the weights of {named[int(everyone[rank][1])][0]} differ "
-            f"between rank 0 and rank {rank} by {worst:.1g} of their size: something other than "
-            "the optimizers' steps changes them on each rank by its own batch"
-        )
+        place = int(everyone[rank][1]) - 1
+        return worst, rank, named[place][0] if place >= 0 else ""
 
     # Ranks that wait.
 

@@ -198,6 +198,12 @@ def shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
     return tuple(map(int, node._input_metadata[output].shape))
 
 
+def _shape_below(node: Any) -> tuple[int, ...]:
+    """Shape of the first input of a node that has a gradient: the predictions, whichever way round
+    the script gives these and the targets."""
+    return shape_of(*next(each for each in node.next_functions if each[0] is not None))
+
+
 def batch_dim(shape: Sequence[int], samples: int) -> int:
     """Dimension of the samples: the first of their number, or else the first."""
     return next((dim for dim, size in enumerate(shape) if size == samples), 0)
@@ -337,7 +343,7 @@ def count_along(root: torch.Tensor, chain: Sequence[str]) -> float | None:
         return None
     if hasattr(last, "_saved_total_weight"):
         return float(last._saved_total_weight)
-    return float(math.prod(shape_of(*last.next_functions[0])))
+    return float(math.prod(_shape_below(last)))
 
 
 def find_terms(roots: Sequence[torch.Tensor], states: GraphStates) -> LossTerms:
@@ -427,7 +433,7 @@ def _is_own(value: torch.Tensor) -> bool:
 def _fused_term(node: Any, point: Any, divisors: tuple[Divisor, ...], samples: int) -> LossTerm:
     name, is_sum = operation(node), node._saved_reduction == 2
     counted = hasattr(node, "_saved_total_weight")
-    shape = tuple(node._saved_target.shape) if counted else shape_of(*node.next_functions[0])
+    shape = tuple(node._saved_target.shape) if counted else _shape_below(node)
     numel = math.prod(shape)
     count = float(node._saved_total_weight) if counted and not is_sum else float(numel)
     # One element of each sample is not padding.

@@ -194,7 +194,9 @@ class ScriptLossWeights:
         try:
             for term, factor in zip(parts.terms, factors, strict=False):
                 if abs(factor - 1) > 1e-9:
-                    handles.append(term.node.register_prehook(_times(factor)))
+                    # Below the division by a count of 0, which makes NaN of a gradient of 0, too.
+                    node = term.node if factor else term.reduces
+                    handles.append(node.register_prehook(_times(factor)))
             yield loss
         finally:
             for handle in handles:
@@ -346,7 +348,16 @@ class ScriptLossWeights:
     ) -> _Totals:
         mark = zlib.crc32("/".join(term.key for term in parts.terms).encode()) & 0xFFFFF
         first = _likely_count(parts) if weight else 0.0
-        head = [1, mark, mark**2, weight, weight**2, loss * weight, loss * first, loss]
+        head = [
+            1,
+            mark,
+            mark**2,
+            weight,
+            weight**2,
+            loss * weight,
+            loss * first if first else 0.0,
+            loss,
+        ]
         own = np.zeros(len(head) + _TERMS * _ROW, np.float64)
         own[: len(head)] = head
         flat = [value for row in rows for value in row]
@@ -557,6 +568,8 @@ def _times(
     factor: float,
 ) -> Callable[[Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]:
     def scaled(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if each is None else each * factor for each in gradients)
+        # Where a rank's part has no element to count, 0 / 0 has made them NaN or infinite.
+        times = torch.mul if factor else (lambda each, _: torch.zeros_like(each))
+        return tuple(None if each is None else times(each, factor) for each in gradients)
 
     return scaled

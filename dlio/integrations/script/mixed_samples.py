@@ -26,6 +26,18 @@ _OVER_SAMPLES: Final = {
     "LogSoftmaxBackward0": "a softmax",
 }
 
+_BY_ORDER: Final = {
+    "TopkBackward0": "the largest",
+    "SortBackward0": "the order",
+    "KthvalueBackward0": "the k-th value",
+    "MedianBackward0": "the median",
+    "MedianBackward1": "the median",
+    "MaxBackward0": "the maximum",
+    "MinBackward0": "the minimum",
+    "AmaxBackward0": "the maximum",
+    "AminBackward0": "the minimum",
+}
+
 
 def mixed_samples(roots: Sequence[torch.Tensor], samples: int, found: LossTerms) -> str | None:
     """Return how a loss of `samples` samples compares them; None if it does not, as far as is seen.
@@ -95,6 +107,20 @@ def _reduction(node: Any, samples: int) -> str | None:
     return f"{_OVER_SAMPLES[name_of(node)]} over the batch" if over else None
 
 
+def _order(node: Any, samples: int) -> str | None:
+    below = node.next_functions[0][0]
+    if below is None or is_parameter(below):
+        return None
+    shape = shape_of(below)
+    over = 0 in dims_of(node, len(shape))
+    if len(shape) == 1 and name_of(below).startswith(("View", "Reshape", "UnsafeView")):
+        # Flattened elements of all samples.
+        below = below.next_functions[0][0]
+        shape = shape_of(below) if below is not None else shape
+    is_of_batch = over and shape[:1] == (samples,)
+    return f"{_BY_ORDER[name_of(node)]} of the batch" if is_of_batch else None
+
+
 def _selection(node: Any, samples: int) -> str | None:
     indices = node._saved_indices
     first = indices[0] if indices else None
@@ -133,4 +159,5 @@ _TESTS: Final[dict[str, Callable[[Any, int], str | None]]] = {
     "EuclideanDistBackward0": _distances,
     "IndexBackward0": _selection,
     **dict.fromkeys(_OVER_SAMPLES, _reduction),
+    **dict.fromkeys(_BY_ORDER, _order),
 }

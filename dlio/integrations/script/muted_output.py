@@ -13,13 +13,18 @@ class _MutedBytes(io.RawIOBase):
 
     def __init__(self, output: TextIO, comm: Communicator) -> None:
         self._output, self._comm = output, comm
+        self.last = b""
 
     def write(self, data: Buffer) -> int:
         text = bytes(data)
-        if self._comm.rank == 0:
+        self.last = next((line for line in reversed(text.splitlines()) if line.strip()), self.last)
+        if self.is_shown():
             self._output.write(text.decode(self._output.encoding, "replace"))
             self._output.flush()
         return len(text)
+
+    def is_shown(self) -> bool:
+        return self._comm.rank == 0
 
     def writable(self) -> bool:
         return True
@@ -36,3 +41,13 @@ def muted(output: TextIO, comm: Communicator) -> TextIO:
     left."""
     buffer = io.BufferedWriter(_MutedBytes(output, comm))
     return io.TextIOWrapper(buffer, output.encoding, output.errors, line_buffering=True)
+
+
+def last_muted(output: TextIO) -> str:
+    """Return the last line that this rank has written to a stream of `muted`, and that nobody has
+    seen; empty if there is none."""
+    raw = getattr(getattr(output, "buffer", None), "raw", None)
+    if not isinstance(raw, _MutedBytes) or raw.is_shown():
+        return ""
+    output.flush()
+    return raw.last.decode("utf-8", "replace").strip()

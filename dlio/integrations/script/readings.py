@@ -47,8 +47,10 @@ class Readings:
             result = original(tensor, *args, **options)
             if not _reads_for_others():
                 return result  # An optimizer of torch, or dlio, reads its own numbers.
-            # A loss of the batches before may be read after an evaluation, too.
+            # A loss of the batches before may be read after an evaluation, too, or a sum of them;
+            # what is not of a part is the same on all ranks, and so is not told.
             is_of_part = self._context.divides_now or tensor.grad_fn is not None
+            is_of_part |= tensor.numel() == 1 and self._context.guard.active
             if is_of_part and threading.get_ident() == self._main:
                 self._note(tensor, result)
             return result
@@ -64,9 +66,10 @@ class Readings:
         if frame := script_frame():
             if tensor in context.mixed_losses:
                 context.say(
-                    f"{line_of(frame)}: the loss read there adds up terms that count other "
-                    "elements, such as a sum and a mean: it is a mean of the losses of the ranks' "
-                    "parts, not quite that of one process. Gradients are right"
+                    f"{line_of(frame)}: the loss read there, or one that it is a part of, adds up "
+                    "terms that count other elements, such as a sum and a mean: it is a mean of "
+                    "the losses of the ranks' parts, not quite that of one process. Gradients are "
+                    "right"
                 )
                 return
             line, few = line_of(frame), repr(result)[:_LONGEST].encode()

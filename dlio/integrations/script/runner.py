@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -126,6 +127,8 @@ class _ScriptTakeover:
         """
         self._buffers: dict[int, torch.Tensor] = {}
         """Buffers that were broadcast from rank 0, by `id`. Keeping them keeps their ids unique."""
+        self._holders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        """Names of modules with buffers, but for norms."""
         self._unlike: set[nn.Module] = set()
         """Batch norms that have seen other samples than those of other ranks since `eval`."""
         self._watched: set[tuple[nn.Module, Exchange]] = set()
@@ -137,6 +140,7 @@ class _ScriptTakeover:
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (0, self._steps))
         context.guard.parameters = self._exchanged
+        context.guard.buffers = self._script_buffers
         self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
         self._readings = Readings(context)
         context.between_passes = self._readings.tell
@@ -314,6 +318,11 @@ class _ScriptTakeover:
             name = getattr(parameter, _NAME, f"number {number}")
             yield f"parameter {name} of shape {tuple(parameter.shape)}", parameter
 
+    def _script_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for module, name in self._holders.items():
+            for key, buffer in module.named_buffers(recurse=False):
+                yield f"buffer {name}.{key}", buffer
+
     def _begun_later(self, exchange: Exchange) -> None:
         """Prepare the exchange of parameters that an optimizer has got since it was made."""
         weight = self._losses.latest
@@ -353,6 +362,8 @@ class _ScriptTakeover:
                 original(tensors, *args, **options)
             if losses and losses[0] in self._context.whole_losses:
                 self._context.whole_losses.update(dict.fromkeys(losses, True))
+            elif losses and losses[0] in self._context.mixed_losses:
+                self._context.mixed_losses.update(dict.fromkeys(losses, True))
 
         return backward
 
@@ -438,6 +449,10 @@ class _ScriptTakeover:
         if buffers:
             uniform(self._comm, lambda: broadcast_tensors(buffers, self._comm))
             self._buffers.update((id(buffer), buffer) for buffer in buffers)
+            if not isinstance(module, nn.modules.batchnorm._NormBase):
+                kind = type(module).__name__
+                number = sum(name.partition(" ")[0] == kind for name in self._holders.values())
+                self._holders.setdefault(module, f"{kind} {number + 1}" if number else kind)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             self._context.note(
                 "batch norm uses the statistics of each rank's share of a batch, and rank 0's are "

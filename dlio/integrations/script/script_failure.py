@@ -12,6 +12,7 @@ from typing import Final
 
 from dlio.errors import CommError, DlioError
 from dlio.integrations.script.file_callers import is_of_script
+from dlio.integrations.script.muted_output import last_muted
 from dlio.launch.rank_failures import RankFailure, leave_failure
 from dlio.util.settings import MIN_RANKS, settings
 
@@ -41,6 +42,8 @@ def telling_failures(path: str, rank: int) -> Iterator[None]:
             return
         code = error.code if isinstance(error.code, int) else 1
         said = "" if isinstance(error.code, int) else f": {_short(str(error.code))}"
+        if not said and (printed := last_muted(sys.stdout)):
+            said = f", after it printed: {_short(printed)}"
         line = f"ended by sys.exit with code {code}{_place(error.__traceback__)}{said}"
         if not _tell(RankFailure(rank, time.monotonic(), "", line)):
             raise

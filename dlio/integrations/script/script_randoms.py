@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from dlio.integrations.script.fetch_randoms import rank_seed
+from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext
 
 _BY_SIZE: Final = ("rand", "randn")
@@ -64,6 +65,13 @@ _GENERATED: Final = (
     "poisson",
 )
 """Functions of torch that take a generator."""
+_OF_NUMPY: Final = {
+    **dict.fromkeys(("rand", "randn"), -1),
+    **dict.fromkeys(("random", "random_sample", "standard_normal"), 0),
+    **dict.fromkeys(("exponential", "poisson"), 1),
+    **dict.fromkeys(("normal", "uniform", "randint", "beta", "binomial", "laplace"), 2),
+}
+"""Functions of `np.random`, with the number of the argument that is a size; -1: all are sizes."""
 _BOUND: Final = (random, np.random)
 """Modules whose functions are methods of one generator."""
 
@@ -169,6 +177,7 @@ class ScriptRandoms:
         for name in _BY_SIZE:
             made[name] = self._sized(made[name])
         made["randint"] = self._integers(made["randint"])
+        made["randperm"] = self._permutation(made["randperm"], "torch.randperm")
         for name in _OF_TENSORS:
             made[name] = self._inside(made[name], by_shape=True)
         for name in _LIKE:
@@ -182,9 +191,81 @@ class ScriptRandoms:
             of: Any = vars(module)
             for name, function in list(of.items()):
                 if getattr(function, "__self__", None) is of["random"].__self__:
-                    yield module, name, self._of_module(module, function)
+                    drawn = self._of_module(module, function)
+                    if module is np.random and name in _OF_NUMPY:
+                        drawn = self._arrays(drawn, _OF_NUMPY[name])
+                    elif module is np.random and name == "permutation":
+                        drawn = self._permutation(drawn, "np.random.permutation")
+                    yield module, name, drawn
+        for name in ("flip", "roll"):
+            yield torch, name, self._moved(getattr(torch, name))
+            yield torch.Tensor, name, self._moved(getattr(torch.Tensor, name))
         for owner, name in _DROPS:
             yield owner, name, self._inside(getattr(owner, name), by_shape=False)
+
+    def _permutation(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wrap `torch.randperm` or `np.random.permutation`."""
+
+        @wraps(original)
+        def draw(n: Any, *args: Any, **options: Any) -> Any:
+            can = isinstance(n, int) and options.get("out") is None
+            sized = self._whole((n,)) if can else None
+            if sized is None:
+                return original(n, *args, **options)
+            _, place, (size,) = sized
+            # Of the whole batch, as one process draws it; of its order this rank's samples.
+            whole = original(size, *args, **options)
+            self._tell_mixing(name)
+            return whole[(whole >= place.start) & (whole < place.stop)] - place.start
+
+        return draw
+
+    def _moved(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Wrap a function that moves the items of a tensor along dimensions."""
+
+        @wraps(original)
+        def move(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            dims = options.get("dims", args[-1] if args else ())
+            first = dims[0] if isinstance(dims, Sequence) and dims else dims
+            one = len(args) < 2 or isinstance(args[-1], Sequence) or original.__name__ == "roll"
+            if one and first == 0 and not self._is_left() and self._is_of_part(tensor.shape):
+                self._tell_mixing(f"{original.__name__} along the batch")
+            return original(tensor, *args, **options)
+
+        return move
+
+    def _is_of_part(self, shape: Sequence[int]) -> bool:
+        return any(shape[:1] == (len(place),) for place, _ in self._context.places())
+
+    def _tell_mixing(self, by: str) -> None:
+        self._context.say(
+            f"{script_line()}: {by} puts samples of each rank's part of a batch together, as mixup "
+            "does: other pairs than in one process, by the same rule"
+        )
+
+    def _arrays(self, original: Callable[..., Any], size_at: int) -> Callable[..., Any]:
+        """Wrap a function of `np.random` whose argument number `size_at` is a size; -1 for one
+        whose arguments are all sizes."""
+
+        @wraps(original)
+        def draw(*args: Any, **options: Any) -> Any:
+            given = args if size_at < 0 else args[size_at : size_at + 1]
+            shape = options.get("size", given if size_at < 0 else (given or [None])[0])
+            shape = (shape,) if isinstance(shape, int) else shape
+            scalars = size_at < 0 or all(np.ndim(each) == 0 for each in args[:size_at])
+            sized = self._whole(tuple(shape)) if scalars and shape else None
+            if sized is None:
+                return original(*args, **options)
+            dim, place, whole = sized
+            if "size" in options:
+                options = {**options, "size": whole}
+            else:
+                args = (
+                    tuple(whole) if size_at < 0 else (*args[:size_at], whole, *args[size_at + 1 :])
+                )
+            return original(*args, **options).take(place, dim)
+
+        return draw
 
     def _whole(self, shape: Sequence[int]) -> tuple[int, range, list[int]] | None:
         """Return the dimension of this rank's samples in a shape, their place in it, and the shape
@@ -237,7 +318,7 @@ class ScriptRandoms:
     def _like(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(original)
         def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            sized = self._whole(tensor.shape)
+            sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape)
             if sized is None:
                 return original(tensor, *args, **options)
             dim, place, whole = sized
@@ -249,7 +330,7 @@ class ScriptRandoms:
     def _in_place(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(original)
         def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            sized = self._whole(tensor.shape)
+            sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape)
             if sized is None:
                 return original(tensor, *args, **options)
             if any(isinstance(each, torch.Tensor) for each in (*args, *options.values())):

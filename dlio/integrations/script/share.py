@@ -16,6 +16,7 @@ from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.batch_sizes import size_lines
+from dlio.integrations.script.batch_tensors import sizes_of, tensors_of
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
@@ -24,6 +25,7 @@ from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
 from dlio.loader.contract import Sample
 from dlio.loader.dataloader import DataLoader
+from dlio.loader.third_party import accelerate
 from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
@@ -39,6 +41,7 @@ class ScriptContext:
     ) -> None:
         self.comm = comm
         self.guard = guard
+        guard.say = self.say
         self.batch = batch
         """`global`: ranks divide each batch of the script. `per-rank`: each rank gets a batch."""
         self.tiers = tiers
@@ -133,12 +136,9 @@ class ScriptContext:
         use.takes()
         self.divides_now = batch.divided
         self._samples += batch.weight
-        items = data if isinstance(data, list | tuple) else [data]
-        tensors = [
-            item
-            for item in (data.values() if isinstance(data, dict) else items)
-            if isinstance(item, torch.Tensor)
-        ]
+        tensors = list(tensors_of(data))
+        counts = batch.divided and batch.weight
+        self.guard.sizes = sizes_of(data, len(batch.place)) if counts else 0
         self._of_tensor.update(dict.fromkeys(tensors, batch))
         if batch.divided:
             if batch.weight < len(batch.samples):
@@ -438,6 +438,9 @@ class SharingLoader(DataLoader[_T_co]):
             shares = self._balance.shares(max(map(len, batches), default=0))
         if not use.trains:
             end_step()  # An evaluation in the midst of a pass may take any time.
+        registration = None
+        if "accelerate.state" in sys.modules:  # Of this loader: that of a deal is not prepared.
+            registration = accelerate.Registration(self, len(batches))
         for deal in context.assigner.deals(batches, shares, use):
             context.shared += deal.divided
             inner = _with_batches(self, deal.mine)
@@ -453,12 +456,16 @@ class SharingLoader(DataLoader[_T_co]):
                 context.guard.took_batch(use)
                 context.took(deal.take(weight), data, use)
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
+                if registration is not None:
+                    registration.step(ended=False)
                 with computing() if deal.divided else nothing, measured:
                     yield data
                 context.divides_now = False  # A data set may read tensors, too.
                 if deal.is_over():
                     inner._end_pass()
                     break
+        if registration is not None:
+            registration.step(ended=True)
         context.guard.note("the end of a pass over a loader")
 
     def _batches_of_root(self) -> list[list[int]]:

@@ -172,7 +172,7 @@ _KNOWN: Final = (
         reads=_read_single,
     ),
     _Notice(
-        re.compile("the loss read there adds up terms that count other elements, such as a sum"),
+        re.compile("the loss read there, or one that it is a part of, adds up terms that count"),
         lambda choices: (
             choices.get("loss") == "two terms"
             or choices.get("gradient") in ("penalty", "two backwards")

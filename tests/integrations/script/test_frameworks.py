@@ -106,3 +106,33 @@ for epoch in range(2):
     assert f"script.py:{number['PART']}: numbers" in done.stderr
     assert f"script.py:{number['WHOLE']}" not in done.stderr
     assert done.stdout.count("norm") == 8
+
+
+@pytest.mark.mpi
+def test_accelerate_steps_at_the_last_batch_of_an_epoch_too(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    done = _run(
+        tmp_path,
+        """
+import sys, torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(1)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(20, 4))
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 8, shuffle=True))
+for epoch in range(2):
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        print(epoch, accelerator.sync_gradients)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [
+        f"{epoch} {steps}" for epoch in range(2) for steps in (False, True, True)
+    ]

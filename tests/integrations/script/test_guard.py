@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
+from dlio.integrations.script.batch_tensors import sizes_of
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.script_losses import losses_of
 from tests.conftest import examples
@@ -127,9 +128,27 @@ def test_equal_digests_pass_and_a_different_one_ends_the_script() -> None:
     guard.depart(sums, 1.0)
     guard.arrive(2 * sums, 1.0)
     guard.check()
-    guard.arrive(torch.tensor([*[0.0] * 4, 2.0, *[0.0] * 2, 3.0, 5.0, 3.0, 5.0, *[0.0] * 4]), 1.0)
+    guard.arrive(torch.tensor([*[0.0] * 4, 2.0, *[0.0] * 2, 3.0, 5.0, 3.0, 5.0, *[0.0] * 7]), 1.0)
     with pytest.raises(UsageError, match="different things"):
         guard.check()
+
+
+def test_parts_of_a_batch_with_other_sizes_are_told_unless_one_counts_nothing() -> None:
+    calls = ["the next batch"]
+    batch = [torch.zeros(4, 9), {"time first": torch.zeros(7, 4, 3), "label": torch.zeros(4)}]
+    size = sizes_of(batch, 4)
+    assert size == sizes_of([torch.zeros(3, 9), {"time first": torch.zeros(7, 3, 3)}], 3)
+    assert sizes_of([torch.zeros(3, 5), torch.zeros(3, 5), torch.zeros(3, 6)], 3) == 0
+    other = sizes_of([torch.zeros(3, 8), {"time first": torch.zeros(7, 3, 3)}], 3)
+    for theirs, is_told in ((size, False), (0, False), (other, True)):
+        guards = _guard(2, calls), _guard(2, calls)
+        sums = [torch.zeros(guard.count) for guard in guards]
+        for guard, each, sizes in zip(guards, sums, (size, theirs), strict=True):
+            guard.sizes = sizes
+            guard.depart(each, 1.0)
+        guards[0].arrive(sums[0] + sums[1], 1.0)
+        guards[0].check()
+        assert any("padded to its own" in note for note in guards[0].notes) == is_told
 
 
 def test_calls_of_other_threads_are_not_compared() -> None:

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dlio.integrations.script.loss_terms import GraphStates, find_terms, selects_nothing
+from dlio.integrations.script.loss_terms import (
+    GraphStates,
+    chain_to,
+    count_along,
+    find_terms,
+    selects_nothing,
+)
 from dlio.integrations.script.mixed_samples import mixed_samples
 
 _N = 8
@@ -56,6 +62,13 @@ def test_means_tell_what_they_divide_by(name: str) -> None:
     assert sorted((term.name, term.count) for term in terms.terms) == sorted(expected)
     assert not any(term.is_sum for term in terms.terms)
     assert not terms.unknown
+
+
+def test_predictions_may_be_given_where_the_target_is_expected() -> None:
+    loss = functional.mse_loss(_t, _out())
+    (term,) = find_terms([loss], GraphStates(_N)).terms
+    assert (term.name, term.is_sum, term.count) == ("mse_loss", False, _t.numel())
+    assert count_along(loss, chain_to(loss, term)) == _t.numel()
 
 
 _SUMS: dict[str, tuple[Loss, list[float]]] = {
@@ -112,6 +125,9 @@ def _mixed(make: Loss) -> str | None:
         lambda: (_out() - _out().mean(0)).square().mean(),
         lambda: functional.mse_loss(_out(), _t) + _out().std(0).mean(),
         lambda: ((_out().T @ _out()) / _N - torch.eye(4)).pow(2).sum(),
+        lambda: functional.cross_entropy(_out(), _y, reduction="none").topk(3).values.mean(),
+        lambda: (_out() - _t).abs().view(-1).sort(descending=True).values[:9].mean(),
+        lambda: (_out() - _t).square().max(0).values.mean(),
     ],
 )
 def test_losses_that_compare_samples_are_found(make: Loss) -> None:
@@ -125,6 +141,8 @@ def test_losses_of_single_samples_compare_none() -> None:
     for make, _ in [*_MEANS.values(), *_SUMS.values()]:
         assert _mixed(make) is None
     assert _mixed(lambda: square(_x).square().mean()) is None
+    assert _mixed(lambda: _out().topk(2, dim=1).values.mean()) is None
+    assert _mixed(lambda: _out().max(1).values.mean()) is None
     assert _mixed(lambda: attention(sequences).square().mean()) is None
     assert _mixed(lambda: functional.cross_entropy(_out() @ torch.randn(4, 50), _y)) is None
 

@@ -149,6 +149,48 @@ def test_parts_in_evaluation_change_no_share_and_ranks_evaluate_alike(tmp_path: 
     assert [size for k, size in enumerate(second) if k % 4 < 3] == [7, 9, 8] * 4
 
 
+_STATES = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.long))
+    def forward(self, x):
+        self.steps += 1
+        return x * self.mask
+class Queue(Constant):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(4))
+    def forward(self, x):
+        self.queue = 0.9 * self.queue + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.queue)
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+for kind in (Constant, Queue):
+    model = nn.Sequential(kind(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in DataLoader(data, batch_size=8):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(kind.__name__, flush=True)
+"""
+
+
+@pytest.mark.mpi
+def test_buffers_that_hold_a_rank_s_own_part_are_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_STATES)
+    said = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("dlio run: buffer Queue.queue: the values come from each rank's part")
+
+
 _LOOPS = """
 for x in loader:
     loss(x).backward()

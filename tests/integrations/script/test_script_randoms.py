@@ -23,6 +23,10 @@ class _HalfBatch:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     def places(self) -> Iterator[tuple[range, int]]:
         yield range(4 * self._rank, 4 * self._rank + 4), 8
@@ -54,6 +58,62 @@ def test_tensors_of_samples_are_parts_of_one_process_s() -> None:
     for one, first, second in zip(whole, *parts, strict=True):
         assert torch.equal(one, torch.cat([first, second]))
         assert one.dtype == first.dtype
+
+
+def test_arrays_of_samples_are_parts_of_one_process_s() -> None:
+    def drawn(count: int) -> list[np.ndarray[Any, Any]]:
+        _numpy.seed(0)
+        return [
+            _numpy.normal(0, 0.3, size=(count, 3)),
+            _numpy.normal(0, 0.3, (count, 3)),
+            _numpy.uniform(size=count),
+            _numpy.randn(count, 2),
+            _numpy.randint(0, 9, (count,)),
+            _numpy.random((2, count)).T,
+            _numpy.normal(np.zeros(3), 1.0).repeat(count).reshape(3, count).T,
+            np.full(count, _numpy.rand()),
+        ]
+
+    whole, parts = drawn(8), []
+    for rank in range(2):
+        with _installed(rank).installed():
+            parts.append(drawn(4))
+    for one, first, second in zip(whole, *parts, strict=True):
+        assert np.array_equal(one, np.concatenate([first, second]))
+
+
+def test_a_part_is_permuted_by_the_order_of_the_whole_and_told() -> None:
+    torch.manual_seed(0)
+    _numpy.seed(0)
+    orders = torch.randperm(8).tolist(), _numpy.permutation(8).tolist()
+    after = torch.rand(3).tolist(), _numpy.rand()
+    for rank in range(2):
+        context = _HalfBatch(rank)
+        with ScriptRandoms(rank, context).installed():  # type: ignore[arg-type]
+            torch.manual_seed(0)
+            _numpy.seed(0)
+            mine = torch.randperm(4).tolist(), _numpy.permutation(4).tolist()
+            assert (torch.rand(3).tolist(), _numpy.rand()) == after
+            assert torch.randperm(5).tolist() != list(range(5))
+            assert len(context.said) == 2
+            torch.ones(4, 2).flip(1)
+            torch.ones(5, 2).flip(0)
+            assert len(context.said) == 2
+            for moved in (torch.ones(4, 2).flip(0), torch.roll(torch.ones(4, 2), 1, dims=0)):
+                assert len(moved) == 4
+            torch.ones(4, 2).roll(1, 0)
+            assert len(context.said) == 5
+        for part, order in zip(mine, orders, strict=True):
+            assert part == [k - 4 * rank for k in order if k // 4 == rank]
+
+
+def test_a_parameter_has_no_dimension_of_samples() -> None:
+    drawn = []
+    for rank in range(2):
+        with _installed(rank).installed():
+            torch.manual_seed(0)
+            drawn.append(torch.randn_like(nn.Parameter(torch.zeros(4, 3))))
+    assert torch.equal(*drawn)
 
 
 class _Dropping(nn.Module):

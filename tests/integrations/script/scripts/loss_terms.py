@@ -37,6 +37,11 @@ def selected(out, t, y):
     return (out - t)[mask].abs().mean()
 
 
+def scarce(out, t, y):
+    chosen = (t[:, 0] > 0).float()  # None of some parts of a batch: 0 / 0 there.
+    return (first(out, y, reduction="none") * chosen).sum() / chosen.sum()
+
+
 def variational(out, t, _):
     return functional.mse_loss(out, t, reduction="sum") - 0.5 * torch.sum(1 + out - out.exp())
 
@@ -57,6 +62,7 @@ LOSSES = {
     "mean and sum": lambda out, t, y: first(out, y) + 0.01 * (out - t).abs().sum(),
     "masked": masked,
     "selected": selected,
+    "scarce": scarce,
     "batchmean": lambda out, t, y: functional.kl_div(
         out.log_softmax(1), t.softmax(1), reduction="batchmean"
     ),

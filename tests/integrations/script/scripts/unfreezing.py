@@ -1,5 +1,6 @@
 """Parameters that are not trained from the start: unfrozen, added to a group, and those of a second
-optimizer over the same model; a discriminator-like part that is frozen in every other step."""
+optimizer over the same model; a discriminator-like part that is frozen in every other step; an
+optimizer that is made between a forward and its backward, as lazy layers have it."""
 
 import sys
 
@@ -32,4 +33,15 @@ epoch(optimizer)
 optimizer.add_param_group({"params": extra.parameters(), "lr": 0.05})
 epoch(optimizer)
 epoch(torch.optim.Adam([*backbone.parameters(), *extra.parameters()], lr=0.01))
-torch.save({"model": model.state_dict(), "extra": extra.state_dict()}, sys.argv[1])
+lazy, optimizer = nn.LazyLinear(3), None
+for x, y in loader:
+    loss = nn.functional.cross_entropy(lazy(x), y)
+    if optimizer is None:
+        optimizer = torch.optim.SGD(lazy.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.save(
+    {"model": model.state_dict(), "extra": extra.state_dict(), "lazy": lazy.state_dict()},
+    sys.argv[1],
+)
