@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import islice
 from typing import Any
@@ -20,8 +21,10 @@ from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.loss_terms import batch_dim
+from dlio.integrations.script.mixed_inputs import MixedInputs
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
+from dlio.integrations.script.script_lines import loops_at
 from dlio.loader.contract import Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party.adapters import adapted
@@ -83,6 +86,9 @@ class ScriptContext:
         self.waited: Callable[[], float] = lambda: 0.0
         """Seconds that this rank has waited for others so far."""
         self.assigner = ScriptAssigner(comm)
+        self.mixed_inputs = MixedInputs(self.say)
+        self._steps: Counter[tuple[str, int]] = Counter()
+        """Divided batches by the place of the loop that has taken them."""
         self.last_shares: RankShares | None = None
         """Shares of the latest balanced pass."""
         self.shared = 0
@@ -152,8 +158,13 @@ class ScriptContext:
                 )
             dim = batch_dim(tensors[0].shape, len(batch.place)) if tensors else 0
             # The loop that asks for a batch: the pass may have begun on another line.
-            for line in size_lines(*self.guard.place, dim):
+            place = self.guard.place
+            for line in size_lines(*place, dim):
                 self._sizes.setdefault(line, False)
+            self._steps[place] += 1
+            # Steps 1, 2, 4, 8...: in a `for` loop, whose body opens and closes modes of its own.
+            if self._steps[place].bit_count() == 1 and loops_at(*place):
+                self.mixed_inputs.start(tensors, len(batch.place))
 
     def take_samples(self) -> float:
         """Return the number of samples that this rank has got since this was called last; 1 for
@@ -453,7 +464,8 @@ class SharingLoader(DataLoader[_T_co]):
                 context.guard.took_batch(use)
                 context.took(deal.take(weight), data, use)
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
-                with computing() if deal.divided else nothing, measured:
+                looked = contextlib.closing(context.mixed_inputs)
+                with computing() if deal.divided else nothing, measured, looked:
                     yield data
                 context.divides_now = False  # A data set may read tensors, too.
                 if deal.is_over():
