@@ -90,6 +90,10 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"batch": "2", "samples": "37", "loss": "pairs"}, "run", 2, "said"),
     # A validation with gradients was taken for training, as the batches are a list.
     ({"loader": "slices", "inner": "with gradients"}, "run", 2, "same"),
+    # Samples that meet before the network, and a branch by the values of a part.
+    ({"habit": "mixed", "optimizer": "adam"}, "run", 2, "said"),
+    ({"habit": "centred", "optimizer": "adam", "layout": "time first"}, "run", 3, "said"),
+    ({"habit": "branch by data", "optimizer": "adam"}, "run", 2, "said"),
 )
 
 
