@@ -6,9 +6,11 @@ functions are looked at in some steps of a run, from the batch to the network or
 network itself mixes is seen in the graph of the loss (see `mixed_samples`).
 """
 
+import itertools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import wraps
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -98,6 +100,26 @@ class MixedInputs(TorchFunctionMode):
             torch._C._push_on_torch_function_stack(mode)
         self._states.clear()
 
+    def around_collate(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that makes a batch of samples, which may mix them: it is looked at in its
+        1st, 2nd, 4th, 8th call and so on."""
+        calls = itertools.count(1)
+
+        @wraps(collate)
+        def run(samples: Any) -> Any:
+            if self.is_left or next(calls).bit_count() != 1 or not isinstance(samples, list):
+                return collate(samples)
+            watch = MixedInputs(self._say)  # Of this thread.
+            watch.start((), len(samples))
+            try:
+                batch = collate(samples)
+                watch._meets_gradient(list(_tensors([batch])))
+            finally:
+                watch.close()
+            return batch
+
+        return run
+
     def leave(self) -> None:
         """Look no more."""
         self.is_left = True
@@ -115,6 +137,8 @@ class MixedInputs(TorchFunctionMode):
         if not results:
             return
         known = [state for x in inputs if (state := self._states.get(x)) is not None]
+        if name == "stack" and len(inputs) == self._samples and not known:
+            known = [_State(_Kind.SAMPLES)]  # Of samples that are made a batch.
         is_trained = torch.is_grad_enabled() and any(
             x.requires_grad and x not in self._states for x in inputs
         )
@@ -235,6 +259,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield each
         elif isinstance(each, tuple | list):
             yield from _tensors(each)
+        elif isinstance(each, dict):
+            yield from _tensors(each.values())
 
 
 def _several(value: Any) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import TypeVar
 
@@ -25,7 +25,7 @@ from dlio.integrations.script.mixed_inputs import MixedInputs
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
 from dlio.integrations.script.script_lines import loops_at
-from dlio.loader.contract import Sample
+from dlio.loader.contract import CollateFn, Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
@@ -334,6 +334,11 @@ class SharingLoader(DataLoader[_T_co]):
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
             options.setdefault("tiers", _context.tiers)
         super().__init__(dataset, *args, **options)
+        self._collates = (
+            self.collate_fn
+            if self.collate_fn is default_collate
+            else _context.mixed_inputs.around_collate(self.collate_fn)
+        )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         context = self._context
@@ -451,7 +456,8 @@ class SharingLoader(DataLoader[_T_co]):
             end_step()  # An evaluation in the midst of a pass may take any time.
         for deal in context.assigner.deals(batches, shares, use):
             context.shared += deal.divided
-            inner = _with_batches(self, deal.mine)
+            collate = self._collates if deal.divided else self.collate_fn
+            inner = _with_batches(self, deal.mine, collate)
             before = _random_states(self.generator)
             if deal.divided:
                 # Workers draw for samples of this rank's, too.
@@ -518,7 +524,7 @@ def _set_random_states(generator: torch.Generator | None, states: list[torch.Ten
         generator.set_state(states[1])
 
 
-def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
+def _with_batches(loader: DataLoader, batches: list[list[int]], collate: CollateFn) -> DataLoader:
     """Return a loader with the options of another one that yields the given batches of indices."""
     # Crops follow torch's seed as it is in one process, and not the one that this rank draws with.
     seed = loader.seed if loader._planned_data() is None else loader._order_seed()
@@ -526,7 +532,7 @@ def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
         loader.dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=collate,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from dlio.integrations.script.mixed_inputs import MixedInputs
 
@@ -175,6 +176,22 @@ def _said(step: _Step) -> list[str]:
     finally:
         watch.close()
     return said
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_collate_function_is_looked_at_too(mixes: bool) -> None:
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = default_collate(samples)
+        mixed = torch.lerp(batch["x"], batch["x"].roll(1, 0), 0.3)
+        return {"x": mixed if mixes else (batch["x"] - 1) / 2, "y": batch["y"]}
+
+    said: list[str] = []
+    run = MixedInputs(said.append).around_collate(collate)
+    for _ in range(3):
+        batch = run([{"x": torch.randn(4), "y": torch.tensor(k)} for k in range(_SAMPLES)])
+    assert batch["x"].shape == (_SAMPLES, 4)
+    assert len(said) == 2 * mixes  # Of the first call and the second.
+    assert all("(roll over the batch)" in each for each in said)
 
 
 def test_it_ends_below_a_mode_of_the_script_and_after_it() -> None:
