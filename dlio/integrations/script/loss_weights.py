@@ -186,6 +186,9 @@ class ScriptLossWeights:
                 factors, value = self._together(roots, batch, parts, line)
                 if value is not None:
                     loss = self._whole_loss(roots[0], value)
+                    if factors and max(factors) - min(factors) <= 1e-9 * max(factors):
+                        # Its summands are added up as it is, whatever the sizes of the parts.
+                        self._context.guard.of_loss = factors[0]
         elif exchanges and batch.weight:
             factors = self._alone(batch, parts)
         if loss is None and exchanges and len(parts.terms) > 1:

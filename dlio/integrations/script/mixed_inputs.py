@@ -182,20 +182,21 @@ class MixedInputs(TorchFunctionMode):
     ) -> _State | None:
         """Return what the results of a function depend on; None for nothing of this batch."""
         for kind in (_Kind.MIXED, _Kind.STATISTIC):
-            found = next((state for state in known if state.kind is kind), None)
-            if found is not None:
-                is_all = kind is _Kind.MIXED or all(each.kind is kind for each in known)
-                return found if is_all else _State(_Kind.MIXED, None, found.function, found.line)
+            of_kind = [state for state in known if state.kind is kind]
+            if of_kind:
+                first = of_kind[0]
+                is_same = kind is _Kind.MIXED or len(of_kind) == len(known)
+                return first if is_same else _State(_Kind.MIXED, None, first.function, first.line)
         plain = name.strip("_")
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if first is not None and plain in _REDUCTIONS and self._reduces(first, args, options):
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if tensor is not None and plain in _REDUCTIONS and self._reduces(tensor, args, options):
             return _State(_Kind.STATISTIC, None, plain, script_line())
         orders = {state.order for state in known}
         if len(orders) > 1:
             moved = next(state for state in known if state.order is not None)
             return _State(_Kind.MIXED, None, moved.function, script_line())
-        if first is not None and first in self._states:
-            order = self._moved(plain, first, args, options, results)
+        if tensor is not None and tensor in self._states:
+            order = self._moved(plain, tensor, args, options, results)
             if order is not None:
                 return _State(_Kind.SAMPLES, order, plain.replace("getitem", "an index"))
         has_samples = all(self._samples in each.shape[:2] for each in results)
