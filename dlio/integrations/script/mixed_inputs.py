@@ -39,7 +39,7 @@ _LEAST: Final = 2
 
 
 class _Kind(Enum):
-    """What the values of a tensor depend on."""
+    """A way in which the values of a tensor depend on samples."""
 
     SAMPLES = auto()
     """Each on one sample."""
@@ -51,7 +51,7 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What is known of a tensor that was computed from a batch."""
+    """Knowledge of a tensor that was computed from a batch."""
 
     kind: _Kind
     order: _Order | None = None

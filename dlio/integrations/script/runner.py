@@ -420,6 +420,8 @@ class _ScriptTakeover:
         """
         if self._context.aside or is_bare_copy(module):
             return  # Pruning tries its plan on this copy; it is not trained.
+        if self._losses.is_inside:
+            return  # A checkpoint computes again: the weight is that of the loss.
         with_gradients = torch.is_grad_enabled()
         if with_gradients:
             self._context.use(inputs)
