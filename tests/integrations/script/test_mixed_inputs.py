@@ -86,12 +86,12 @@ def _padded(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     kept = torch.arange(4)[None] < lengths[:, None]
     most = lengths.max()
     kept = kept[:, :most] & (torch.arange(int(most))[None] < lengths[:, None])
-    errors = (_NET(x).square()[:, :most] * kept[:, :3]).sum()
+    errors: torch.Tensor = (_NET(x).square()[:, :most] * kept[:, :3]).sum()
     return errors / kept.sum().clamp(min=1)
 
 
 def _in_chunks(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    losses = [_loss(*each) for each in zip(x.split(2), y.split(2), strict=True)]
+    losses = [_loss(*each) for each in zip(torch.split(x, 2), torch.split(y, 2), strict=True)]
     return torch.stack(losses).sum()
 
 
