@@ -17,6 +17,8 @@ _DAILY: tuple[Choices, ...] = (
     {"task": "classes", "optimizer": "adamw", "scheduler": "plateau", "ema": "averaged"},
     {"samples": "61", "several": "optimizers", "precision": "autocast", "save": "best by val"},
     {"order": "generator", "stage": "replaced head", "stop": "steps", "prints": "norm"},
+    # What a checkpoint computes again in backward must not weigh the loss by samples.
+    {"loss": "by class", "gradient": "two backwards", "habit": "checkpointing"},
 )
 
 
@@ -90,6 +92,10 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"batch": "2", "samples": "37", "loss": "pairs"}, "run", 2, "said"),
     # A validation with gradients was taken for training, as the batches are a list.
     ({"loader": "slices", "inner": "with gradients"}, "run", 2, "same"),
+    # Samples that meet before the network, and a branch by the values of a part.
+    ({"habit": "mixed", "optimizer": "adam"}, "run", 2, "said"),
+    ({"habit": "centred", "optimizer": "adam", "layout": "time first"}, "run", 3, "said"),
+    ({"habit": "branch by data", "optimizer": "adam"}, "run", 2, "said"),
 )
 
 

@@ -102,7 +102,8 @@ class ScriptLossWeights:
         """Weight of this rank's gradients in the latest backward; None if there was none."""
         self.wait_s = 0.0
         """Seconds that this rank has waited for others so far."""
-        self._is_inside = False
+        self.is_inside = False
+        """True within a backward."""
         self._looks: dict[str, int] = {}
         self._tellers: dict[str, int] = {}
         """By line, the rank that tells of samples compared."""
@@ -125,7 +126,7 @@ class ScriptLossWeights:
         @wraps(original)
         def backward(tensors: Any, *args: Any, **options: Any) -> None:
             # A backward inside another one is that of a checkpoint.
-            if self._is_inside or self._context.aside:
+            if self.is_inside or self._context.aside:
                 original(tensors, *args, **options)
                 return
             self._context.backward()
@@ -133,12 +134,12 @@ class ScriptLossWeights:
                 original(tensors, *args, **options)
                 return
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            self._is_inside = True
+            self.is_inside = True
             try:
                 with self._weighed(roots, self._context.lead) as loss:
                     original(tensors, *args, **options)
             finally:
-                self._is_inside = False
+                self.is_inside = False
             keeps = any(args[1:3]) or options.get("retain_graph") or options.get("create_graph")
             if loss is not None and not keeps:
                 loss.put()
@@ -186,6 +187,9 @@ class ScriptLossWeights:
                 factors, value = self._together(roots, batch, parts, line)
                 if value is not None:
                     loss = self._whole_loss(roots[0], value)
+                    if factors and max(factors) - min(factors) <= 1e-9 * max(factors):
+                        # Its summands are added up as it is, whatever the sizes of the parts.
+                        self._context.guard.of_loss = factors[0]
         elif exchanges and batch.weight:
             factors = self._alone(batch, parts)
         if loss is None and exchanges and len(parts.terms) > 1:

@@ -19,7 +19,9 @@ from dlio.integrations.script.script_lines import is_foreign, line_of, script_fr
 from dlio.integrations.script.share import ScriptContext
 from dlio.util.units import counted
 
-METHODS: Final = ("item", "tolist", "numpy", "__float__", "__int__", "__format__", "__repr__")
+METHODS: Final = (
+    *("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__"),
+)
 """Methods of tensors by which numbers leave torch."""
 _COUNTS: Final = (torch.int64, torch.int32, torch.float64)
 """Types of counts, which scripts may read after the pass."""
@@ -103,7 +105,7 @@ class Readings:
             f"{_several(lines)}: numbers that the script reads there from training "
             f"batches are those of rank 0's part ({part} of the last one): counts and sums are a "
             "part of one process's, to be divided by the samples seen and not by len(dataset); "
-            "means differ slightly"
+            "means differ slightly, and a condition on them is decided by each rank"
         )
 
 

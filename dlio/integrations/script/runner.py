@@ -169,9 +169,12 @@ class _ScriptTakeover:
                 put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
             randoms = ScriptRandoms(self._comm.rank, self._context)
             stack.enter_context(randoms.installed())
-            compiled = around_compile(
-                torch.compile, randoms.show_compiler, self._forward, randoms.inside
-            )
+
+            def known() -> None:
+                randoms.show_compiler()
+                self._context.mixed_inputs.leave()
+
+            compiled = around_compile(torch.compile, known, self._forward, randoms.inside)
             put(torch, "compile", compiled)
             weighed = self._losses.around_backward(torch.autograd.backward)
             put(torch.autograd, "backward", self._backward(weighed))
@@ -429,6 +432,8 @@ class _ScriptTakeover:
         """
         if self._context.aside or is_bare_copy(module):
             return  # Pruning tries its plan on this copy; it is not trained.
+        if self._losses.is_inside:
+            return  # A checkpoint computes again: the weight is that of the loss.
         with_gradients = torch.is_grad_enabled()
         if with_gradients:
             self._context.use(inputs)

@@ -2,13 +2,14 @@
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import TypeVar
 
@@ -21,9 +22,11 @@ from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.loss_terms import batch_dim
+from dlio.integrations.script.mixed_inputs import MixedInputs
 from dlio.integrations.script.pass_use import PassMemory, PassUse
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
-from dlio.loader.contract import Sample
+from dlio.integrations.script.script_lines import loops_at
+from dlio.loader.contract import CollateFn, Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party import accelerate
 from dlio.loader.third_party.adapters import adapted
@@ -86,6 +89,9 @@ class ScriptContext:
         self.waited: Callable[[], float] = lambda: 0.0
         """Seconds that this rank has waited for others so far."""
         self.assigner = ScriptAssigner(comm)
+        self.mixed_inputs = MixedInputs(self.say)
+        self._steps: Counter[tuple[str, int]] = Counter()
+        """Divided batches by the place of the loop that has taken them."""
         self.last_shares: RankShares | None = None
         """Shares of the latest balanced pass."""
         self.shared = 0
@@ -152,8 +158,13 @@ class ScriptContext:
                 )
             dim = batch_dim(tensors[0].shape, len(batch.place)) if tensors else 0
             # The loop that asks for a batch: the pass may have begun on another line.
-            for line in size_lines(*self.guard.place, dim):
+            place = self.guard.place
+            for line in size_lines(*place, dim):
                 self._sizes.setdefault(line, False)
+            self._steps[place] += 1
+            # Steps 1, 2, 4, 8...: in a `for` loop, whose body opens and closes modes of its own.
+            if self._steps[place].bit_count() == 1 and loops_at(*place):
+                self.mixed_inputs.start(tensors, len(batch.place))
 
     def take_samples(self) -> float:
         """Return the number of samples that this rank has got since this was called last; 1 for
@@ -323,6 +334,11 @@ class SharingLoader(DataLoader[_T_co]):
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
             options.setdefault("tiers", _context.tiers)
         super().__init__(dataset, *args, **options)
+        self._collates = (
+            self.collate_fn
+            if self.collate_fn is default_collate
+            else _context.mixed_inputs.around_collate(self.collate_fn)
+        )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         context = self._context
@@ -443,7 +459,8 @@ class SharingLoader(DataLoader[_T_co]):
             registration = accelerate.Registration(self, len(batches))
         for deal in context.assigner.deals(batches, shares, use):
             context.shared += deal.divided
-            inner = _with_batches(self, deal.mine)
+            collate = self._collates if deal.divided else self.collate_fn
+            inner = _with_batches(self, deal.mine, collate)
             before = _random_states(self.generator)
             if deal.divided:
                 # Workers draw for samples of this rank's, too.
@@ -458,7 +475,8 @@ class SharingLoader(DataLoader[_T_co]):
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
                 if registration is not None:
                     registration.step(ended=False)
-                with computing() if deal.divided else nothing, measured:
+                looked = contextlib.closing(context.mixed_inputs)
+                with computing() if deal.divided else nothing, measured, looked:
                     yield data
                 context.divides_now = False  # A data set may read tensors, too.
                 if deal.is_over():
@@ -513,7 +531,7 @@ def _set_random_states(generator: torch.Generator | None, states: list[torch.Ten
         generator.set_state(states[1])
 
 
-def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
+def _with_batches(loader: DataLoader, batches: list[list[int]], collate: CollateFn) -> DataLoader:
     """Return a loader with the options of another one that yields the given batches of indices."""
     # Crops follow torch's seed as it is in one process, and not the one that this rank draws with.
     seed = loader.seed if loader._planned_data() is None else loader._order_seed()
@@ -521,7 +539,7 @@ def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
         loader.dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=collate,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,

@@ -59,6 +59,11 @@ FEATURES: Final[Mapping[str, Sequence[str]]] = {
         *("iterable", "slices"),
     ),
     "epochs": ("2", "3"),
+    "habit": (
+        *("none", "peek", "checkpointing", "sam", "statistics", "sparse", "weight norm"),
+        *("spectral norm", "branch", "branch by data", "finder", "endless", "mixed", "centred"),
+        *("hardest", "learned weight", "collected"),
+    ),
 }
 """Alternatives of each feature; the plainest first."""
 _RARE: Final = 0.78
@@ -71,6 +76,7 @@ _PROBABILITY: Final = {
     "layout": 0.88,
     "dropout": 0.85,
     "skip": 0.88,
+    "habit": 0.7,
 }
 """The same of some features. Those whose results are not compared, or that end most scripts, are
 drawn less often."""
@@ -79,6 +85,12 @@ BY_HAND: Final = (
     "average",
 )
 """Features that loops with `dlio.distribute` leave out: their results are the loop's affair."""
+
+
+HABITS_OF_NETWORKS: Final = (
+    *("checkpointing", "sparse", "weight norm", "spectral norm", "branch", "learned weight"),
+)
+"""The habits that such loops have, too."""
 
 
 def draw(seed: int) -> Choices:
@@ -147,6 +159,7 @@ def sensible(choices: Choices) -> Choices:
         chosen.without_some("precision", "scaler")
     if chosen["loader"] == "fetch ahead":
         chosen.without_some("resume", "in the middle")
+    _sensible_habits(chosen)
     if chosen["norm"] == "batch":
         # Of one sample it has no statistics.
         count, batch = int(chosen["samples"]), int(chosen["batch"])
@@ -154,6 +167,38 @@ def sensible(choices: Choices) -> Choices:
             chosen.without("samples", "batch")
         chosen.without_some("several", "loaders")
     return chosen.choices
+
+
+def _sensible_habits(chosen: "_Chosen") -> None:
+    """Take habits away that the other choices have no place for."""
+    habit, precise = chosen["habit"], chosen["precision"] in ("float32", "float64")
+    is_plain = chosen["gradient"] == "backward" and chosen["several"] == "one" and precise
+    is_closed = chosen["optimizer"].startswith("lbfgs")
+    is_fit = {
+        "sam": is_plain and not is_closed and chosen["accumulate"] == "1",
+        "statistics": chosen["norm"] == "batch" and chosen["loader"] != "collate dict",
+        "sparse": chosen["optimizer"] in ("sgd", "adagrad", "by hand")
+        and chosen["groups"] != "decay"
+        and chosen["loss"] != "penalty"
+        and chosen["clip"] == "none"
+        and is_plain,
+        "spectral norm": chosen["tied"] == "no" and precise,
+        "weight norm": precise,
+        "finder": chosen["optimizer"] != "by hand"
+        and not is_closed
+        and chosen["loader"] not in ("iterable",)
+        and precise,
+        "endless": chosen["several"] != "loaders"
+        and chosen["resume"] != "in the middle"
+        and chosen["loader"] != "fetch ahead"
+        and chosen["leftover"] == "step",
+        "mixed": not is_closed and chosen["loss"] not in ("tokens", "pairs"),
+        "centred": not is_closed,
+        "hardest": not is_closed,
+        "learned weight": not is_closed and chosen["optimizer"] != "by hand",
+    }
+    if not is_fit.get(habit, True):
+        chosen.without("habit")
 
 
 class _Chosen:
@@ -186,4 +231,5 @@ def decides_by(choices: Choices) -> tuple[str, ...]:
     them."""
     is_by_loss = (choices.get(name) for name in ("scheduler", "stop", "save"))
     numbers = ["train loss"] if any("train" in (each or "") for each in is_by_loss) else []
+    numbers += ["branch"] if choices.get("habit") == "branch by data" else []
     return (*numbers, *(["skip"] if choices.get("skip") in ("loss", "nan") else []))

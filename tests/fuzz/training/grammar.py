@@ -2,7 +2,14 @@
 
 from typing import Final
 
-from tests.fuzz.training.choices import BY_HAND, FEATURES, Choices, decides_by, draws_by_part
+from tests.fuzz.training.choices import (
+    BY_HAND,
+    FEATURES,
+    HABITS_OF_NETWORKS,
+    Choices,
+    decides_by,
+    draws_by_part,
+)
 
 
 def marked(script: str) -> dict[int, tuple[str, ...]]:
@@ -27,6 +34,8 @@ def render(choices: Choices, way: str = "run") -> str:
     chosen = {name: alternatives[0] for name, alternatives in FEATURES.items()} | choices
     if way != "run":
         chosen |= {name: FEATURES[name][0] for name in BY_HAND}
+        if chosen["habit"] not in HABITS_OF_NETWORKS:
+            chosen["habit"] = "none"
         if chosen["scheduler"] == "plateau on train":
             chosen["scheduler"] = "plateau"
         if chosen["loss"] in ("pairs", "root"):
@@ -95,11 +104,12 @@ class _Script:
 
     def _imports(self) -> None:
         self._put("""
-import copy, csv, json, logging, os, shutil
+import copy, csv, itertools, json, logging, os, shutil
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data import TensorDataset, WeightedRandomSampler
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
@@ -227,6 +237,20 @@ loader = DataLoader(Stream(), batch_size=batch{pack})
         between = [norms.get(is_["norm"]), "nn.Tanh()", rates.get(is_["dropout"])]
         inner = ", ".join(each for each in between if each)
         out = {"tokens": "5 * 9"}.get(is_["loss"], "2")
+        own = {
+            "sparse": "self.table = nn.Embedding(7, 8, sparse=True)",
+            "weight norm": "self.head = nn.utils.parametrizations.weight_norm(self.head)",
+            "spectral norm": "self.middle = nn.utils.parametrizations.spectral_norm(self.middle)",
+            "learned weight": "self.scale = nn.Parameter(torch.zeros(()))",
+        }.get(is_["habit"], "pass")
+        if "branch" in is_["habit"]:
+            own = "self.extra, self.is_on = nn.Linear(8, 8), True"
+        hidden = {
+            "checkpointing": "checkpoint(self.back, x, use_reentrant=False)",
+            "sparse": "self.back(x) + self.table((x[..., 0].nan_to_num() * 2).long().clamp(-3, 3) "
+            "+ 3)",
+        }.get(is_["habit"], "self.back(x)")
+        more = "h = h + self.extra(h) if self.is_on else h" if "branch" in is_["habit"] else "pass"
         self._put(f"""
 class Net(nn.Module):
     def __init__(self):
@@ -235,9 +259,11 @@ class Net(nn.Module):
         self.middle = nn.Linear(8, 8)
         self.again = nn.Linear(8, 8)
         self.head = nn.Linear(8, {out})
+        {own}
 
     def forward(self, x):
-        h = self.back(x)
+        h = {hidden}
+        {more}
         return self.head(torch.tanh(self.again(torch.tanh(self.middle(h)))))
 
 def build():
@@ -383,13 +409,18 @@ def validate():
     return total / len(held_data)
 
 best, steps, stale = 1e9, 0, 0
+""")
+        self._before_epochs()
+        self._put(f"""
 for epoch in range({is_["epochs"]}):
     total, seen, right, far, number = 0.0, 0, 0, 0.0, 0
 """)
         self._stages()
         if is_["several"] == "teacher":
             self._put("teacher.eval()", 1)
-        source = "loader"
+        source = "itertools.islice(endless, 5)" if is_["habit"] == "endless" else "loader"
+        if is_["habit"] == "collected":
+            self._put("outs = []", 1)
         if is_["resume"] == "in the middle":
             self._put(
                 """
@@ -411,6 +442,35 @@ if epoch == 1:
         self._put(self._unpacked(), 2)
         self._step()
         self._after_epoch()
+
+    def _before_epochs(self) -> None:
+        if self._is["habit"] == "peek":
+            self._put(
+                f"item = next(iter(loader))\n{self._unpacked()}\n"
+                f'print(f"epoch 0: peek {{{self._samples}}} {{a.double().nansum():.3f}}")'
+            )
+        if self._is["habit"] == "endless":
+            self._put("""
+def forever():
+    while True:
+        yield from loader
+endless = forever()
+""")
+        if self._is["habit"] == "finder":
+            self._put(f"""
+kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+for number, item in enumerate(loader):
+    {self._unpacked()}
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * 2**number
+    optimizer.zero_grad()
+    loss_of(model(a), b).backward()
+    optimizer.step()
+    if number == 2:
+        break
+model.load_state_dict(kept[0])
+optimizer.load_state_dict(kept[1])
+""")
 
     def _unpacked(self) -> str:
         return (
@@ -454,16 +514,31 @@ if epoch == 1:
             self._put("if number % 3 == 2:\n    continue", 2)
         if is_["gradient"] == "penalty":
             self._put("a = a.clone().requires_grad_(True)", 2)
+        batch = int(is_["layout"] == "time first")
+        if is_["habit"] == "branch":
+            self._put("model.is_on = number % 2 == 0", 2)
+        if is_["habit"] == "branch by data":
+            self._put("model.is_on = bool(a.nanmean() > 0)  # reads branch", 2)
+        if is_["habit"] == "centred":
+            self._put(f"a = a - a.mean({batch}, keepdim=True)", 2)
         autocast = is_["precision"] in ("autocast", "scaler")
         if autocast:
             exact = 'enabled="FUZZ_SHAKE" not in os.environ'
             self._put(f'with torch.autocast("cpu", dtype=torch.bfloat16, {exact}):', 2)
         extra = autocast + 2
-        self._put("out = model(a)", extra)
+        mixed = f"0.7 * a + 0.3 * a.flip({batch})" if is_["habit"] == "mixed" else "a"
+        self._put(f"out = model({mixed})", extra)
         if is_["gradient"] == "noise":
             self._put("out = out + 0.1 * torch.randn_like(out)", extra)
         own = ", float(counts[number] > 0)" if self._way == "slices" else ""
         self._put(f"loss = loss_of(out, b{own})", extra)
+        more = {
+            "mixed": f"loss = 0.7 * loss + 0.3 * loss_of(out, b.flip({batch}))",
+            "hardest": f"loss = loss + out.square().mean(-1).amax({batch}).mean()",
+            "learned weight": "loss = loss * torch.exp(-model.scale) + model.scale",
+            "collected": "outs.append(out.detach())",
+        }.get(is_["habit"])
+        self._put(more or "", extra)
         if is_["gradient"] == "penalty":
             self._put(
                 "slope, = torch.autograd.grad(out.sum(), a, create_graph=True)\n"
@@ -557,6 +632,22 @@ optimizer.step(closure)
         if many == 1:
             self._put(zero, indent)
         self._put(self._backward(many), indent)
+        if is_["habit"] == "sam":
+            self._put(
+                """
+with torch.no_grad():
+    ways = [(p, 0.05 * p.grad / (p.grad.norm() + 1e-6)) for p in model.parameters()
+            if p.grad is not None]
+    for p, way in ways:
+        p.add_(way)
+model.zero_grad()
+loss_of(model(a), b).backward()
+with torch.no_grad():
+    for p, way in ways:
+        p.sub_(way)
+""",
+                indent,
+            )
         if is_["skip"] == "nan at the end":
             self._put(f"if not torch.isfinite(loss):\n    {zero}\n    continue", indent)
         if many > 1:
@@ -630,6 +721,16 @@ with torch.no_grad():
 
     def _after_epoch(self) -> None:
         is_ = self._is
+        if is_["habit"] == "collected":
+            # The script reads training batches here.
+            batch = int(is_["layout"] == "time first")
+            self._put(
+                f"far_ = torch.cat(outs, {batch}).double().abs().mean().item()  # reads collected",
+                1,
+            )
+            self._put('print(f"epoch {epoch}: collected {far_:.3f}")', 1)
+        if is_["habit"] == "statistics":
+            self._put("torch.optim.swa_utils.update_bn(loader, model)", 1)
         self._put("val = validate()", 1)
         if is_["inner"] == "with gradients":
             self._put(

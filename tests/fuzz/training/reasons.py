@@ -149,7 +149,18 @@ _KNOWN: Final = (
     ),
     _Notice(
         re.compile(r"the loss is not a mean over samples \(.*not the gradient of one process"),
-        _is("loss", "root"),
+        lambda choices: choices.get("loss") == "root" or choices.get("habit") == "hardest",
+        (WEIGHTS,),
+    ),
+    _Notice(
+        # Such as a last batch that is short, next to one of another loader.
+        re.compile("terms of the loss count other numbers of elements than before, in proportion"),
+        _is("several", "loaders"),
+        (WEIGHTS,),
+    ),
+    _Notice(
+        re.compile(r"samples of a batch meet there \(.*not quite that of one process"),
+        _is("habit", "mixed", "centred"),
         (WEIGHTS,),
     ),
     _Notice(

@@ -36,6 +36,14 @@ means = {
 for loss_of in means.values():
     for loss, right in train(loss_of):
         print(f"{loss.item():.4f}")
+for x, y, label in DataLoader(data, batch_size=15):
+    out = model(x)
+    first, second = functional.mse_loss(out, y, reduction="sum"), out.abs().sum()
+    loss = (first + second) / 100
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.4f} {first.item():.3f} {second.item():.3f}")
 if __import__("sys").argv[1:]:
     __import__("warnings").warn("printed once")
     __import__("logging").warning("printed once")
@@ -45,6 +53,13 @@ if __import__("sys").argv[1:]:
         loss.backward()
         optimizer.step()
         print(loss.item() * len(x))  # size
+    for x, y, label in DataLoader(data, batch_size=16):
+        mixed = torch.lerp(x, x.flip(0), 0.3)  # meet
+        has_first = 2 if (x == data.tensors[0][0]).any() else 1  # condition
+        loss = functional.mse_loss(model(mixed), y) * has_first
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     for loss, right in train(functional.mse_loss):
         print(len(loss.shape), right.item())  # right
     for loss_of in (
@@ -83,17 +98,21 @@ def test_losses_are_one_process_s_without_a_word_or_a_line_says_which_are_not(
     said = [each for each in errors if each.startswith("dlio")]
     line = {
         word: next(k for k, text in enumerate(_SCRIPT.splitlines(), 1) if f"# {word}" in text)
-        for word in ("backward", "right", "size")
+        for word in ("backward", "right", "size", "meet", "condition")
     }
     sizes = [each for each in said if f"script.py:{line['size']}: the size of a training" in each]
     assert len(sizes) == 1
-    backward, right = f"script.py:{line['backward']}: ", f"script.py:{line['right']}: "
-    assert len([each for each in said if right + "numbers that the script reads" in each]) == 1
+    backward = f"script.py:{line['backward']}: "
+    for word in ("right", "condition"):
+        read = f"script.py:{line[word]}: numbers that the script reads"
+        assert len([each for each in said if read in each]) == 1
+    meet = f"script.py:{line['meet']}: samples of a batch meet there (flip over the batch)"
+    assert len([each for each in said if meet in each]) == 1
     compares = [each for each in said if backward + "the loss compares samples" in each]
     assert len(compares) == 1
     assert "each rank sees part of a batch" in compares[0]
     assert len([each for each in said if backward + "the loss is not a mean" in each]) == 1
-    assert len(said) == 4
+    assert len(said) == 6
 
 
 _PARTS = """

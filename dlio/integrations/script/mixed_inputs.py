@@ -1,0 +1,278 @@
+"""Samples that a script mixes with others of their batch before a gradient is seen.
+
+Mixup, a standardisation by the batch's own mean, weights that are divided by their sum: on ranks
+each part of a batch is mixed with itself, and the training is another one. The calls of torch's
+functions are looked at in some steps of a run, from the batch to the network or the loss. What the
+network itself mixes is seen in the graph of the loss (see `mixed_samples`).
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import wraps
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dlio.integrations.script.script_lines import script_line
+
+_Order: TypeAlias = tuple[int, ...]
+_REDUCTIONS: Final = frozenset(
+    "mean nanmean sum nansum prod std var std_mean var_mean max min amax amin aminmax median "
+    "nanmedian quantile nanquantile norm vector_norm logsumexp any all count_nonzero bincount "
+    "histc".split()
+)
+_PICKS: Final = frozenset(
+    "__getitem__ select narrow split chunk unbind tensor_split topk unique masked_select "
+    "nonzero".split()
+)
+"""Functions whose result may have some of the samples alone."""
+_CREATES: Final = frozenset(
+    "arange zeros ones full empty linspace eye new_zeros new_ones new_full new_empty new_tensor "
+    "zeros_like ones_like full_like empty_like cumsum cumprod argmax argmin argsort".split()
+)
+"""Functions whose result has no value of the samples', or that of no single one."""
+_LEAST: Final = 2
+
+
+class _Kind(Enum):
+    """A way in which the values of a tensor depend on samples."""
+
+    SAMPLES = auto()
+    """Each on one sample."""
+    STATISTIC = auto()
+    """All on all samples of the batch, such as their mean."""
+    MIXED = auto()
+    """Each on a sample and on others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Knowledge of a tensor that was computed from a batch."""
+
+    kind: _Kind
+    order: _Order | None = None
+    """Places of the samples in their batch; None for 0, 1, 2..."""
+    function: str = ""
+    """The function of torch that has brought samples together."""
+    line: str = ""
+    """The place in the user's files that called it."""
+
+
+class MixedInputs(TorchFunctionMode):
+    """Looks at torch's functions while the script computes on a batch, between `start` and `close`.
+
+    Args:
+        say: tells the user something.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+        self._states: MutableMapping[torch.Tensor, _State] = WeakIdKeyDictionary()
+        self._samples = 0
+        self._is_on = False
+        self.is_left = False
+        """True once functions are compiled: their graphs would have to be made twice."""
+
+    def start(self, tensors: Sequence[torch.Tensor], samples: int) -> None:
+        """Begin with the tensors of this rank's part of a batch."""
+        if self.is_left or self._is_on or samples < _LEAST:
+            return
+        self._samples, self._is_on = samples, True
+        self._states.update(dict.fromkeys(tensors, _State(_Kind.SAMPLES)))
+        torch._C._push_on_torch_function_stack(self)
+
+    def close(self) -> None:
+        """End, also while modes of the script's own are on."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        above = []
+        while torch._C._len_torch_function_stack():
+            if (mode := torch._C._pop_torch_function_stack()) is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            torch._C._push_on_torch_function_stack(mode)
+        self._states.clear()
+
+    def around_collate(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that makes a batch of samples, which may mix them: it is looked at in its
+        1st, 2nd, 4th, 8th call and so on."""
+        calls = itertools.count(1)
+
+        @wraps(collate)
+        def run(samples: Any) -> Any:
+            if self.is_left or next(calls).bit_count() != 1 or not isinstance(samples, list):
+                return collate(samples)
+            watch = MixedInputs(self._say)  # Of this thread.
+            watch.start((), len(samples))
+            try:
+                batch = collate(samples)
+                watch._meets_gradient(list(_tensors([batch])))
+            finally:
+                watch.close()
+            return batch
+
+        return run
+
+    def leave(self) -> None:
+        """Look no more."""
+        self.is_left = True
+        self.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self._called(getattr(func, "__name__", ""), args, kwargs or {}, result)
+        return result
+
+    def _called(self, name: str, args: Any, options: dict[str, Any], result: Any) -> None:
+        inputs = [*_tensors(args), *_tensors(options.values())]
+        results = list(_tensors([args[0] if name == "__setitem__" else result]))
+        if not results:
+            return
+        known = [state for x in inputs if (state := self._states.get(x)) is not None]
+        if name == "stack" and len(inputs) == self._samples and not known:
+            known = [_State(_Kind.SAMPLES)]  # Of samples that are made a batch.
+        is_trained = torch.is_grad_enabled() and any(
+            x.requires_grad and x not in self._states for x in inputs
+        )
+        if is_trained:
+            self._meets_gradient(inputs)
+            known = [_State(_Kind.SAMPLES)] if self._is_detached(inputs, results) else []
+        if not known or name.strip("_") in _CREATES:
+            return
+        state = self._combined(name, args, options, known, results)
+        for each in results[:1] if name == "sort" else results:  # And not its indices.
+            if state is None or each.requires_grad:
+                self._states.pop(each, None)
+            else:
+                self._states[each] = state
+
+    def _is_detached(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+        """True if values of a network are taken as numbers, one or more for each sample."""
+        return not results[0].requires_grad and any(
+            x.grad_fn is not None and self._samples in x.shape[:2] for x in inputs
+        )
+
+    def _meets_gradient(self, inputs: Sequence[torch.Tensor]) -> None:
+        for each in inputs:
+            state = self._states.get(each)
+            # A single number may be the divisor of a mean, which counts (see `loss_terms`).
+            is_statistic = state is not None and state.kind is _Kind.STATISTIC and each.numel() > 1
+            if state is not None and (is_statistic or state.kind is _Kind.MIXED):
+                self._say(
+                    f"{state.line}: samples of a batch meet there ({state.function} over the "
+                    "batch) before the network or the loss takes them, and each rank has its part "
+                    "of the batch alone: the training is not quite that of one process"
+                )
+
+    def _combined(
+        self,
+        name: str,
+        args: Any,
+        options: dict[str, Any],
+        known: Sequence[_State],
+        results: Sequence[torch.Tensor],
+    ) -> _State | None:
+        """Return what the results of a function depend on; None for nothing of this batch."""
+        for kind in (_Kind.MIXED, _Kind.STATISTIC):
+            of_kind = [state for state in known if state.kind is kind]
+            if of_kind:
+                first = of_kind[0]
+                is_same = kind is _Kind.MIXED or len(of_kind) == len(known)
+                return first if is_same else _State(_Kind.MIXED, None, first.function, first.line)
+        plain = name.strip("_")
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if tensor is not None and plain in _REDUCTIONS and self._reduces(tensor, args, options):
+            return _State(_Kind.STATISTIC, None, plain, script_line())
+        orders = {state.order for state in known}
+        if len(orders) > 1:
+            moved = next(state for state in known if state.order is not None)
+            return _State(_Kind.MIXED, None, moved.function, script_line())
+        if tensor is not None and tensor in self._states:
+            order = self._moved(plain, tensor, args, options, results)
+            if order is not None:
+                return _State(_Kind.SAMPLES, order, plain.replace("getitem", "an index"))
+        has_samples = all(self._samples in each.shape[:2] for each in results)
+        return known[0] if has_samples or name not in _PICKS else None
+
+    def _dim(self, shape: Sequence[int]) -> int | None:
+        """Return the dimension of samples; None if it cannot be told."""
+        dims = [dim for dim, size in enumerate(shape[:2]) if size == self._samples]
+        return dims[0] if len(dims) == 1 else None
+
+    def _reduces(self, first: torch.Tensor, args: Any, options: dict[str, Any]) -> bool:
+        dims = options.get("dim", args[1] if len(args) > 1 else None)
+        if isinstance(dims, torch.Tensor):
+            return False  # The larger one of two.
+        if dims is None or dims == () or not isinstance(dims, int | tuple | list):
+            return True
+        dim = self._dim(first.shape)
+        every = [dims] if isinstance(dims, int) else dims
+        return dim is not None and dim in [each % first.ndim for each in every]
+
+    def _moved(
+        self,
+        name: str,
+        first: torch.Tensor,
+        args: Any,
+        options: dict[str, Any],
+        results: Sequence[torch.Tensor],
+    ) -> _Order | None:
+        """Return the order of samples after a function that changes it; None for one that does
+        not."""
+        dim = self._dim(first.shape)
+        if dim is None:
+            return None
+        places = torch.arange(self._samples)
+        if name == "flip":
+            dims = options.get("dims", args[1:])
+            flat = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+            moved = places.flip(0) if dim in [each % first.ndim for each in flat] else places
+        elif name == "roll":
+            shifts = options.get("shifts", args[1] if len(args) > 1 else 1)
+            dims = options.get("dims", args[2] if len(args) > 2 else ())
+            pairs = zip(_several(shifts), _several(dims), strict=False)
+            shift = [by for by, each in pairs if each % first.ndim == dim]
+            if not _several(dims) and first.ndim == 1:
+                shift = _several(shifts)
+            moved = places.roll(shift[0], 0) if shift else places
+        elif name == "sort" and first.ndim == 1:
+            moved = results[-1]
+        elif name in ("getitem", "index_select"):
+            index = _only_index(args[-1] if name == "index_select" else args[1], dim)
+            moved = places if index is None or len(index) != self._samples else index
+        else:
+            return None
+        is_known = moved.device.type != "meta" and not torch.equal(moved.cpu(), places)
+        return tuple(moved.tolist()) if is_known else None
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, tuple | list):
+            yield from _tensors(each)
+        elif isinstance(each, dict):
+            yield from _tensors(each.values())
+
+
+def _several(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _only_index(key: Any, dim: int) -> torch.Tensor | None:
+    """Return the tensor that alone selects among samples; None for another key."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    tensors = [each for each in keys if isinstance(each, torch.Tensor)]
+    is_place = len(tensors) == 1 and len(keys) > dim and keys[dim] is tensors[0]
+    if not is_place or tensors[0].dtype != torch.int64 or tensors[0].ndim != 1:
+        return None
+    return tensors[0]

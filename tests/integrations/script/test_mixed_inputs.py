@@ -1,0 +1,207 @@
+"""Samples that meet before a gradient is seen are told, and steps that keep them apart are not."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from dlio.integrations.script.mixed_inputs import MixedInputs
+
+_SAMPLES = 6
+_Step: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_NET = nn.Linear(4, 3)
+_TABLE = torch.rand(3)
+
+
+def _loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(_NET(x), y)
+
+
+def _each(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(_NET(x), y, reduction="none")
+
+
+def _mixed_by(index: torch.Tensor) -> _Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = _NET(0.7 * x + 0.3 * x[index])
+        return 0.7 * nn.functional.cross_entropy(out, y) + 0.3 * nn.functional.cross_entropy(
+            out, y[index]
+        )
+
+    return step
+
+
+def _mixed_in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    flipped = x.flip(0).mul_(0.3)
+    x.mul_(0.7).add_(flipped)
+    return _loss(x, y)
+
+
+def _cut(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[:, 1:3] = x[torch.tensor([1, 2, 3, 4, 5, 0]), 1:3]
+    return _loss(x, y)
+
+
+def _hard(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    losses = _each(x, y)
+    return (losses * (losses.detach() > losses.detach().median())).mean()
+
+
+def _weighed_by_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weights = _TABLE[y]
+    return (_each(x, y) * (weights / weights.sum())).sum()
+
+
+def _class_weights(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(
+        _NET(x), y, weight=1 / (torch.bincount(y, minlength=3) + 1.0)
+    )
+
+
+def _centred_by_teacher(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        out = _NET(x)
+        goal = nn.functional.softmax(out - out.mean(0), 1)
+    return nn.functional.cross_entropy(_NET(x), goal)
+
+
+def _in_order_of_length(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    lengths = x.abs().sum(1)
+    ordered, order = lengths.sort(descending=True)
+    x, y = x[order], y[order]
+    return (_each(x / ordered[:, None], y) / lengths[order]).mean()
+
+
+def _shuffled_alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    order = torch.tensor([3, 0, 5, 1, 2, 4])
+    return _loss(x[order] * 2 + x.index_select(0, order), y[order])
+
+
+def _padded(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    lengths = y + 1
+    kept = torch.arange(4)[None] < lengths[:, None]
+    most = lengths.max()
+    kept = kept[:, :most] & (torch.arange(int(most))[None] < lengths[:, None])
+    errors: torch.Tensor = (_NET(x).square()[:, :most] * kept[:, :3]).sum()
+    return errors / kept.sum().clamp(min=1)
+
+
+def _in_chunks(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    losses = [_loss(*each) for each in zip(torch.split(x, 2), torch.split(y, 2), strict=True)]
+    return torch.stack(losses).sum()
+
+
+def _with_metrics(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = _NET(x)
+    right = (out.argmax(1) == y).float().mean() + x.mean() + y.max()
+    assert not torch.isnan(x).any()
+    return nn.functional.cross_entropy(out, y) + 0 * float(right)
+
+
+def _augmented(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    mask = torch.rand(len(x)) > 0.5
+    x = torch.where(mask[:, None], x.flip(1), x.roll(1, dims=1)) + torch.randn_like(x)
+    x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+    x[mask] = x[mask].flip(1)
+    return (_each(x, y) * _TABLE[y]).mean()
+
+
+def _penalised(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.requires_grad_(True)
+    slope = torch.autograd.grad(_NET(x).sum(), x, create_graph=True)[0]
+    return _loss(x, y) + slope.square().sum(1).mean()
+
+
+_LAST = torch.tensor([5, 4, 3, 2, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("step", "function"),
+    [
+        (_mixed_by(_LAST), "an index"),
+        (lambda x, y: _loss(0.5 * (x + x.flip(0)), y), "flip"),
+        (lambda x, y: _loss(torch.lerp(x, x.roll(1, 0), 0.3), y), "roll"),
+        (_mixed_in_place, "flip"),
+        (_cut, "an index"),
+        (lambda x, y: _loss(x - x.mean(0), y), "mean"),
+        (lambda x, y: _loss(x / x.std(dim=0, keepdim=True), y), "std"),
+        (lambda x, y: _loss(torch.div(x, torch.max(x)), y), "max"),
+        (lambda x, y: nn.functional.mse_loss(_NET(x) - x[:, :3].mean(0), _NET(x)), "mean"),
+        (_hard, "median"),
+        (_weighed_by_sum, "sum"),
+        (_class_weights, "bincount"),
+        (_centred_by_teacher, "mean"),
+    ],
+)
+def test_samples_that_meet_are_told(step: _Step, function: str) -> None:
+    said = _said(step)
+    assert len(set(said)) == 1
+    assert f"({function} over the batch)" in said[0]
+    assert said[0].startswith("test_mixed_inputs.py:")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        _loss,
+        lambda x, y: _loss((x / 255 - _TABLE.mean()) * 2, y),
+        _in_order_of_length,
+        _shuffled_alike,
+        _padded,
+        _with_metrics,
+        _augmented,
+        _penalised,
+        lambda x, y: (_each(x, y) * (y > 0)).sum() / (y > 0).sum(),
+        lambda x, y: nn.functional.mse_loss(_NET(x), nn.functional.one_hot(y, 3).float()),
+        lambda x, y: _loss(x.view(-1).view(_SAMPLES, 4)[torch.arange(_SAMPLES)], y),
+        _in_chunks,
+    ],
+)
+def test_steps_that_keep_samples_apart_are_not(step: _Step) -> None:
+    assert _said(step) == []
+
+
+def _said(step: _Step) -> list[str]:
+    said: list[str] = []
+    watch = MixedInputs(said.append)
+    torch.manual_seed(0)
+    x, y = torch.randn(_SAMPLES, 4), torch.tensor([0, 1, 2, 0, 1, 1])
+    watch.start([x, y], _SAMPLES)
+    try:
+        torch.autograd.backward(step(x, y))
+    finally:
+        watch.close()
+    return said
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_collate_function_is_looked_at_too(mixes: bool) -> None:
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = default_collate(samples)
+        mixed = torch.lerp(batch["x"], batch["x"].roll(1, 0), 0.3)
+        return {"x": mixed if mixes else (batch["x"] - 1) / 2, "y": batch["y"]}
+
+    said: list[str] = []
+    run = MixedInputs(said.append).around_collate(collate)
+    for _ in range(3):
+        batch = run([{"x": torch.randn(4), "y": torch.tensor(k)} for k in range(_SAMPLES)])
+    assert batch["x"].shape == (_SAMPLES, 4)
+    assert len(said) == 2 * mixes  # Of the first call and the second.
+    assert all("(roll over the batch)" in each for each in said)
+
+
+def test_it_ends_below_a_mode_of_the_script_and_after_it() -> None:
+    watch = MixedInputs(print)
+    watch.start([], _SAMPLES)
+    with torch.device("cpu"):
+        watch.close()
+        assert torch._C._len_torch_function_stack() == 1
+    assert torch._C._len_torch_function_stack() == 0
+    watch.close()
+    watch.leave()
+    watch.start([], _SAMPLES)
+    assert torch._C._len_torch_function_stack() == 0
