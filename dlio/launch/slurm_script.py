@@ -458,9 +458,9 @@ def submit(path: str) -> str:
     if done.stderr:
         sys.stderr.write(done.stderr)
     # Sites wrap sbatch in programs that print more.
-    found = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?$", done.stdout, re.MULTILINE)
-    if not found:
+    numbers = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?$", done.stdout, re.MULTILINE)
+    if not numbers:
         said = " ".join(done.stdout.split()) or "nothing"
         raise UsageError(f"sbatch took {path}, but names no job: it printed {said}; see squeue")
-    job: str = found[-1]
+    job: str = numbers[-1]
     return job

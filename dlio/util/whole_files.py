@@ -156,6 +156,7 @@ def check_folder(folder: str, option: str = "") -> None:
 _REMEDIES: Final = {
     errno.ENOSPC: "free some space there, or name another place",
     errno.EDQUOT: "the quota is used up: free some space there, or name another place",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or name another place",
     errno.EACCES: "make it writable, or name another place",
     errno.EPERM: "make it writable, or name another place",
     errno.EROFS: "mount it writable, or name another place",

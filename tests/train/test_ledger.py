@@ -43,7 +43,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, full_disk: Ful
     path = str(tmp_path / "report.json")
     with (
         full_disk(1000),
-        pytest.raises(UsageError, match=r"report\.json cannot be written: .*free some space"),
+        pytest.raises(UsageError, match=r"report\.json cannot be written: .*ulimit -f"),
     ):
         write_whole(path, lambda file: file.write(b"x" * 5000))
     assert not list(tmp_path.iterdir())
