@@ -126,6 +126,9 @@ class MixedInputs(TorchFunctionMode):
         self.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Torch names the present attribute: one that dlio has replaced has been called already.
+        while _is_replaced(func):
+            func = func.__wrapped__
         result = func(*args, **(kwargs or {}))
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._called(getattr(func, "__name__", ""), args, kwargs or {}, result)
@@ -252,6 +255,13 @@ class MixedInputs(TorchFunctionMode):
             return None
         is_known = moved.device.type != "meta" and not torch.equal(moved.cpu(), places)
         return tuple(moved.tolist()) if is_known else None
+
+
+def _is_replaced(func: Any) -> bool:
+    code = getattr(func, "__code__", None)
+    return (
+        code is not None and hasattr(func, "__wrapped__") and "script_randoms" in code.co_filename
+    )
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
