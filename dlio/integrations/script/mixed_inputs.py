@@ -50,7 +50,7 @@ class _Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _Knowledge:
     """Knowledge of a tensor that was computed from a batch."""
 
     kind: _Kind
@@ -72,7 +72,7 @@ class MixedInputs(TorchFunctionMode):
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
         self._say = say
-        self._states: MutableMapping[torch.Tensor, _State] = WeakIdKeyDictionary()
+        self._states: MutableMapping[torch.Tensor, _Knowledge] = WeakIdKeyDictionary()
         self._samples = 0
         self._is_on = False
         self.is_left = False
@@ -83,7 +83,7 @@ class MixedInputs(TorchFunctionMode):
         if self.is_left or self._is_on or samples < _LEAST:
             return
         self._samples, self._is_on = samples, True
-        self._states.update(dict.fromkeys(tensors, _State(_Kind.SAMPLES)))
+        self._states.update(dict.fromkeys(tensors, _Knowledge(_Kind.SAMPLES)))
         torch._C._push_on_torch_function_stack(self)
 
     def close(self) -> None:
@@ -126,6 +126,9 @@ class MixedInputs(TorchFunctionMode):
         self.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Torch names the present attribute: one that dlio has replaced has been called already.
+        while _is_replaced(func):
+            func = func.__wrapped__
         result = func(*args, **(kwargs or {}))
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._called(getattr(func, "__name__", ""), args, kwargs or {}, result)
@@ -138,13 +141,13 @@ class MixedInputs(TorchFunctionMode):
             return
         known = [state for x in inputs if (state := self._states.get(x)) is not None]
         if name == "stack" and len(inputs) == self._samples and not known:
-            known = [_State(_Kind.SAMPLES)]  # Of samples that are made a batch.
+            known = [_Knowledge(_Kind.SAMPLES)]  # Of samples that are made a batch.
         is_trained = torch.is_grad_enabled() and any(
             x.requires_grad and x not in self._states for x in inputs
         )
         if is_trained:
             self._meets_gradient(inputs)
-            known = [_State(_Kind.SAMPLES)] if self._is_detached(inputs, results) else []
+            known = [_Knowledge(_Kind.SAMPLES)] if self._is_detached(inputs, results) else []
         if not known or name.strip("_") in _CREATES:
             return
         state = self._combined(name, args, options, known, results)
@@ -177,28 +180,30 @@ class MixedInputs(TorchFunctionMode):
         name: str,
         args: Any,
         options: dict[str, Any],
-        known: Sequence[_State],
+        known: Sequence[_Knowledge],
         results: Sequence[torch.Tensor],
-    ) -> _State | None:
+    ) -> _Knowledge | None:
         """Return what the results of a function depend on; None for nothing of this batch."""
         for kind in (_Kind.MIXED, _Kind.STATISTIC):
             of_kind = [state for state in known if state.kind is kind]
             if of_kind:
                 first = of_kind[0]
                 is_same = kind is _Kind.MIXED or len(of_kind) == len(known)
-                return first if is_same else _State(_Kind.MIXED, None, first.function, first.line)
+                return (
+                    first if is_same else _Knowledge(_Kind.MIXED, None, first.function, first.line)
+                )
         plain = name.strip("_")
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if tensor is not None and plain in _REDUCTIONS and self._reduces(tensor, args, options):
-            return _State(_Kind.STATISTIC, None, plain, script_line())
+            return _Knowledge(_Kind.STATISTIC, None, plain, script_line())
         orders = {state.order for state in known}
         if len(orders) > 1:
             moved = next(state for state in known if state.order is not None)
-            return _State(_Kind.MIXED, None, moved.function, script_line())
+            return _Knowledge(_Kind.MIXED, None, moved.function, script_line())
         if tensor is not None and tensor in self._states:
             order = self._moved(plain, tensor, args, options, results)
             if order is not None:
-                return _State(_Kind.SAMPLES, order, plain.replace("getitem", "an index"))
+                return _Knowledge(_Kind.SAMPLES, order, plain.replace("getitem", "an index"))
         has_samples = all(self._samples in each.shape[:2] for each in results)
         return known[0] if has_samples or name not in _PICKS else None
 
@@ -252,6 +257,13 @@ class MixedInputs(TorchFunctionMode):
             return None
         is_known = moved.device.type != "meta" and not torch.equal(moved.cpu(), places)
         return tuple(moved.tolist()) if is_known else None
+
+
+def _is_replaced(func: Any) -> bool:
+    code = getattr(func, "__code__", None)
+    return (
+        code is not None and hasattr(func, "__wrapped__") and "script_randoms" in code.co_filename
+    )
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
