@@ -550,6 +550,8 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
             rows = list(reader)
         if not rows:
             raise ValueError("it has no rows")
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError('its rows are not objects, such as {"file_name": ..., "label": ...}')
         columns = [str(name) for name in rows[0]]
         small = {name.lower(): name for name in reversed(columns)}
         file = next((small[name] for name in FILE_COLUMNS if name in small), None)
