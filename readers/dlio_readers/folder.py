@@ -629,7 +629,7 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
 
 def _parquet_rows(data: bytes) -> list[Any]:
     """Return the rows of a Parquet file, of its columns of names and labels alone; of all that hold
-    texts and numbers if there are no such ones."""
+    texts and numbers without these."""
     import pyarrow
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Forms of folders and files that people have, beside those of the guides: read, or told."""
+"""Forms of folders and files that people have, next to those of the guides: read, or told."""
 
 import decimal
 import io
