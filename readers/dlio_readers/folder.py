@@ -552,6 +552,8 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
             rows = _named_rows(names, lines)
         if not rows:
             raise ValueError("it has no rows")
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError('its rows are not objects, such as {"file_name": ..., "label": ...}')
         columns = names or [str(name) for name in rows[0]]
         small = {name.lower(): name for name in reversed(columns)}
         file = next((small[name] for name in FILE_COLUMNS if name in small), None)
@@ -641,7 +643,7 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
 
 def _parquet_rows(data: bytes) -> list[Any]:
     """Return the rows of a Parquet file, of its columns of names and labels alone; of all that hold
-    texts and numbers if there are no such ones."""
+    texts and numbers without these."""
     import pyarrow
     import pyarrow.parquet as pq
 

@@ -160,8 +160,8 @@ def _tell_of_header(path: str, header: Sequence[str]) -> None:
     counts = (len(steps) == 1 and steps.pop() > 0) or numbers == [0.0]
     if numbers and 2 * len(numbers) >= len(header) and not counts:
         tell_once(
-            f"{path}: its first line, {', '.join(header[:4])}, names its columns and is no sample: "
-            "if it is one, write a line of names above it"
+            f"{path}: its first line, {', '.join(header[:4])}, names its columns: "
+            "if it is a sample, write a line of names above it"
         )
 
 

@@ -321,8 +321,8 @@ def _read_yaml(source: Source, name: str) -> _DataDescription | None:
     if not isinstance(names, list) or len(texts) < len(names):
         raise SourceError(f"{shown}: its names are not a list of names: correct it")
     count = whole.get("nc", "")
-    listed = isinstance(whole["names"], list) and isinstance(count, str) and count.isdecimal()
-    if listed and int(str(count)) != len(names):
+    is_list = isinstance(whole["names"], list)
+    if is_list and isinstance(count, str) and count.isdecimal() and int(count) != len(names):
         raise SourceError(f"{shown}: its nc is {count}, and it has {len(names)} names: correct it")
     points, pairs = None, None
     if whole.get("kpt_shape", "") not in NULLS:

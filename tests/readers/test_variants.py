@@ -1,4 +1,4 @@
-"""Forms of folders and files that people have, beside those of the guides: read, or told."""
+"""Forms of folders and files that people have, next to those of the guides: read, or told."""
 
 import decimal
 import io
@@ -151,6 +151,17 @@ def test_tables_beside_pictures_as_programs_write_them(
         picture(tmp_path / file)
     (tmp_path / name).write_bytes(text.encode())
     assert labels_of(str(tmp_path)) == (["x", "y"], [0, 1])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[["a.png", "x"]], [["file_name", "label"], ["a.png", "x"]], [{"id": "a"}, 3], ["a.png"]],
+)
+def test_rows_of_json_that_are_no_objects_are_refused(rows: Any, tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "labels.json").write_text(json.dumps(rows))
+    with pytest.raises(SourceError, match="label table: its rows are not objects"):
+        open_reader(str(tmp_path))
 
 
 def test_a_table_of_parquet_may_have_a_label_of_any_name(tmp_path: Path) -> None:
