@@ -561,7 +561,7 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
 def _named_rows(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[dict[str, str]]:
     """Return lines by name. Values that a short line lacks take no memory: a wide first line above
     many of them would take that of their product. Raises ValueError for a long line."""
-    rows = []
+    rows: list[dict[str, str]] = []
     for line in lines:
         if len(line) > len(names):
             raise ValueError(f"row {len(rows) + 1} has more values than the first line names")
