@@ -4,14 +4,23 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import IO, Any, Self, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, Self, TypedDict, cast
 
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import DlioError
 from dlio.train.ledger_file import LedgerLine, line_hash, placed
 from dlio.util.whole_files import move_file, open_partial, remove_file, unwritable
+
+
+class LedgerPlace(TypedDict):
+    """Where a rank is in the file of a run that goes on."""
+
+    written: int
+    """Bytes of the epochs that are in it."""
+    steps: list[tuple[int, tuple[int, int, int]]]
+    """Each step of the epoch so far, with (update, ranks, part); see `LedgerLine`."""
 
 
 class SampleLedger:
@@ -73,14 +82,16 @@ class SampleLedger:
         line = _line(epoch, step, self._me, samples)
         self._lines.append(placed(line, update, ranks, part, self._start))
 
-    def tell_place(self) -> dict[str, Any]:
+    def tell_place(self) -> LedgerPlace:
         """Return what a rank that joins must know to go on with the file, for JSON."""
-        return {"written": self.written, "places": list(self._places.items())}
+        return {"written": self.written, "steps": list(self._places.items())}
 
-    def follow_place(self, told: Mapping[str, Any]) -> None:
-        """Go on where another rank has told to be; see `tell_place`."""
-        self.written = told["written"]
-        self._places = {step: tuple(place) for step, place in told["places"]}
+    def follow_place(self, place: LedgerPlace) -> None:
+        """Go on where another rank is; see `tell_place`."""
+        self.written = place["written"]
+        self._places = {
+            step: (update, ranks, part) for step, (update, ranks, part) in place["steps"]
+        }
 
     def earlier(self, lines: Sequence[LedgerLine]) -> None:
         """Record lines of an earlier start, on all ranks: the first that is left writes them."""

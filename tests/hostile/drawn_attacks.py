@@ -5,6 +5,7 @@ In each alice's command ends in its result or in one line, within the deadline. 
 her home has not changed is checked for all attacks.
 """
 
+import codecs
 import contextlib
 import fcntl
 import io
@@ -83,6 +84,7 @@ def _curves(path: Path) -> None:
 
 def load_commands(place: Path, data: Path) -> None:
     """Do once what users do later, who cannot read the modules of the interpreter."""
+    codecs.lookup("ascii")
     machine = Machine(User(0, 0, place), User(0, 0, place), place, data)
     for name in ("view", "ls html", "script", "curves"):
         path = place / name
