@@ -7,6 +7,7 @@ network itself mixes is seen in the graph of the loss (see `mixed_samples`).
 """
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -36,6 +37,12 @@ _CREATES: Final = frozenset(
 )
 """Functions whose result has no value of the samples', or that of no single one."""
 _LEAST: Final = 2
+_TORCH: Final = os.path.dirname(torch.__file__)
+_ORIGINALS: Final[dict[Any, dict[str, Any]]] = {
+    torch.Tensor: {**vars(torch._C.TensorBase), **vars(torch.Tensor)},
+    **{module: dict(vars(module)) for module in (torch, torch.functional, torch.nn.functional)},
+}
+"""Attributes of torch before a script has replaced any."""
 
 
 class _Kind(Enum):
@@ -126,9 +133,7 @@ class MixedInputs(TorchFunctionMode):
         self.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Torch names the present attribute: one that dlio has replaced has been called already.
-        while _is_replaced(func):
-            func = func.__wrapped__
+        func = _original(func)
         result = func(*args, **(kwargs or {}))
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._called(getattr(func, "__name__", ""), args, kwargs or {}, result)
@@ -259,11 +264,17 @@ class MixedInputs(TorchFunctionMode):
         return tuple(moved.tolist()) if is_known else None
 
 
-def _is_replaced(func: Any) -> bool:
+def _original(func: Any) -> Any:
+    """Return torch's own function for one that the script, a package or dlio has put into its
+    place: torch names the present attribute, which has been called already."""
     code = getattr(func, "__code__", None)
-    return (
-        code is not None and hasattr(func, "__wrapped__") and "script_randoms" in code.co_filename
-    )
+    if code is None or code.co_filename.startswith(_TORCH):
+        return func
+    for owner, originals in _ORIGINALS.items():
+        for name, present in vars(owner).items():
+            if present is func:
+                return originals.get(name, func)
+    return func
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

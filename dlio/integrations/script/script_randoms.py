@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from dlio.integrations.script.fetch_randoms import rank_seed
-from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext
 
 _BY_SIZE: Final = ("rand", "randn")
@@ -177,7 +176,7 @@ class ScriptRandoms:
         for name in _BY_SIZE:
             made[name] = self._sized(made[name])
         made["randint"] = self._integers(made["randint"])
-        made["randperm"] = self._permutation(made["randperm"], "torch.randperm")
+        made["randperm"] = self._permutation(made["randperm"])
         for name in _OF_TENSORS:
             made[name] = self._inside(made[name], by_shape=True)
         for name in _LIKE:
@@ -195,15 +194,12 @@ class ScriptRandoms:
                     if module is np.random and name in _OF_NUMPY:
                         drawn = self._arrays(drawn, _OF_NUMPY[name])
                     elif module is np.random and name == "permutation":
-                        drawn = self._permutation(drawn, "np.random.permutation")
+                        drawn = self._permutation(drawn)
                     yield module, name, drawn
-        for name in ("flip", "roll"):
-            yield torch, name, self._moved(getattr(torch, name))
-            yield torch.Tensor, name, self._moved(getattr(torch.Tensor, name))
         for owner, name in _DROPS:
             yield owner, name, self._inside(getattr(owner, name), by_shape=False)
 
-    def _permutation(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _permutation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `torch.randperm` or `np.random.permutation`."""
 
         @wraps(original)
@@ -215,33 +211,9 @@ class ScriptRandoms:
             _, place, (size,) = sized
             # Of the whole batch, as one process draws it; of its order this rank's samples.
             whole = original(size, *args, **options)
-            self._tell_mixing(name)
             return whole[(whole >= place.start) & (whole < place.stop)] - place.start
 
         return draw
-
-    def _moved(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap a function that moves the items of a tensor along dimensions."""
-
-        @wraps(original)
-        def move(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            dims = options.get("dims", args[-1] if args else ())
-            first = dims[0] if isinstance(dims, Sequence) and dims else dims
-            one = len(args) < 2 or isinstance(args[-1], Sequence) or original.__name__ == "roll"
-            if one and first == 0 and not self._is_left() and self._is_of_part(tensor.shape):
-                self._tell_mixing(f"{original.__name__} along the batch")
-            return original(tensor, *args, **options)
-
-        return move
-
-    def _is_of_part(self, shape: Sequence[int]) -> bool:
-        return any(shape[:1] == (len(place),) for place, _ in self._context.places())
-
-    def _tell_mixing(self, by: str) -> None:
-        self._context.say(
-            f"{script_line()}: {by} puts samples of each rank's part of a batch together, as mixup "
-            "does: other pairs than in one process, by the same rule"
-        )
 
     def _arrays(self, original: Callable[..., Any], size_at: int) -> Callable[..., Any]:
         """Wrap a function of `np.random` whose argument number `size_at` is a size; -1 for one

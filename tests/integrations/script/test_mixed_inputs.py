@@ -1,7 +1,7 @@
 """Samples that meet before a gradient is seen are told, and steps that keep them apart are not."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -205,3 +205,30 @@ def test_it_ends_below_a_mode_of_the_script_and_after_it() -> None:
     watch.leave()
     watch.start([], _SAMPLES)
     assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch.Tensor, "backward"), (torch.Tensor, "item"), (nn.functional, "cross_entropy")],
+)
+def test_what_a_script_puts_in_the_place_of_a_function_is_called_once(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    original = getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    watch = MixedInputs(lambda _: None)
+    x, y = torch.rand(_SAMPLES, 4), torch.arange(_SAMPLES) % 3
+    watch.start([x, y], _SAMPLES)
+    try:
+        loss = _loss(x, y)
+        loss.backward()
+        loss.item()
+    finally:
+        watch.close()
+    assert calls == [name]
