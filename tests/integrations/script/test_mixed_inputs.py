@@ -226,7 +226,7 @@ def test_what_a_script_puts_in_the_place_of_a_function_is_called_once(
     x, y = torch.rand(_SAMPLES, 4), torch.arange(_SAMPLES) % 3
     watch.start([x, y], _SAMPLES)
     try:
-        loss = _loss(x, y)
+        loss: Any = _loss(x, y)
         loss.backward()
         loss.item()
     finally:
