@@ -8,11 +8,12 @@ from typing import Any, Literal
 import h5py
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 
 import dlio
 from dlio.errors import SourceError
-from dlio.loader.planned_engine import native_pool
+from dlio.loader.planned_engine import native_pool, sample_builders
 from dlio.loader.planned_engine.native_pool import NativeJob, NativePool, NativeRecipe
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 
@@ -151,3 +152,40 @@ def test_batches_that_python_makes_do_not_wait_for_others(
         for _ in range(2):
             assert len(numbers(iter(loader))) == COUNT // BATCH
     assert not taken
+
+
+def test_small_crops_are_made_together_and_a_lost_one_takes_its_own_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = np.random.default_rng(0)
+    for number in range(60):
+        path = tmp_path / "pictures" / f"{number % 3}" / f"{number:02}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (16, 16, 3), np.uint8)
+        path.write_bytes(simplejpeg.encode_jpeg(pixels, quality=90))
+    broken = tmp_path / "pictures" / "1" / "31.jpg"
+    broken.write_bytes(broken.read_bytes()[:-150])
+    most: list[int] = []
+    take_own = Shuffle.take_own
+
+    def count(shuffle: Shuffle, number: int, many: int) -> list[StepSamples]:
+        taken = take_own(shuffle, number, many)
+        most.append(len(taken))
+        return taken
+
+    def made() -> list[list[Any]]:
+        opened = dlio.open(str(tmp_path / "pictures"), image_size=8, tiers="ram:8MiB", seed=0)
+        with opened as data, dlio.DataLoader(data, 4, num_workers=2, on_error="skip") as loader:
+            return [[*batch, loader.last_samples.tolist()] for _ in range(2) for batch in loader]
+
+    monkeypatch.setattr(Shuffle, "take_own", count)
+    together = made()
+    assert max(most) > 2
+    monkeypatch.setattr(sample_builders, "batches_together", lambda _: 1)
+    alone = made()
+    assert len(together) == len(alone) == 30
+    for (images, labels, samples), (others, *rest) in zip(together, alone, strict=True):
+        assert [labels.tolist(), samples] == [rest[0].tolist(), rest[1]]
+        assert images.stride() == others.stride()
+        assert torch.equal(images, others)
+    assert sorted(len(labels) for _, labels, _ in together) == [3] * 2 + [4] * 28

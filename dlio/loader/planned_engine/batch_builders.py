@@ -111,7 +111,7 @@ class BatchBuilder(ABC):
         """Return the batch of the slots given; of all slots for None."""
 
 
-_TOGETHER_BYTES: Final = 2 << 20
+_TOGETHER_BYTES: Final = 4 << 20
 """Bytes of batches that are made together: a user who keeps one of them keeps the memory of all."""
 _MOST_TOGETHER: Final = 16
 
@@ -305,10 +305,15 @@ class CropBatchBuilder(BatchBuilder):
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         images = self._images if self._numbers is None else self._numbers.memory
         companions, transformed = self._companions, self._transformed
-        count, samples = len(companions), self.samples
-        if slots is not None:
-            # Moved up over samples that failed, so that the tensor stays a view of the memory.
-            for k, slot in enumerate(slots):
+        first, count, samples = 0, len(companions), self.samples
+        if isinstance(slots, range):  # One of several batches.
+            first, count, rows = slots.start, len(slots), rows_of(slots)
+            companions, samples = companions[rows], samples[rows]
+        elif slots is not None:
+            # Moved up over samples that failed, so that the tensor stays a view of the memory;
+            # partners stand behind a batch that begins at 0.
+            first = slots[0] if slots and self._partners is None else 0
+            for k, slot in enumerate(slots, first):
                 if k != slot:
                     images[k] = images[slot]
             count = len(slots)
@@ -335,7 +340,7 @@ class CropBatchBuilder(BatchBuilder):
             labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels, tuple(rest), len(labels)
         # Channels-last memory, which convolutions prefer; another layout would cost a copy here.
-        crops = torch.from_numpy(images[:count])
+        crops = torch.from_numpy(images[first : first + count])
         if self._numbers is not None:
             crops = crops.view(self._numbers.dtype)  # numpy knows no bfloat16.
         crops = crops.movedim(-1, -3)

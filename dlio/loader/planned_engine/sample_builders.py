@@ -87,14 +87,19 @@ def _crop_batches(
         made = recipe.batch_transform.values()
     # Batches that wait take the place of fewer of bytes: large ones are converted one at a time.
     if made is None or rows * math.prod(shape) * made.itemsize > _NUMBERS_BYTES:
+        size, together = batch_size * math.prod(shape), 1
+        is_plain = collate is None and decoded is None and not recipe.transforms
+        # Of these a batch is the memory of its slots, as it is.
+        if native is not None and is_plain and recipe.batch_transform is None:
+            together = batches_together(size)
 
         def begin(
             epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
         ) -> CropBatchBuilder:
-            memory = images.take()
+            memory = images.take(len(samples) if together > 1 else None)
             return CropBatchBuilder(recipe, collate, decoded, memory, epoch, samples, partners)
 
-        return BatchFactory(begin, batch_size * math.prod(shape), native)
+        return BatchFactory(begin, size, native, together)
 
     dtype, bits = made.dtype, made.view(_BITS[made.itemsize]).numpy()
     memories = BatchMemory((rows, *shape), bits.dtype, kind)
