@@ -48,8 +48,6 @@ _AHEAD: Final = 4
 """Batches that are submitted to a pool before the first is awaited."""
 _PICTURES: Final = 40_000
 """Pictures of a pass. Passes follow each other; long ones, as threads begin anew in each."""
-_MANY_PICTURES: Final = 200_000
-"""Those of a pass of native threads, which are faster."""
 _SIDE: Final = 224
 _NUMBERS: Final = Schema((("number", "int64"),))
 _DEADLINE_S: Final = 60.0
@@ -96,14 +94,14 @@ class _Pictures(CoresContender):
 
     @contextmanager
     def _loader(
-        self, emulated: EmulatedCores, count: int, transform: Callable[[Sample], Sample] | None
+        self, emulated: EmulatedCores, side: int, transform: Callable[[Sample], Sample] | None
     ) -> Iterator[dlio.DataLoader]:
         with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
             path = os.path.join(scratch, "pictures.parquet")
-            _write_pictures(path, count)
+            _write_pictures(path, _PICTURES)
             with (
                 dlio.open(
-                    f"{path}::image,label", tiers="ram:1GiB", image_size=8, transform=transform
+                    f"{path}::image,label", tiers="ram:1GiB", image_size=side, transform=transform
                 ) as data,
                 dlio.DataLoader(
                     data, emulated.batch_size, shuffle=True, num_workers=emulated.cores
@@ -125,7 +123,7 @@ class PythonThreads(_Pictures):
             time.sleep(seconds)
             return picture
 
-        with self._loader(emulated, _PICTURES, sleep) as loader:
+        with self._loader(emulated, 8, sleep) as loader:
             yield _sizes(loader)
 
 
@@ -141,7 +139,7 @@ class NativeThreads(_Pictures):
     def open(self, emulated: EmulatedCores) -> Iterator[Iterator[int]]:
         with (
             _sleeping_recipes(emulated.decode_ms / 1000),
-            self._loader(emulated, _MANY_PICTURES, None) as loader,
+            self._loader(emulated, _SIDE, None) as loader,
         ):
             for _ in loader:  # The first pass fills the tier, and is made by Python's threads.
                 pass

@@ -230,7 +230,6 @@ def test_cores_are_emulated_by_threads_that_sleep(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_built: bool
 ) -> None:
     monkeypatch.setattr(loader_cores, "_PICTURES", 40)
-    monkeypatch.setattr(loader_cores, "_MANY_PICTURES", 40)
     if not is_built:
         monkeypatch.setattr(loader_cores, "compiler", lambda: None)
         monkeypatch.setattr(native_pool, "find", lambda: None)
