@@ -326,10 +326,8 @@ def _resume(run: Worker, checkpoints: "Checkpoints") -> str | None:
         if planned not in (None, epochs):
             print(
                 f"the run was to have {counted(planned, 'epoch')} and is to have {epochs} now: "
-                "from here on, "
-                ""
-                f"the learning rate is that of a run of {counted(epochs, 'epoch')} at the same "
-                "step",
+                "from here on, the learning rate is that of a run of "
+                f"{counted(epochs, 'epoch')} at the same step",
                 flush=True,
             )
         before = checkpoint.about["global_batch"]

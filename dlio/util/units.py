@@ -77,7 +77,7 @@ def counted(number: int, noun: str) -> str:
     """Return a number and its noun, such as `1 rank`, `1,024 ranks` and `2 batches`."""
     if number == 1:
         return f"1 {noun}"
-    if noun.endswith(("s", "x", "ch", "sh")):
+    if noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch":
         return f"{number:,} {noun}es"
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{number:,} {noun[:-1]}ies"

@@ -412,8 +412,9 @@ class ColumnReader(PathReader):
         check_select(select, redact(self.path), dimensions)
         if len(columns) > MAX_FIELDS:
             raise UsageError(
-                f"{redact(self.path)} has {len(columns)} columns, more than {MAX_FIELDS}: name "
-                "those to read, as in x::a,b; of a table of text, columns= joins numbers to one"
+                f"{redact(self.path)} has {counted(len(columns), 'column')}, more than "
+                f"{MAX_FIELDS}: name those to read, as in x::a,b; of a table of text, columns= "
+                "joins numbers to one"
             )
         if not count:
             raise SourceError(f"{self.path} holds no samples")

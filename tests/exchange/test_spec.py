@@ -57,7 +57,7 @@ def test_specifications_are_parsed(
         ("allreduce(3)", "choose one of"),
         ("local-sgd(0)", "number of steps"),
         ("local-sgd(x)", "number of steps"),
-        ("local-sgd(4,fragments=5)", "fragments from 1 to the period, 4 steps"),
+        ("local-sgd(4,fragments=5)", "give fragments from 1 to 4, the period"),
         ("local-sgd(4,parts=2)", "parts is not an argument; local-sgd.STEPS. takes fragments"),
         ("noloco(4,fragments=2)", "takes rate, momentum, consensus"),
         ("noloco(4,rate=0.5,momentum=0.5)", "only if the rate exceeds the momentum"),

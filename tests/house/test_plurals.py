@@ -11,8 +11,8 @@ def test_one_is_not_several() -> None:
 
 
 def test_plurals_are_those_of_english() -> None:
-    said = [counted(2, each) for each in ("batch", "class", "box", "entry", "replay", "lost rank")]
-    assert said == ["2 batches", "2 classes", "2 boxes", "2 entries", "2 replays", "2 lost ranks"]
+    said = [counted(2, each) for each in ("batch", "class", "box", "entry", "replay", "epoch")]
+    assert said == ["2 batches", "2 classes", "2 boxes", "2 entries", "2 replays", "2 epochs"]
     assert counted(1, "batch") == "1 batch"
 
 

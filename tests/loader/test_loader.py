@@ -350,7 +350,7 @@ def test_options_that_make_no_sense_are_refused(
     [
         ({"tiers": "ram:much"}, "is not a size"),
         ({"tiers": "ram:10B"}, "too small for a single block"),
-        ({"tiers": "/nowhere:1GiB"}, "/nowhere cannot be opened"),
+        ({"tiers": "/nowhere:1GiB"}, "/nowhere is not there: create it"),
         ({"tiers": "ram:4000TiB", "size": True}, None),
         ({"on_error": "ignore"}, "stop or skip"),
         ({"image_size": 0}, "image_size=0"),

@@ -18,9 +18,9 @@ import pytest
 from PIL import Image
 
 import dlio
-from dlio.data import interpretation
 from dlio.data.reader import open_reader
 from dlio.errors import DecodeError, SourceError, UsageError
+from dlio.util import printable
 from dlio.util.settings import REHEARSAL
 from dlio_staging.pack_folder import pack
 
@@ -28,7 +28,7 @@ from dlio_staging.pack_folder import pack
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REHEARSAL, "1")  # Each new file is read by a child process otherwise.
-    monkeypatch.setattr(interpretation, "_told", set())
+    monkeypatch.setattr(printable, "_told", set())
 
 
 def picture(path: Path, level: int = 9) -> None:

@@ -226,7 +226,7 @@ def test_no_file_is_written_without_inodes(tmp_path: Path, monkeypatch: pytest.M
         return os.statvfs_result(values)
 
     monkeypatch.setattr(os, "statvfs", few)
-    with pytest.raises(dlio.UsageError, match="4 files to write, but 3 inodes are free"):
+    with pytest.raises(dlio.UsageError, match="4 files to write, but room for 3 inodes"):
         generate(shape("npz"), str(tmp_path / "data"))
 
 

@@ -100,7 +100,7 @@ def test_one_process_neither_compresses_nor_copies(name: str) -> None:
 
 def test_a_region_of_another_length_is_refused() -> None:
     reduction = QuantisedAllreduce(SingleCommunicator(), [("w", (50, 50))], "int8", tag=0)
-    with pytest.raises(UsageError, match="2499 entries: the region has 2500"):
+    with pytest.raises(UsageError, match="2,499 entries: the region has 2500"):
         reduction.start(torch.zeros(2499))
 
 

@@ -62,7 +62,7 @@ def test_each_layer_has_a_schedule_of_its_own() -> None:
 def test_a_model_without_such_layers_or_too_few_epochs_are_refused() -> None:
     with pytest.raises(UsageError, match="a model with `depth` and `choose_layer`"):
         _hooks(nn.Linear(1, 1), 7)
-    with pytest.raises(UsageError, match="2 layers need --epochs 4 or more"):
+    with pytest.raises(UsageError, match="give 2 layers --epochs 4 or more"):
         _hooks(autoencoder(1, 32, reconstructs=True, width=4, depth=2), 3)
 
 

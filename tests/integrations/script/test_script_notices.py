@@ -72,8 +72,11 @@ if __import__("sys").argv[1:]:
 
 
 def _run(*argv: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the folder of the script, which may write files there."""
+    script = next(each for each in argv if each.endswith(".py"))
     return subprocess.run(
         [sys.executable, *argv],
+        cwd=os.path.dirname(script),
         capture_output=True,
         text=True,
         timeout=400,
