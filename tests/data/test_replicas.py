@@ -117,16 +117,21 @@ def test_a_damaged_block_is_brought_from_another_copy(tmp_path: Path) -> None:
     for shard in Path(packed[0]).rglob("*.dlio"):
         damaged = bytearray(shard.read_bytes())
         # Payloads alone: a shard with a damaged head or footer is refused when it is opened.
-        for at in range(len(damaged) // 4, len(damaged) // 2, 97):
+        for at in range(len(damaged) // 16, len(damaged) * 3 // 4, 97):
             damaged[at] ^= 16
         shard.write_bytes(bytes(damaged))
-    with (
-        dlio.open(packed[0], replicas=[packed[1]], tiers="ram:64MiB", image_size=32) as data,
-        dlio.DataLoader(data, 4, shuffle=True) as loader,
-    ):
-        assert isinstance(data.reader, StoredBlocks)
-        assert sum(len(labels) for _, labels in loader) == len(data)
-        assert "failures" in " ".join(loader.stats()["notes"])
+    notes = ""
+    for _ in range(30):  # Either copy may be asked for a block, by the time that it takes.
+        with (
+            dlio.open(packed[0], replicas=[packed[1]], tiers="ram:64MiB", image_size=32) as data,
+            dlio.DataLoader(data, 4, shuffle=True) as loader,
+        ):
+            assert isinstance(data.reader, StoredBlocks)
+            assert sum(len(labels) for _, labels in loader) == len(data)
+            notes += " ".join(loader.stats()["notes"])
+        if "failures" in notes:
+            break
+    assert "failures" in notes
 
 
 def test_it_goes_to_other_processes(folders: list[str]) -> None:

@@ -192,7 +192,7 @@ def test_names_of_columns_are_bounded_before_columns_are_made(
 ) -> None:
     path = tmp_path / "a.csv"
     path.write_text(",".join(f"c{k}" for k in range(5000)) + "\n" + ",".join("1" * 5000) + "\n")
-    with pytest.raises(UsageError, match=r"a\.csv has 5000 columns, more than 256: name those"):
+    with pytest.raises(UsageError, match=r"a\.csv has 5,000 columns, more than 256: name those"):
         dlio.open(str(path), tiers="none")
     monkeypatch.setattr(limits, "usable_memory", lambda: 1000)
     monkeypatch.setattr(limits, "_FREE_BYTES", 0)

@@ -15,7 +15,7 @@ among them; `device_builders` has those that decode, or keep decoded images, on 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,16 +109,6 @@ class BatchBuilder(ABC):
     @abstractmethod
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         """Return the batch of the slots given; of all slots for None."""
-
-
-_TOGETHER_BYTES: Final = 4 << 20
-"""Bytes of batches that are made together: a user who keeps one of them keeps the memory of all."""
-_MOST_TOGETHER: Final = 16
-
-
-def batches_together(batch_bytes: int) -> int:
-    """Return how many batches of fixed fields are made as one, by the bytes of each."""
-    return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // max(1, batch_bytes)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,14 @@ from dlio.util.buffer_pool import BufferPool
 
 _MOST_SPARE_BATCHES: Final = 64
 """Spare batches that are kept, more than are ever under way together."""
+_TOGETHER_BYTES: Final = 4 << 20
+"""Bytes of batches that are made together: a user who keeps one of them keeps the memory of all."""
+_MOST_TOGETHER: Final = 16
+
+
+def batches_together(batch_bytes: int) -> int:
+    """Return how many batches of fixed fields are made as one, by the bytes of each."""
+    return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // max(1, batch_bytes)))
 
 
 class BatchMemory:

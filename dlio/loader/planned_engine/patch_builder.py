@@ -17,10 +17,9 @@ from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.batch_builders import (
     BatchBuilder,
     BatchFactory,
-    batches_together,
     rows_of,
 )
-from dlio.loader.planned_engine.batch_memory import BatchMemory
+from dlio.loader.planned_engine.batch_memory import BatchMemory, batches_together
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import NativeArrays, NativeInput, NativeRecipe
 from dlio.plan.epoch import EpochPlan

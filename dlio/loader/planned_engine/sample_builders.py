@@ -20,10 +20,9 @@ from dlio.loader.planned_engine.batch_builders import (
     BatchFactory,
     CropBatchBuilder,
     PixelNumbers,
-    batches_together,
     rows_of,
 )
-from dlio.loader.planned_engine.batch_memory import BatchMemory
+from dlio.loader.planned_engine.batch_memory import BatchMemory, batches_together
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
 from dlio.loader.planned_engine.patch_builder import patch_batches
