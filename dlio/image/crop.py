@@ -206,7 +206,7 @@ def enclosing(boxes: Sequence[Box]) -> Box:
 
 
 def are_near(boxes: Sequence[Box], width: int) -> bool:
-    """True if decoding what encloses some parts of a JPEG of this width in pixels costs less than
+    """True if decoding a box around some parts of a JPEG of this width in pixels costs less than
     decoding one by one.
 
     Together, pixels between the parts are decoded in vain. One by one, the coded rows of the whole

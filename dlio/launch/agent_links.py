@@ -308,7 +308,7 @@ class Agents(Closable):
 
 
 def no_agent(node: str) -> str:
-    """Return what to say of a node on which no agent starts."""
+    """Return the message about a node on which no agent starts."""
     shell = " ".join(remote_shell())
     return (
         f"no agent starts on {node}: check `{shell} {node} {sys.executable} -V`, which has to work "

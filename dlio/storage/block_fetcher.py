@@ -396,7 +396,7 @@ class Fetcher:
         """Read few samples at a time while `lacking` of them are ready to be taken."""
 
     def settle(self) -> None:
-        """End what `hurry` began; its `then` is not called after this."""
+        """End the work that `hurry` began; its `then` is not called after this."""
 
     def close(self) -> None:
         """Stop reading. A source that hangs is not waited for."""
@@ -791,7 +791,7 @@ def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
     There are as many as requests, unless their bytes exceed those that may be in flight; 2 at
     least.
     """
-    # Bytes bound the blocks in flight, not their number: memory is what they take.
+    # Bytes bound the blocks in flight, not their number: they take memory.
     largest = int(block_bytes.max(initial=1))
     return max(2, min(requests, IN_FLIGHT_BYTES // largest))
 

@@ -67,7 +67,7 @@ class RequestChannel(ABC):
         """
 
     def close(self) -> None:
-        """Give up what is under way. Collective."""
+        """Give up the work under way. Collective."""
         self._comm.close()
 
     def _flags(self) -> list[bool]:

@@ -83,7 +83,7 @@ class SampleLedger:
         self._lines.append(placed(line, update, ranks, part, self._start))
 
     def tell_place(self) -> LedgerPlace:
-        """Return what a rank that joins must know to go on with the file, for JSON."""
+        """Return the state that a rank that joins needs to go on with the file, for JSON."""
         return {"written": self.written, "steps": list(self._places.items())}
 
     def follow_place(self, place: LedgerPlace) -> None:

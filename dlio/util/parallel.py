@@ -107,7 +107,7 @@ class SourceThread(Closable):
         ).start()
 
     def call(self, function: Callable[[], R]) -> R:
-        """Return what `function` returns, or raise its error. By one thread at a time.
+        """Return the result of `function`, or raise its error. By one thread at a time.
 
         Raises SourceError when it has not ended for the time of DLIO_TIMEOUT.
         """

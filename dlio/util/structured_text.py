@@ -23,7 +23,7 @@ _COST: Final = {"[": 96, "{": 208, ",": 40, ":": 48, '"': 32}
 _WIDE: Final = ((0xF0, 4), (0xC4, 2), (0, 1))
 """Bytes of a character in memory, by the greatest byte of a text in UTF-8."""
 SEPARATORS: Final = (",", ";", "\t", "|")
-"""What may stand between the values of a table."""
+"""Characters between the values of a table."""
 _MOST_VALUES: Final = 1 << 18
 _MOST_DEPTH: Final = 32
 YamlValue = str | list["YamlValue"] | dict[str, "YamlValue"]
@@ -75,7 +75,7 @@ def utf8_text(data: bytes | bytearray) -> str:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return what is wrong with a text in another encoding."""
+    """Return the error of a text in another encoding."""
     wide = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
     kind = "is UTF-16" if wide else f"is not UTF-8 (byte {error.object[error.start]:#04x})"
     return f"its text {kind}: save it as UTF-8"

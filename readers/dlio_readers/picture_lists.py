@@ -248,7 +248,7 @@ def is_wordy(value: str) -> bool:
 
 
 def delimiter_of(file: str, text: str) -> str:
-    """Return what separates the values of a table's text."""
+    """Return the character between the values of a table's text."""
     if file.lower().endswith(".tsv"):
         return "\t"
     return separator_of(next(iter(text[:_HEAD].splitlines()), ""))

@@ -608,7 +608,7 @@ def describe(source: object, options: PackOptions) -> dict[str, object]:
 
 
 def summary(destination: str, done: PackResult) -> str:
-    """Return what to print about the result of a packing."""
+    """Return the lines about the result of a packing."""
     refused = (
         f"\n{counted(done.undecodable, 'sample')} packed with an image that cannot be decoded: "
         f"`dlio verify {destination}` lists them"

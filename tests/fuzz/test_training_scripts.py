@@ -17,7 +17,7 @@ _DAILY: tuple[Choices, ...] = (
     {"task": "classes", "optimizer": "adamw", "scheduler": "plateau", "ema": "averaged"},
     {"samples": "61", "several": "optimizers", "precision": "autocast", "save": "best by val"},
     {"order": "generator", "stage": "replaced head", "stop": "steps", "prints": "norm"},
-    # What a checkpoint computes again in backward must not weigh the loss by samples.
+    # A checkpoint that computes again in backward must not weigh the loss by samples.
     {"loss": "by class", "gradient": "two backwards", "habit": "checkpointing"},
 )
 

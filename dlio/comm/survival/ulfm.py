@@ -311,7 +311,7 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
         return [each[3] for each in reported if each[0][0] in members]
 
     def _newest_wanted(self) -> RankRequest:
-        """Return the newest request; what is asked before spares rest waits until then."""
+        """Return the newest request; one made before spares rest waits until then."""
         if not self.number and self.spares:
             return self._wanted
         return max(self._wanted, self._requests.newest())

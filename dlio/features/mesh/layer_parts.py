@@ -215,7 +215,7 @@ class _HeadAttention(nn.MultiheadAttention):
     def _mask(
         self, mask: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return what is added to the scores of this rank's heads; (n, heads, words, words)."""
+        """Return the terms added to the scores of this rank's heads; (n, heads, words, words)."""
         total: torch.Tensor | None = None
         if mask is not None:
             total = _added(mask, query.dtype)

@@ -101,7 +101,7 @@ class ScriptGuard:
         """Digest of the sizes of this rank's part of a batch, but for the number of samples; 0 if
         they do not tell."""
         self._unlike: set[str] = set()
-        """What is known to differ between ranks: it is compared no more."""
+        """Names of buffers that are known to differ between ranks: they are compared no more."""
         self.notes: list[str] = []
         """Lines for the end."""
         self._steps = self._weights = 0

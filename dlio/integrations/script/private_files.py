@@ -236,7 +236,7 @@ class PrivateFiles:
         def imported(name: str, *args: Any, **options: Any) -> Any:
             before = len(sys.modules)
             module = original(name, *args, **options)
-            # Functions import what is loaded again and again.
+            # Functions import loaded modules again and again.
             if len(sys.modules) != before and name.partition(".")[0] in ROOTS:
                 replace_native(self.place, self.replace)
             return module

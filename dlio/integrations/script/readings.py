@@ -50,7 +50,7 @@ class Readings:
             if not _reads_for_others():
                 return result  # An optimizer of torch, or dlio, reads its own numbers.
             # A loss of the batches before may be read after an evaluation, too, or a sum of them;
-            # what is not of a part is the same on all ranks, and so is not told.
+            # others are the same on all ranks, and so are not told.
             is_of_part = self._context.divides_now or tensor.grad_fn is not None
             is_of_part |= tensor.numel() == 1 and self._context.guard.active
             if is_of_part and threading.get_ident() == self._main:

@@ -52,7 +52,7 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
         if is_script(code.co_filename):
             return frame
         if code.co_name == _RUNS and code.co_filename.startswith(_HERE):
-            return None  # Beyond it are those of what started dlio.
+            return None  # Beyond it are the launcher's.
         frame = frame.f_back
     return None
 

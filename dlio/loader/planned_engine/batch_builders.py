@@ -123,8 +123,8 @@ class BatchFactory:
     native: NativeRecipe | None = None
     """How native threads make the batches; None where Python's threads make them."""
     together: int = 1
-    """Batches that a builder may make as one, at most: of small samples, what Python does for a
-    batch takes longer than the samples themselves."""
+    """Batches that a builder may make as one, at most: of small samples, Python takes longer for a
+    batch than for the samples themselves."""
     keeps_payloads: bool = False
     """True if samples share the memory of their payloads, which is not used again then."""
     close: Callable[[], None] | None = None

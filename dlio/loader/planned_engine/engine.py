@@ -431,7 +431,7 @@ def _on_host(
     if tier is not None:
         return DeviceTierCrops(recipe, batch_size, kind, tier, decoded).factory()
     collate = None if options.collates_by_default else options.collate_fn
-    # Accelerate moves batches by itself; bytes are a quarter of what has to be moved.
+    # Accelerate moves batches by itself; bytes are a quarter of the floats.
     stays = "accelerate.state" not in sys.modules and (
         options.device is None or torch.device(options.device).type == "cpu"
     )

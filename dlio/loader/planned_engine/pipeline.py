@@ -364,7 +364,7 @@ class Pipeline:
             hierarchy = job.hierarchy or self._hierarchy
             refused = job.refused()
             if refused:
-                # What native threads leave, they would leave again.
+                # Native threads would leave the same samples again.
                 recipe.count(job.slots, len(refused))
                 hierarchy.failed(job.unread())
                 if recipe.refused > _MOST_REFUSED * recipe.tried:

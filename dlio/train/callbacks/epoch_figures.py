@@ -1,4 +1,4 @@
-"""The figures of an epoch, by names that group them, for what draws curves."""
+"""The figures of an epoch, by names that group them, for charts."""
 
 from dlio.storage.counters import PLACES
 from dlio.train.feature_spec import find_features

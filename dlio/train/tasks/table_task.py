@@ -334,7 +334,7 @@ def _numbers(reader: Reader, name: str) -> _Get:
 
 
 def _codes(reader: Reader, name: str, codes: Mapping[str, int], unknown: int = 0) -> _Get:
-    """Return what takes a column's numbers of categories out of a batch."""
+    """Return a function that takes a column's numbers of categories out of a batch."""
     field, _ = _source(reader, name)
     if _is_text(reader, name):
         return lambda batch: torch.tensor(
