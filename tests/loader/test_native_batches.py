@@ -111,7 +111,8 @@ def test_pictures_are_the_same(
 ) -> None:
     check_same(mixed, monkeypatch, opened)
     # All of the second epoch; those that native threads do not know are made by Python's.
-    assert spy.given >= 60
+    # Those that Python's threads were to read when a batch was begun are not among them.
+    assert spy.given >= 40
     assert 4 <= spy.refused <= spy.given // 2
 
 
@@ -181,7 +182,8 @@ def test_pngs_are_the_same(
     pngs: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     check_same(pngs, monkeypatch, {"image_size": size})
-    assert spy.given >= 60
+    # Those that Python's threads were to read when a batch was begun are not among them.
+    assert spy.given >= 40
     assert 4 <= spy.refused <= spy.given * 2 // 3
 
 
