@@ -84,22 +84,20 @@ def announce(share: BatchShare | None, data: object) -> None:
 
 def share_of(data: object) -> BatchShare | None:
     """Return the share of the batch that one of the tensors is from; None if none is known."""
-    return next((s for t in _tensors(data) if (s := _of_tensor.get(t)) is not None), None)
+    return next((s for t in tensors_of(data) if (s := _of_tensor.get(t)) is not None), None)
 
 
 def mark(share: BatchShare, data: object) -> None:
     """Note that a batch's tensors are copies of one that was handed out."""
-    for tensor in _tensors(data):
+    for tensor in tensors_of(data):
         _of_tensor[tensor] = share
 
 
-def _tensors(data: object) -> Iterator[torch.Tensor]:
+def tensors_of(data: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch, in tuples, lists and mappings inside each other."""
     if isinstance(data, torch.Tensor):
         yield data
-    elif isinstance(data, Mapping):
-        for each in data.values():
-            yield from _tensors(each)
-    elif isinstance(data, list | tuple):
-        for each in data:
+    elif isinstance(data, Mapping | list | tuple):
+        for each in data.values() if isinstance(data, Mapping) else data:
             if not isinstance(each, str | int | float):
-                yield from _tensors(each)
+                yield from tensors_of(each)

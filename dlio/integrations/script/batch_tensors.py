@@ -1,18 +1,9 @@
-"""Tensors of the batches that a loader of a script yields, and their sizes."""
+"""Sizes of the tensors of batches that a loader of a script yields."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-import torch
-
-
-def tensors_of(data: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, in tuples, lists and mappings inside each other."""
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, Mapping | list | tuple):
-        for each in data.values() if isinstance(data, Mapping) else data:
-            yield from tensors_of(each)
+from dlio.exchange.batch_share import tensors_of
 
 
 def sizes_of(data: object, samples: int) -> int:

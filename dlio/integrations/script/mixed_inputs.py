@@ -8,7 +8,7 @@ network itself mixes is seen in the graph of the loss (see `mixed_samples`).
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import wraps
@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dlio.exchange.batch_share import tensors_of
 from dlio.integrations.script.script_lines import script_line
 
 _Order: TypeAlias = tuple[int, ...]
@@ -120,7 +121,7 @@ class MixedInputs(TorchFunctionMode):
             watch.start((), len(samples))
             try:
                 batch = collate(samples)
-                watch._meets_gradient(list(_tensors([batch])))
+                watch._meets_gradient(list(tensors_of(batch)))
             finally:
                 watch.close()
             return batch
@@ -140,8 +141,8 @@ class MixedInputs(TorchFunctionMode):
         return result
 
     def _called(self, name: str, args: Any, options: dict[str, Any], result: Any) -> None:
-        inputs = [*_tensors(args), *_tensors(options.values())]
-        results = list(_tensors([args[0] if name == "__setitem__" else result]))
+        inputs = list(tensors_of((args, options)))
+        results = list(tensors_of(args[0] if name == "__setitem__" else result))
         if not results:
             return
         known = [state for x in inputs if (state := self._states.get(x)) is not None]
@@ -275,16 +276,6 @@ def _original(func: Any) -> Any:
             if present is func:
                 return originals.get(name, func)
     return func
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for each in values:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, tuple | list):
-            yield from _tensors(each)
-        elif isinstance(each, dict):
-            yield from _tensors(each.values())
 
 
 def _several(value: Any) -> list[int]:

@@ -75,6 +75,15 @@ _BOUND: Final = (random, np.random)
 """Modules whose functions are methods of one generator."""
 
 
+def _with_size(
+    args: tuple[Any, ...], options: dict[str, Any], at: int, size: list[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with another size: `size=`, or argument number `at`."""
+    if "size" in options:
+        return args, {**options, "size": size}
+    return (*args[:at], size, *args[at + 1 :]), options
+
+
 class _ThreadGenerators(threading.local):
     """Generators of one thread of a loader, seeded as torch seeds a worker process."""
 
@@ -229,12 +238,10 @@ class ScriptRandoms:
             if sized is None:
                 return original(*args, **options)
             dim, place, whole = sized
-            if "size" in options:
-                options = {**options, "size": whole}
+            if size_at < 0 and "size" not in options:
+                args = tuple(whole)
             else:
-                args = (
-                    tuple(whole) if size_at < 0 else (*args[:size_at], whole, *args[size_at + 1 :])
-                )
+                args, options = _with_size(args, options, size_at, whole)
             return original(*args, **options).take(place, dim)
 
         return draw
@@ -279,10 +286,7 @@ class ScriptRandoms:
             if sized is None:
                 return original(*args, **options)
             dim, place, whole = sized
-            if "size" in options:
-                options = {**options, "size": whole}
-            else:
-                args = (*args[:-1], whole)
+            args, options = _with_size(args, options, len(args) - 1, whole)
             return self._part(original(*args, **options), dim, place)
 
         return draw

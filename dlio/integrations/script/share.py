@@ -16,8 +16,9 @@ from typing_extensions import TypeVar
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
+from dlio.exchange.batch_share import tensors_of
 from dlio.integrations.script.batch_sizes import size_lines
-from dlio.integrations.script.batch_tensors import sizes_of, tensors_of
+from dlio.integrations.script.batch_tensors import sizes_of
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
