@@ -18,6 +18,8 @@ from dlio.storage.tier import TierTargets
 _I64 = npt.NDArray[np.int64]
 IN_MEMORY: Final = -2
 """The descriptor of payloads that lie at an address."""
+IN_PLACE: Final = 2
+"""Value of `kept` for files that lie in memory."""
 COLUMNS: Final = (
     *("descriptor", "block", "regular", "kept", "offset", "stored", "raw", "digest", "checked"),
     "tier",
@@ -38,9 +40,10 @@ class SampleLocations:
     the folder of its block (`descriptor`); number of the `block` whose file, `%08d.blk`, has the
     sample in that folder, -1 where `descriptor` is the file; 1 where the file, once it is open, has
     to be checked for being a `regular` one; 1 where it may be `kept` open for a pass, as its tier
-    keeps the block; first byte (`offset`), bytes `stored`, fewer than the bytes of the payload
-    (`raw`) where they are one block of LZ4; bits of the payload's xxh3_64 (`digest`); 1 where that
-    has to be `checked`; number of the `tier`, -1 for the source.
+    keeps the block, `IN_PLACE` where it lies in memory, and may be read there; first byte
+    (`offset`), bytes `stored`, fewer than the bytes of the payload (`raw`) where they are one block
+    of LZ4; bits of the payload's xxh3_64 (`digest`); 1 where that has to be `checked`; number of
+    the `tier`, -1 for the source.
 
     Files and folders are open while `files` has their holders.
     """
@@ -103,7 +106,7 @@ class SampleLocator:
             ("descriptor", folders[seen]),
             ("block", blocks),
             ("regular", disks[seen]),
-            ("kept", self._targets.pinned[blocks] >= 0),
+            ("kept", (self._targets.pinned[blocks] >= 0) * np.where(disks[seen], 1, IN_PLACE)),
             ("tier", seen),
         ):
             table[_ROW[name]] = values

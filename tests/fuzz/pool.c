@@ -1,4 +1,5 @@
-/* Jobs for native threads, of sound and of damaged samples, given up at random: for sanitizers.
+/* Jobs for native threads, of sound and of damaged samples, given up at random, of files that are
+ * cut off meanwhile: for sanitizers.
  *
  * `pool SEED ROUNDS FOLDER PICTURE...` writes its files into FOLDER. Prints samples made and refused.
  * PNGs are read by the libpng whose path is in LIBPNG, if it is set.
@@ -16,7 +17,7 @@
 typedef struct Pool Pool;
 void dlio_png_use(const int64_t addresses[15]);
 void dlio_pool_use(const int64_t addresses[7]);
-Pool *dlio_pool_open(int64_t threads, int64_t files);
+Pool *dlio_pool_open(int64_t threads, int64_t files, int64_t most_open);
 void dlio_pool_wake(Pool *pool);
 void dlio_pool_submit(Pool *pool, Job *job);
 int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *ended);
@@ -33,6 +34,10 @@ static uint64_t draw(uint64_t below) {
     return (state >> 33) % below;
 }
 
+/* Called once in so many digests, before the payload is read. */
+static void (*cut_off)(void);
+static uint64_t digests;
+
 /* Stand-ins for xxhash and lz4: what they compute is tested elsewhere. */
 typedef struct { uint64_t sum; } Hash;
 static int update(void *hash, const void *data, size_t size) {
@@ -46,6 +51,7 @@ static int release(void *hash) { return free(hash), 0; }
 static uint64_t end(const void *hash) { return ((const Hash *)hash)->sum; }
 static uint64_t digest(const void *data, size_t size) {
     Hash hash;
+    if (cut_off && !(__atomic_add_fetch(&digests, 1, __ATOMIC_RELAXED) % 200)) cut_off();
     reset(&hash), update(&hash, data, size);
     return hash.sum;
 }
@@ -84,13 +90,25 @@ static Bytes whole(const char *path) {
 }
 
 /* A set of samples: payloads one after another in a file, and the rows that describe them. */
-typedef struct { Sample rows[COUNT]; uint8_t *memory; int64_t folder; } Set;
+typedef struct { Sample rows[COUNT]; uint8_t *memory; size_t size; int64_t folder, number; } Set;
+
+static Set *sets;
+static const char *place;
+
+static void path_of(const Set *set, const char *folder, char path[4096]) {
+    snprintf(path, 4096, "%s/%08lld.blk", folder, (long long)set->number);
+}
+
+static void write_file(const Set *set, const char *folder) {
+    char path[4096];
+    path_of(set, folder, path);
+    FILE *file = fopen(path, "wb");
+    if (!file || fwrite(set->memory, 1, set->size, file) != set->size || fclose(file)) exit(3);
+}
 
 static void write_set(Set *set, const char *folder, int64_t number, const Bytes *pictures,
                       size_t count, size_t fixed) {
-    char path[4096];
-    snprintf(path, sizeof path, "%s/%08lld.blk", folder, (long long)number);
-    FILE *file = fopen(path, "wb");
+    set->number = number;
     size_t at = 0;
     set->memory = malloc(COUNT * (fixed + (1 << 16)));
     for (int k = 0; k < COUNT; k++) {
@@ -101,7 +119,8 @@ static void write_set(Set *set, const char *folder, int64_t number, const Bytes 
         if (picture) memcpy(payload + fixed, picture->data, picture->size);
         if (picture && draw(2)) payload[fixed + draw(picture->size)] ^= (uint8_t)(1 + draw(255));
         Sample *row = set->rows + k;
-        *row = (Sample){.descriptor = set->folder, .block = number, .regular = (int64_t)draw(2), .kept = (int64_t)draw(2),
+        *row = (Sample){.descriptor = set->folder, .block = number, .regular = (int64_t)draw(2),
+                        .kept = (int64_t)draw(IN_PLACE + 1),
                         .offset = (int64_t)at, .stored = (int64_t)raw, .raw = (int64_t)raw,
                         .checked = (int64_t)draw(2), .slot = (int64_t)draw(SLOTS)};
         if (!draw(12)) row->stored = row->raw / 2;
@@ -114,7 +133,17 @@ static void write_set(Set *set, const char *folder, int64_t number, const Bytes 
             row->raw = (int64_t)raw, row->stored = (int64_t)raw;
         at += raw;
     }
-    if (!file || fwrite(set->memory, 1, at, file) != at || fclose(file)) exit(3);
+    set->size = at;
+    write_file(set, folder);
+}
+
+/* Cut all files off: of what is read in place, the memory is gone. */
+static void cut_files(void) {
+    char path[4096];
+    for (int k = 0; k < KINDS; k++) {
+        path_of(sets + k, place, path);
+        if (truncate(path, 0)) exit(3);
+    }
 }
 
 /* A part of up to so many bytes, as an array of three dimensions; seldom one beyond the payload. */
@@ -158,7 +187,7 @@ int main(int argc, char **argv) {
                   .flip = 0.5}},
     };
     recipes[4] = recipes[2]; /* Of pixels. */
-    Set *sets = calloc(KINDS, sizeof *sets);
+    sets = calloc(KINDS, sizeof *sets), place = argv[3];
     for (int k = 0; k < KINDS; k++) sets[k].folder = folder;
     write_set(sets, argv[3], 1, NULL, 0, FIXED);
     write_set(sets + 1, argv[3], 3, NULL, 0, LONG);
@@ -172,7 +201,10 @@ int main(int argc, char **argv) {
     }
     uint64_t made = 0, refused = 0, given_up = 0;
     for (int round = 0; round < rounds; round++) {
-        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), (int64_t)draw(3));
+        cut_off = NULL;
+        for (int k = 0; k < KINDS; k++) write_file(sets + k, place);
+        cut_off = cut_files;
+        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), (int64_t)draw(12), (int64_t)draw(3));
         if (!pool) return 3;
         Job jobs[JOBS];
         Sample *rows[JOBS];

@@ -1,14 +1,10 @@
 /* One sample of a batch: read, checked, expanded, and put into the batch. */
 #define _GNU_SOURCE
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "jpeg.h"
 #include "png.h"
@@ -17,7 +13,6 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW,
     MOST = 0x7fffffff, /* bytes of a payload: MAX_SAMPLE_BYTES of dlio/storage/block.py */
     PART = 1 << 19,    /* bytes that are read and checked while the cache has them */
     LARGE = 4096       /* bytes of a field that is read into the batch itself */
@@ -49,117 +44,27 @@ INLINE int reserve(uint8_t **memory, size_t *size, size_t wanted) {
     return *memory != NULL;
 }
 
-int dlio_files_open(Files *files, int64_t count) {
-    files->file = calloc((size_t)count + 1, sizeof *files->file);
-    files->count = files->file ? count : 0;
-    for (int64_t k = 0; k < files->count; k++) {
-        files->file[k].file = -1;
-        pthread_mutex_init(&files->file[k].lock, NULL);
-    }
-    return files->file != NULL;
-}
-
-void dlio_files_close(Files *files) {
-    for (int64_t k = 0; k < files->count; k++) {
-        if (files->file[k].file >= 0) close(files->file[k].file);
-        pthread_mutex_destroy(&files->file[k].lock);
-    }
-    free(files->file);
-}
-
-void dlio_thread_rest(Thread *thread) {
-    if (thread->place) {
-        pthread_mutex_lock(&thread->place->lock);
-        thread->place->users--;
-        pthread_mutex_unlock(&thread->place->lock);
-    } else if (thread->file >= 0)
-        close(thread->file);
-    thread->place = NULL, thread->file = -1, thread->folder = thread->block = -1;
-}
-
 void dlio_thread_end(Thread *thread) {
     dlio_thread_rest(thread);
     free(thread->packed), free(thread->raw), free(thread->memory);
     free(thread->pixels), free(thread->sums), free(thread->crop);
 }
 
-static int open_block(const Sample *sample) {
-    char name[32];
-    snprintf(name, sizeof name, "%08lld.blk", (long long)sample->block);
-    int file;
-    do file = openat((int)sample->descriptor, name, FLAGS);
-    while (file < 0 && errno == EINTR);
-    struct stat status;
-    if (file >= 0 && sample->regular && (fstat(file, &status) || !S_ISREG(status.st_mode))) {
-        close(file);
-        return -1;
-    }
-    return file;
-}
-
-/* Take the file of a block that stays open, or have it stay open in place of one that nobody reads.
- * Returns its place; NULL if the place is taken by another. */
-static File *kept_file(const Sample *sample, Files *files) {
-    File *place = files->file + (uint64_t)sample->block % (uint64_t)files->count;
-    pthread_mutex_lock(&place->lock);
-    int is_other = place->file < 0 || place->stale || place->folder != sample->descriptor ||
-                   place->block != sample->block;
-    int is_free = !place->users;
-    if (is_other && is_free) {
-        if (place->file >= 0) close(place->file);
-        place->file = open_block(sample);
-        place->folder = sample->descriptor, place->block = sample->block, place->stale = 0;
-        is_other = place->file < 0;
-    }
-    if (!is_other) place->users++;
-    pthread_mutex_unlock(&place->lock);
-    return is_other ? NULL : place;
-}
-
-/* Return the descriptor of a sample's file; -1 without. */
-static int file_of(const Sample *sample, Thread *thread) {
-    if (sample->block < 0) return (int)sample->descriptor;
-    if (thread->file >= 0 && thread->folder == sample->descriptor && thread->block == sample->block)
-        return thread->file;
-    dlio_thread_rest(thread);
-    if (sample->kept && thread->files->count) thread->place = kept_file(sample, thread->files);
-    thread->file = thread->place ? thread->place->file : open_block(sample);
-    thread->folder = sample->descriptor, thread->block = sample->block;
-    return thread->file;
-}
-
-/* Have the file be opened anew at its next use. */
-static void distrust(Thread *thread) {
-    if (!thread->place) return;
-    pthread_mutex_lock(&thread->place->lock);
-    thread->place->stale = 1;
-    pthread_mutex_unlock(&thread->place->lock);
-    dlio_thread_rest(thread);
-}
-
-static int read_all(int file, uint8_t *into, size_t size, int64_t offset) {
-    while (size) {
-        ssize_t count = pread(file, into, size, offset);
-        if (count < 0 && errno == EINTR) continue;
-        if (count <= 0) return 0;
-        into += count, size -= (size_t)count, offset += count;
-    }
-    return 1;
-}
-
 /* Read and check a payload, into `into` unless it is in memory; `at` gets where it lies. */
 static int fetch(const Sample *sample, Thread *thread, uint8_t *into, const uint8_t **at) {
     size_t stored = (size_t)sample->stored, raw = (size_t)sample->raw;
-    const uint8_t *data = (const uint8_t *)(uintptr_t)sample->offset;
-    if (sample->descriptor != IN_MEMORY) {
-        int file = file_of(sample, thread);
+    const uint8_t *data = sample->descriptor == IN_MEMORY
+                              ? (const uint8_t *)(uintptr_t)sample->offset
+                              : dlio_in_place(sample, sample->stored, thread);
+    if (!data) {
+        int file = dlio_file_of(sample, thread);
         if (file < 0) return UNREADABLE;
         uint8_t *target = into;
         if (stored != raw) {
             if (!reserve(&thread->packed, &thread->packed_size, stored)) return UNREADABLE;
             target = thread->packed;
         }
-        if (!read_all(file, target, stored, sample->offset)) return UNREADABLE;
+        if (!dlio_read_all(file, target, stored, sample->offset)) return UNREADABLE;
         data = target;
     }
     if (sample->checked == STORED && libraries.digest(data, stored) != sample->digest) return DAMAGED;
@@ -237,7 +142,7 @@ static int scatter(const Job *job, const Sample *sample, const uint8_t *payload,
 /* Read large fields into the batch itself, part by part, and what is between them into `raw`. */
 static int stream(const Job *job, const Sample *sample, Thread *thread) {
     const Recipe *recipe = job->recipe;
-    int file = file_of(sample, thread);
+    int file = dlio_file_of(sample, thread);
     void *hash = NULL;
     if (file < 0 || (sample->checked && !(hash = libraries.create()))) return UNREADABLE;
     if (hash) libraries.reset(hash);
@@ -259,7 +164,7 @@ static int stream(const Job *job, const Sample *sample, Thread *thread) {
         }
         while (at < end) {
             size_t part = (size_t)(end - at < PART ? end - at : PART);
-            if (!read_all(file, into, part, sample->offset + at)) {
+            if (!dlio_read_all(file, into, part, sample->offset + at)) {
                 state = UNREADABLE;
                 break;
             }
@@ -464,7 +369,7 @@ static int copy_runs(const Piece *piece, int first, int file, int64_t offset, co
     for (;;) {
         if (data)
             memcpy(to, data + from, run);
-        else if (!read_all(file, to, run, offset + from))
+        else if (!dlio_read_all(file, to, run, offset + from))
             return 0;
         int d = DIMENSIONS - 2;
         for (; d >= first; d--) {
@@ -507,13 +412,15 @@ static int cut(const Job *job, const Sample *sample, Thread *thread) {
     int is_plain = sample->descriptor >= 0 && sample->stored == sample->raw;
     int is_known = !sample->checked || (intact && __atomic_load_n(intact, __ATOMIC_RELAXED));
     if (is_plain && is_known && (span < sample->raw || runs == 1)) {
-        int file = file_of(sample, thread);
+        const uint8_t *here = dlio_in_place(sample, span, thread);
+        if (here) return copy_runs(&piece, first, -1, 0, here) ? MADE : UNREADABLE;
+        int file = dlio_file_of(sample, thread);
         if (file < 0) return UNREADABLE;
         if (runs == 1 || span > runs * GAP)
             return copy_runs(&piece, first, file, sample->offset, NULL) ? MADE : UNREADABLE;
         thread->whole.raw = 0;
         if (!reserve(&thread->raw, &thread->raw_size, (size_t)span)) return UNREADABLE;
-        if (!read_all(file, thread->raw, (size_t)span, sample->offset + piece.from))
+        if (!dlio_read_all(file, thread->raw, (size_t)span, sample->offset + piece.from))
             return UNREADABLE;
         piece.from = 0;
         return copy_runs(&piece, first, -1, 0, thread->raw) ? MADE : UNREADABLE;
@@ -587,7 +494,8 @@ static int make(const Job *job, const Sample *sample, Thread *thread) {
 }
 
 int dlio_make(const Job *job, const Sample *sample, Thread *thread) {
-    int state = make(job, sample, thread);
-    if (state == UNREADABLE || state == DAMAGED) distrust(thread);
+    int state = sample->kept == IN_PLACE ? dlio_guarded(make, job, sample, thread)
+                                         : make(job, sample, thread);
+    if (state == UNREADABLE || state == DAMAGED) dlio_distrust(thread);
     return state;
 }

@@ -13,7 +13,11 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MOST_THREADS = 1024, STACK = 1 << 20 };
+enum {
+    MOST_THREADS = 1024,
+    STACK = 1 << 20,
+    AHEAD = 8 /* samples, in the time of which memory answers */
+};
 
 #ifdef __linux__
 #define CLOCK CLOCK_MONOTONIC
@@ -56,6 +60,14 @@ static void unlink_job(Pool *pool, Job *job) {
         }
 }
 
+static void expect(const Job *job, int64_t k, const Thread *thread) {
+    const Sample *sample = job->samples + k;
+    if (!job->pieces)
+        dlio_expect(sample, 0, sample->stored, thread);
+    else
+        dlio_expect(sample, job->pieces[k].from, job->pieces[k].count[DIMENSIONS - 1], thread);
+}
+
 /* Take samples of the first job, and make them without the lock. */
 static void work_on(Pool *pool, Thread *thread) {
     Job *job = pool->first;
@@ -67,12 +79,14 @@ static void work_on(Pool *pool, Thread *thread) {
     job->next = to;
     pthread_mutex_unlock(&pool->lock);
     thread->make_ns = 0;
+    thread->may_map = job->samples[from].kept == IN_PLACE && dlio_may_map();
     int64_t began = dlio_now();
     for (int64_t k = from; k < to; k++) {
         if (__atomic_load_n(&job->given_up, __ATOMIC_RELAXED)) {
             refused += to - k;
             break;
         }
+        if (k + AHEAD < to) expect(job, k + AHEAD, thread);
         job->samples[k].state = dlio_make(job, job->samples + k, thread);
         refused += job->samples[k].state != MADE;
     }
@@ -116,11 +130,12 @@ static void *run(void *argument) {
     return NULL;
 }
 
-/* Start threads; so many files may stay open. NULL if not even one thread can be started. */
-EXPORT Pool *dlio_pool_open(int64_t threads, int64_t files) {
+/* Start threads; files of so many blocks may stay mapped, and of so many open. NULL if not even one
+ * thread can be started. */
+EXPORT Pool *dlio_pool_open(int64_t threads, int64_t files, int64_t most_open) {
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
-    if (!dlio_files_open(&pool->files, files)) {
+    if (!dlio_files_open(&pool->files, files, most_open)) {
         free(pool);
         return NULL;
     }
@@ -136,9 +151,9 @@ EXPORT Pool *dlio_pool_open(int64_t threads, int64_t files) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK);
-    /* Signals are for Python's main thread. */
+    /* Signals are for Python's main thread, but for that of a file that is cut off, see files.c. */
     sigset_t all, before;
-    sigfillset(&all);
+    sigfillset(&all), sigdelset(&all, SIGBUS);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     pthread_mutex_lock(&pool->lock);
@@ -160,13 +175,24 @@ EXPORT Pool *dlio_pool_open(int64_t threads, int64_t files) {
 /* Number of the pool's threads. */
 EXPORT int64_t dlio_pool_threads(const Pool *pool) { return pool->threads; }
 
-typedef struct { int64_t folder, block, row; } Key;
-
-static int by_file(const void *one, const void *other) {
-    const Key *a = one, *b = other;
-    if (a->folder != b->folder) return a->folder < b->folder ? -1 : 1;
-    if (a->block != b->block) return a->block < b->block ? -1 : 1;
-    return a->row < b->row ? -1 : 1;
+/* Order rows by their numbers, those of the same number as they are: by bytes, from the lowest.
+ * `other` has room for as many. */
+static void order_by(const int64_t *number, int64_t *rows, int64_t *other, int64_t count) {
+    int64_t low = INT64_MAX, high = INT64_MIN;
+    for (int64_t k = 0; k < count; k++) {
+        int64_t each = number[rows[k]];
+        low = each < low ? each : low, high = each > high ? each : high;
+    }
+    uint64_t most = (uint64_t)high - (uint64_t)low;
+    for (int shift = 0; shift < 64 && most >> shift; shift += 8) {
+        int64_t at[257] = {0};
+#define BYTE(row) (((uint64_t)number[row] - (uint64_t)low) >> shift & 255)
+        for (int64_t k = 0; k < count; k++) at[BYTE(rows[k]) + 1]++;
+        for (int value = 0; value < 256; value++) at[value + 1] += at[value];
+        for (int64_t k = 0; k < count; k++) other[at[BYTE(rows[k])]++] = rows[k];
+#undef BYTE
+        memcpy(rows, other, (size_t)count * sizeof *rows);
+    }
 }
 
 /* Make the samples of a job of the known rows of a table, whose columns, `count` numbers each, are
@@ -182,14 +208,11 @@ EXPORT int64_t dlio_pool_rows(const int64_t *table, int64_t count, const uint8_t
     int64_t used = 0;
     for (int64_t row = 0; row < count; row++)
         if (known[row]) order[used++] = row;
-    Key *keys = sorted && used > 1 ? malloc((size_t)used * sizeof *keys) : NULL;
-    if (keys) {
-        for (int64_t k = 0; k < used; k++)
-            keys[k] = (Key){table[DESCRIPTOR * count + order[k]], table[BLOCK * count + order[k]],
-                            order[k]};
-        qsort(keys, (size_t)used, sizeof *keys, by_file);
-        for (int64_t k = 0; k < used; k++) order[k] = keys[k].row;
-        free(keys);
+    int64_t *other = sorted && used > 1 ? malloc((size_t)used * sizeof *other) : NULL;
+    if (other) {
+        order_by(table + BLOCK * count, order, other, used);
+        order_by(table + DESCRIPTOR * count, order, other, used);
+        free(other);
     }
     sums[0] = sums[2] = 0, sums[1] = used ? table[TIER * count + order[0]] : 0;
     for (int64_t k = 0; k < used; k++) {

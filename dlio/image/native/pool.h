@@ -17,14 +17,17 @@ enum {
     DAMAGED = 2,    /* its bytes are not those that were written */
     UNKNOWN = 3     /* coded in a way that this library leaves to others */
 };
-enum { STORED = 2, IN_MEMORY = -2 };
+enum { STORED = 2, IN_MEMORY = -2, IN_PLACE = 2 };
+/* Bytes that are read in place, at most: of more, the copy would be the smaller part, and all of a
+ * tier would count as this process's memory. */
+enum { SMALL = 1 << 14 };
 
 /* Where a sample's payload lies, and for which slot of the batch it is. */
 typedef struct {
     int64_t descriptor; /* of its file, or of the folder of its block; or IN_MEMORY */
     int64_t block;      /* number of the block that is its file, in a folder; -1 otherwise */
     int64_t regular;    /* 1 if the file has to be a regular one */
-    int64_t kept;       /* 1 if its file may stay open after use */
+    int64_t kept;       /* 1 if its file may stay open after use; IN_PLACE if it lies in memory, too */
     int64_t offset;     /* in the file; or the payload's address */
     int64_t stored, raw; /* bytes in the file, and of the payload: fewer are LZ4 data */
     uint64_t digest;    /* XXH3 of the payload, 64 bits */
@@ -103,12 +106,22 @@ typedef struct {
     int file;  /* -1: none */
     int users; /* threads that read it; it stays as long as there are some */
     int stale; /* 1 if it is to be opened again: the block may have been replaced */
+    const uint8_t *map; /* the whole file in memory, if it is read in place; else NULL */
+    size_t size;
 } File;
 
 typedef struct {
     int64_t count;
     File *file; /* a block has one place, by its number */
+    int64_t most_open, open; /* descriptors that may stay open, and that are */
 } Files;
+
+/* Where a thread may find that a file was cut off, and the way back from there (a sigjmp_buf). */
+typedef struct {
+    const uint8_t *map;
+    size_t size;
+    void *back;
+} Fault;
 
 /* Memory of a thread, which grows to the largest sample. */
 typedef struct {
@@ -121,6 +134,9 @@ typedef struct {
     int64_t folder, block;
     int file;
     File *place;
+    int may_map;  /* 1 if files of memory may be read in place */
+    int in_place; /* 1 if that one is */
+    Fault fault;
 } Thread;
 
 /* Nanoseconds of a clock that only goes on. */
@@ -130,7 +146,25 @@ int dlio_make(const Job *job, const Sample *sample, Thread *thread);
 void dlio_thread_end(Thread *thread);
 /* Let go of the file that is open. */
 void dlio_thread_rest(Thread *thread);
-int dlio_files_open(Files *files, int64_t count);
+/* True if the end of a file in memory would be noticed: while nobody has put another handler of the
+ * signal in the place of ours. Takes a system call. */
+int dlio_may_map(void);
+/* The same as `dlio_make`, of a sample that may be read in place: UNREADABLE if its file is cut off meanwhile. */
+int dlio_guarded(int (*make)(const Job *, const Sample *, Thread *), const Job *job,
+                 const Sample *sample, Thread *thread);
+/* The descriptor of a sample's file, which stays open until the thread needs another; -1 without. */
+int dlio_file_of(const Sample *sample, Thread *thread);
+/* Where a sample's stored bytes lie in memory, of which so many are wanted; NULL if they have to be
+ * read. Within `dlio_guarded`. */
+const uint8_t *dlio_in_place(const Sample *sample, int64_t bytes, Thread *thread);
+/* Have the processor's cache be filled with bytes of a sample that is made soon, if it is read in
+ * place. */
+void dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread *thread);
+/* Have the file be opened anew at its next use. */
+void dlio_distrust(Thread *thread);
+/* Returns 0 if the file cannot be read, or ends before. */
+int dlio_read_all(int file, uint8_t *into, size_t size, int64_t offset);
+int dlio_files_open(Files *files, int64_t count, int64_t most_open);
 void dlio_files_close(Files *files);
 
 #endif

@@ -49,9 +49,11 @@ _LARGE_BYTES: Final = 1 << 16
 _TASK_BYTES: Final = 1 << 18
 """Payload bytes that a thread takes at a time, about: some 100 µs of work."""
 _MOST_TASK: Final = 64
-_MOST_FILES: Final = 1024
-_FILES_SHARE: Final = 4
+_MOST_OPEN: Final = 1024
+_OPEN_SHARE: Final = 4
 """Blocks whose files stay open: at most so many, and one of so many that the process may open."""
+_MOST_MAPPED: Final = 4096
+"""Blocks of memory whose files are mapped, at most: Linux lets a process map 65,530."""
 _ENOUGH: Final = 512
 """Samples after which it is known whether native threads make most of them."""
 
@@ -305,7 +307,9 @@ class NativeJob:
         self.hierarchy, self.saved_s = given.hierarchy, given.saved_s
         pieces = None if given.pieces is None else _rows(given.pieces, self._rows)
         self._sizes = None if pieces is None else pieces["count"].prod(1)
-        self.slots = count if pieces is None else len(np.unique(self._samples["slot"]))
+        self.slots = count
+        if pieces is not None:
+            self.slots = int(np.count_nonzero(np.bincount(self._samples["slot"])))
         """Number of slots that it makes."""
         addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
             *(_address(memory.arrays[name]) for name in recipe.fields)
@@ -408,8 +412,8 @@ class NativePool(Closable):
         assert library is not None
         self._library = library
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files = _MOST_FILES if soft < 0 else min(_MOST_FILES, soft // _FILES_SHARE)
-        pool = library.open(threads, files)
+        most_open = _MOST_OPEN if soft < 0 else min(_MOST_OPEN, soft // _OPEN_SHARE)
+        pool = library.open(threads, _MOST_MAPPED, most_open)
         if not pool:
             raise OSError("no native thread can be started")
         self._pool: int | None = pool
@@ -515,7 +519,7 @@ class _PoolLibrary:
         library = ctypes.CDLL(path)
         pool, job, number = ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int64
         for name, result, arguments in (
-            ("open", pool, (number, number)),
+            ("open", pool, (number, number, number)),
             ("threads", number, (pool,)),
             ("submit", None, (pool, job)),
             ("wait", number, (pool, job, number, ctypes.POINTER(number))),

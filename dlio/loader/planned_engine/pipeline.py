@@ -227,9 +227,11 @@ class Pipeline:
             for name in ("samples", "blocks", "places", "senders")
         )
         payloads: list[UncheckedPayload | None] = [None] * len(samples)
-        whole = StepSamples(steps[-1].number, samples, blocks, places, senders, payloads)
+        whole = StepSamples(
+            steps[-1].number, samples, blocks, places, senders, payloads, is_own=True
+        )
         queue_slots = self._begin_batch(whole, [len(step.samples) for step in steps])
-        queue_slots(list(range(len(samples))))
+        queue_slots(range(len(samples)))
         self._next_step += len(steps)
         return True
 
@@ -318,17 +320,21 @@ class Pipeline:
             return batch.done.is_set()
         return batch.done.wait(timeout_s)
 
-    def _submit(self, batch: Batch, slots: list[int]) -> list[int]:
+    def _submit(self, batch: Batch, slots: Sequence[int]) -> Sequence[int]:
         """Have native threads make those of a batch's slots that they can; return the others."""
         builder, recipe, step = batch.builder, self._context.factory.native, batch.step
         if self._pool is None or recipe is None or not recipe.pays:
             return slots
         if builder is None or (memory := builder.native) is None or not slots:
             return slots
-        rows = np.array(slots, np.int64)
+        # As numbers one by one, a range takes longer than all the rest.
+        if isinstance(slots, range):
+            rows = np.arange(slots.start, slots.stop)
+        else:
+            rows = np.array(slots, np.int64)
         if builder.has_inputs:
             return self._submit_part(batch, builder.native_input(rows), memory)
-        if (step.senders[rows] >= 0).any():
+        if not step.is_own and (step.senders[rows] >= 0).any():
             # A message brings samples of one kind alone: those of its sender.
             here = np.array([slot for slot in slots if step.payloads[slot] is not None], np.int64)
             sent = arrived_locations([step.payloads[slot] for slot in here.tolist()])
@@ -407,7 +413,7 @@ class Pipeline:
 
     def _begin_batch(
         self, step: StepSamples, sizes: list[int] | None = None
-    ) -> Callable[[list[int]], None]:
+    ) -> Callable[[Sequence[int]], None]:
         """Begin a step's batch, or those of several steps of such sizes; return the listener that
         queues its slots."""
         context, count = self._context, len(step.samples)
@@ -424,8 +430,8 @@ class Pipeline:
         self._under_way.append(batch)
         self._is_native = False
 
-        def queue_slots(slots: list[int]) -> None:
-            slots = self._submit(batch, slots)
+        def queue_slots(ready: Sequence[int]) -> None:
+            slots = list(self._submit(batch, ready))
             self._is_native = not slots
             if len(slots) > _MOST_REFUSED * count:
                 self._begin_others()

@@ -1,0 +1,227 @@
+/* Files of blocks: opened, kept open, and those of memory read in place. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "pool.h"
+
+enum {
+    FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW,
+    LINE = 64,    /* bytes of the processor's cache */
+    FETCHED = 512 /* bytes of a sample after which the processor sees by itself what comes */
+};
+
+/* A read of a file in memory costs as much as some 10 kB of copying, so that small samples are read
+ * where they lie. Reading them there kills by SIGBUS if the file is cut off meanwhile. The handler
+ * below ends the sample instead, which is then made in Python, as one whose file is too short. */
+
+static _Thread_local const Fault *expected; /* where this thread may meet the end of a file */
+static struct sigaction before;
+static int is_ready;
+
+static void faulted(int number, siginfo_t *info, void *context) {
+    const Fault *fault = expected;
+    if (fault && (const uint8_t *)info->si_addr - fault->map < (int64_t)fault->size &&
+        (const uint8_t *)info->si_addr >= fault->map)
+        siglongjmp(*(sigjmp_buf *)fault->back, 1);
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(number, info, context);
+    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
+        before.sa_handler(number);
+    else {
+        sigaction(number, &before, NULL);
+        raise(number);
+    }
+}
+
+static void install(void) {
+#ifdef __linux__
+    struct sigaction own = {.sa_sigaction = faulted, .sa_flags = SA_SIGINFO | SA_NODEFER};
+    sigemptyset(&own.sa_mask);
+    is_ready = !sigaction(SIGBUS, &own, &before);
+#endif
+}
+
+int dlio_may_map(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    struct sigaction now;
+    pthread_once(&once, install);
+    return is_ready && !sigaction(SIGBUS, NULL, &now) && (now.sa_flags & SA_SIGINFO) &&
+           now.sa_sigaction == faulted;
+}
+
+int dlio_guarded(int (*make)(const Job *, const Sample *, Thread *), const Job *job,
+                 const Sample *sample, Thread *thread) {
+    sigjmp_buf back;
+    thread->fault = (Fault){.back = &back};
+    /* The signal's mask is not saved, which takes a system call: the handler changes none. */
+    int state = sigsetjmp(back, 0) ? UNREADABLE : make(job, sample, thread);
+    expected = NULL;
+    return state;
+}
+
+int dlio_files_open(Files *files, int64_t count, int64_t most_open) {
+    files->file = calloc((size_t)count + 1, sizeof *files->file);
+    files->count = files->file ? count : 0;
+    files->most_open = most_open, files->open = 0;
+    for (int64_t k = 0; k < files->count; k++) {
+        files->file[k].file = -1;
+        pthread_mutex_init(&files->file[k].lock, NULL);
+    }
+    return files->file != NULL;
+}
+
+static void close_kept(File *place, Files *files) {
+    if (place->map) munmap((void *)(uintptr_t)place->map, place->size);
+    __atomic_store_n(&place->map, NULL, __ATOMIC_RELAXED);
+    if (place->file < 0) return;
+    close(place->file);
+    place->file = -1;
+    __atomic_fetch_sub(&files->open, 1, __ATOMIC_RELAXED);
+}
+
+void dlio_files_close(Files *files) {
+    for (int64_t k = 0; k < files->count; k++) {
+        close_kept(files->file + k, files);
+        pthread_mutex_destroy(&files->file[k].lock);
+    }
+    free(files->file);
+}
+
+void dlio_thread_rest(Thread *thread) {
+    if (thread->place) {
+        pthread_mutex_lock(&thread->place->lock);
+        thread->place->users--;
+        pthread_mutex_unlock(&thread->place->lock);
+    } else if (thread->file >= 0)
+        close(thread->file);
+    thread->place = NULL, thread->file = -1, thread->folder = thread->block = -1;
+    thread->in_place = 0;
+}
+
+static int open_block(const Sample *sample) {
+    char name[32];
+    snprintf(name, sizeof name, "%08lld.blk", (long long)sample->block);
+    int file;
+    do file = openat((int)sample->descriptor, name, FLAGS);
+    while (file < 0 && errno == EINTR);
+    struct stat status;
+    if (file >= 0 && sample->regular && (fstat(file, &status) || !S_ISREG(status.st_mode))) {
+        close(file);
+        return -1;
+    }
+    return file;
+}
+
+/* Map the file of a block. It needs no descriptor from then on. */
+static void map_block(const Sample *sample, File *place) {
+    int file = place->file >= 0 ? place->file : open_block(sample);
+    struct stat status;
+    if (file >= 0 && !fstat(file, &status) && S_ISREG(status.st_mode) && status.st_size) {
+        void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_SHARED, file, 0);
+        if (map != MAP_FAILED) {
+            place->size = (size_t)status.st_size;
+            __atomic_store_n(&place->map, map, __ATOMIC_RELAXED);
+        }
+    }
+    if (file >= 0 && file != place->file) close(file);
+}
+
+static void open_kept(const Sample *sample, File *place, Files *files) {
+    if (__atomic_add_fetch(&files->open, 1, __ATOMIC_RELAXED) <= files->most_open)
+        place->file = open_block(sample);
+    if (place->file < 0) __atomic_fetch_sub(&files->open, 1, __ATOMIC_RELAXED);
+}
+
+static File *place_of(const Sample *sample, const Files *files) {
+    return files->file + (uint64_t)sample->block % (uint64_t)files->count;
+}
+
+/* Have the thread hold the file of a block that stays open or mapped, or have it stay in place of one
+ * that nobody reads. It holds none if the place is taken by another, or no more may stay. */
+static void hold_kept(const Sample *sample, Thread *thread, int in_place) {
+    File *place = place_of(sample, thread->files);
+    pthread_mutex_lock(&place->lock);
+    int is_here = (place->file >= 0 || place->map) && !place->stale &&
+                  place->folder == sample->descriptor && place->block == sample->block;
+    /* Mapping a file for one sample takes longer than reading it. */
+    int stays = place->users || (in_place && place->map && !place->stale);
+    if (!is_here && !stays) {
+        close_kept(place, thread->files);
+        place->folder = sample->descriptor, place->block = sample->block, place->stale = 0;
+        is_here = 1;
+    }
+    if (is_here) {
+        if (in_place && !place->map) map_block(sample, place);
+        thread->in_place = in_place && place->map;
+        if (!thread->in_place && place->file < 0) open_kept(sample, place, thread->files);
+        if (thread->in_place || place->file >= 0)
+            thread->place = place, thread->file = place->file, place->users++;
+    }
+    pthread_mutex_unlock(&place->lock);
+}
+
+static int is_at(const Sample *sample, const Thread *thread) {
+    return thread->folder == sample->descriptor && thread->block == sample->block;
+}
+
+/* Have the thread hold a sample's file, to be read in place if that may be. */
+static void hold(const Sample *sample, Thread *thread, int in_place) {
+    dlio_thread_rest(thread);
+    if (sample->kept && thread->files->count) hold_kept(sample, thread, in_place);
+    if (!thread->place) thread->file = open_block(sample);
+    thread->folder = sample->descriptor, thread->block = sample->block;
+}
+
+int dlio_file_of(const Sample *sample, Thread *thread) {
+    if (sample->block < 0) return (int)sample->descriptor;
+    if (!is_at(sample, thread) || thread->file < 0) hold(sample, thread, 0);
+    return thread->file;
+}
+
+const uint8_t *dlio_in_place(const Sample *sample, int64_t bytes, Thread *thread) {
+    if (sample->block < 0 || sample->kept != IN_PLACE || bytes > SMALL || !thread->may_map)
+        return NULL;
+    if (!is_at(sample, thread) || !thread->in_place) hold(sample, thread, 1);
+    const File *place = thread->place;
+    if (!thread->in_place || sample->offset < 0 ||
+        sample->offset > (int64_t)place->size - sample->stored)
+        return NULL;
+    thread->fault.map = place->map, thread->fault.size = place->size;
+    expected = &thread->fault;
+    return place->map + sample->offset;
+}
+
+void dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread *thread) {
+    if (sample->kept != IN_PLACE || bytes > SMALL || !thread->files->count) return;
+    /* Without the lock: a wrong address does no harm here. */
+    const uint8_t *map = __atomic_load_n(&place_of(sample, thread->files)->map, __ATOMIC_RELAXED);
+    uintptr_t at = (uintptr_t)map + (uintptr_t)(sample->offset + from);
+    for (int64_t k = 0; map && k < bytes && k < FETCHED; k += LINE)
+        __builtin_prefetch((const void *)(at + (uintptr_t)k));
+}
+
+void dlio_distrust(Thread *thread) {
+    if (!thread->place) return;
+    pthread_mutex_lock(&thread->place->lock);
+    thread->place->stale = 1;
+    pthread_mutex_unlock(&thread->place->lock);
+    dlio_thread_rest(thread);
+}
+
+int dlio_read_all(int file, uint8_t *into, size_t size, int64_t offset) {
+    while (size) {
+        ssize_t count = pread(file, into, size, offset);
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) return 0;
+        into += count, size -= (size_t)count, offset += count;
+    }
+    return 1;
+}

@@ -1,0 +1,138 @@
+"""Small samples of a RAM tier are read where they lie, and none dies of a file that is cut off."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import dlio
+from dlio.loader.planned_engine import native_pool
+
+pytestmark = [
+    pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name()),
+    pytest.mark.skipif(sys.platform != "linux", reason="files are read in place on Linux alone"),
+]
+
+_PROGRAM = '''
+import faulthandler, os, sys
+import numpy as np
+import xxhash
+from dlio.data.schema import Schema
+from dlio.loader.planned_engine.native_pool import (
+    NativeArrays, NativeInput, NativeJob, NativePool, NativeRecipe
+)
+from dlio.storage.sample_locations import IN_PLACE, SampleLocations
+
+BLOCK, COUNT = "00000007.blk", 300
+os.chdir(sys.argv[1])
+columns = int(sys.argv[2])
+rows = np.arange(COUNT * columns, dtype=np.int64).reshape(COUNT, columns)
+rows.tofile(BLOCK)
+size = 8 * columns
+recipe = NativeRecipe(Schema((("x", f"int64[{columns}]"),)), ["x"])
+folder = os.open(".", os.O_RDONLY)
+
+
+def made(pool, kept=IN_PLACE):
+    """Return (rows that are made, whether the file is mapped)."""
+    array = np.zeros_like(rows)
+    digests = np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows], np.uint64)
+    located = SampleLocations.of(
+        np.ones(COUNT, np.bool_), [], descriptor=folder, block=7, kept=kept,
+        offset=np.arange(COUNT) * size, stored=size, raw=size, checked=1,
+        digest=digests.view(np.int64),
+    )
+    given = NativeInput(np.arange(COUNT), located, np.full(COUNT, 7), None)
+    job = NativeJob(recipe, 0, given, NativeArrays({"x": array}), pool.threads)
+    pool.submit(job)
+    while not pool.wait(job, 60):
+        pass
+    slots = job.made()
+    assert (array[slots] == rows[slots]).all()
+    with open("/proc/self/maps") as maps:
+        return len(slots), BLOCK in maps.read()
+'''
+
+
+def _run(tmp_path: Path, what: str, columns: int = 9) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", _PROGRAM + what, str(tmp_path), str(columns)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    ("columns", "kept", "is_mapped"),
+    [(9, "IN_PLACE", True), (2048, "IN_PLACE", True), (2049, "IN_PLACE", False), (9, "1", False)],
+)
+def test_small_samples_of_memory_are_read_in_place(
+    columns: int, kept: str, is_mapped: bool, tmp_path: Path
+) -> None:
+    done = _run(tmp_path, f"print(*made(NativePool(2), {kept}))", columns)
+    assert done.stdout.split() == ["300", str(is_mapped)], done.stderr
+
+
+def test_a_file_that_is_cut_off_loses_the_rows_behind_its_end_alone(tmp_path: Path) -> None:
+    """Behind the end its page reads as zeros, which the checksums show."""
+    what = """
+faulthandler.enable()  # Has the signal first.
+pool = NativePool(2)
+assert made(pool) == (COUNT, True)
+os.truncate(BLOCK, 4096)
+count, _ = made(pool)
+print(count)
+rows.tofile(BLOCK)  # Written again: opened anew, as its file is not trusted any more.
+print(made(pool)[0])
+"""
+    done = _run(tmp_path, what)
+    assert done.stdout.split() == [str(4096 // 72), "300"], done.stderr
+
+
+def test_another_handler_of_the_signal_is_left_alone(tmp_path: Path) -> None:
+    """Without ours a file that is cut off would kill: samples are read by calls then."""
+    what = """
+print(*made(NativePool(2)))
+faulthandler.enable()
+pool = NativePool(2)
+os.truncate(BLOCK, 4096)
+print(made(pool)[0])
+"""
+    done = _run(tmp_path, what)
+    assert done.stdout.split() == ["300", "True", str(4096 // 72)], done.stderr
+
+
+@pytest.mark.parametrize("before", ["", "faulthandler.enable()"])
+def test_the_signal_of_others_goes_to_whoever_had_it(before: str, tmp_path: Path) -> None:
+    what = f"""
+{before}
+assert made(NativePool(2)) == (COUNT, True)
+print("made", flush=True)
+os.kill(os.getpid(), {int(signal.SIGBUS)})
+print("alive")
+"""
+    done = _run(tmp_path, what)
+    assert done.returncode == -signal.SIGBUS
+    assert done.stdout == "made\n"
+    assert ("Fatal Python error: Bus error" in done.stderr) == bool(before)
+
+
+def test_a_tier_that_is_cut_off_in_the_middle_of_a_pass_is_healed(tmp_path: Path) -> None:
+    path, count = tmp_path / "rows.h5", 4000
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(count * 16).reshape(count, 16)
+    with dlio.open(path, tiers="ram:64MiB", seed=0) as data:
+        loader = dlio.DataLoader(data, 50, num_workers=2)
+        for epoch in range(3):
+            firsts = []
+            for step, batch in enumerate(loader):
+                rows = batch["x"] if isinstance(batch, dict) else batch
+                firsts += rows[:, 0].tolist()
+                if epoch and step == 5:
+                    assert data.mounted is not None
+                    tier = Path(data.mounted.hierarchy.tiers[0].path)
+                    for block in tier.glob("*.blk"):
+                        with block.open("r+b") as file:
+                            file.truncate(block.stat().st_size // 3)
+            assert sorted(firsts) == list(range(0, count * 16, 16))
