@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dlio.data.reader_contract import Fit, path_rules_of
-from dlio.data.source import Source, inside, last_name, redact
+from dlio.data.source import Source, inside, is_remote, last_name, redact
 from dlio.data.splits import (
     SPLITS,
     WHOLE,
@@ -21,6 +21,7 @@ from dlio.data.splits import (
     splits_among,
 )
 from dlio.errors import SourceError, UsageError
+from dlio.util.limits import LFS_POINTER, is_lfs_pointer
 from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
@@ -65,6 +66,8 @@ class Interpretation:
     """The split that is read, as the data set spells it; "" if it has none."""
     left_out: list[str] = field(default_factory=list)
     """Files that lie there and are not read, with counts."""
+    doubts: list[str] = field(default_factory=list)
+    """What it may mean otherwise, with remedies."""
     has_files: bool = False
     """True if it reads files of the folder itself, whose names may say their splits."""
     has_folders: bool = False
@@ -73,12 +76,13 @@ class Interpretation:
     """Of its `Fit`; 0 if nothing that it reads was found."""
 
     def tell(self) -> None:
-        """Warn of the files that are left out, once in a process."""
-        if not self.left_out:
-            return
+        """Warn of the files that are left out, and of doubts, once in a process."""
         shown = redact(self.path if isinstance(self.path, str) else str(self.path))
-        text = f"{shown}: read as {self.words or self.format}; left out: {', '.join(self.left_out)}"
-        tell_once(text)
+        text = f"{shown}: read as {self.words or self.format}"
+        if self.left_out:
+            tell_once(f"{text}; left out: {', '.join(self.left_out)}")
+        for doubt in self.doubts:
+            tell_once(f"{text}; {doubt}")
 
 
 def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]) -> Interpretation:
@@ -127,6 +131,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
         path,
         words=best.words,
         left_out=left,
+        doubts=list(best.doubts),
         has_files=taken is not None and not best.is_marked,
         has_folders=best.in_folders,
         weight=best.weight,
@@ -201,6 +206,19 @@ def _own_files(path: str, reading: Interpretation) -> list[str]:
     owns = path_rules_of(reading.kind).owns
     names = [name for name, folder in Source(path).names() if not folder]
     return [name for name in names if owns is not None and owns(name.lower())]
+
+
+def check_pointer(path: str, reading: Interpretation | None = None) -> None:
+    """Raise SourceError if a local file, or the first one of a folder that its reader takes, is a
+    pointer of Git LFS."""
+    if is_remote(path):
+        return
+    if os.path.isdir(path) and reading is not None and path_rules_of(reading.kind).owns:
+        path = next((inside(path, name) for name in _own_files(path, reading)), path)
+    if os.path.isfile(path) and is_lfs_pointer(Source(os.path.dirname(path) or ".").read(
+        os.path.basename(path), 0, 64
+    )):
+        raise SourceError(f"{path} {LFS_POINTER}")
 
 
 def files_of_split(path: str, fields: str, reading: Interpretation, split: str | None) -> None:

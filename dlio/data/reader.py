@@ -12,6 +12,7 @@ from dlio.data.interpretation import (
     Interpretation,
     Kinds,
     best_fit,
+    check_pointer,
     check_pattern,
     files_of_split,
     folder_of_all,
@@ -132,6 +133,7 @@ def open_reading(
         trusting(trust),
     ):
         if named:
+            check_pointer(split_fields(every[0])[0])
             reading = _understood(cast("str | Sequence[str]", path), kinds, split, options)
         else:
             if split is not None:
@@ -141,6 +143,8 @@ def open_reading(
                 raise _unknown(f"this {type(path).__name__}", reasons, named=False)
             reading = Interpretation(name, kind, path, options)
         reading.tell()
+        if isinstance(reading.path, str):
+            check_pointer(split_fields(reading.path)[0], reading)
         reader = _opened(reading, named)
     _tell_of_labels(reader)
     return reader, reading

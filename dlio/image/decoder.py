@@ -77,6 +77,7 @@ from dlio.image.tiff_strips import strips_are_whole
 from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
 from dlio.util.forks import new_lock
+from dlio.util.limits import LFS_POINTER, is_lfs_pointer
 from dlio.util.settings import settings
 from dlio.util.units import counted
 
@@ -499,13 +500,16 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
         width, height = struct.unpack("<HH", head[6:10])
         return height, width
     if head[:2] == b"BM" and len(head) >= 26:
-        width, height = struct.unpack("<ii", head[18:26])
+        is_core = head[14:18] == b"\x0c\0\0\0"  # Of OS/2 1, with sides of 16 bits.
+        width, height = struct.unpack_from("<HH" if is_core else "<ii", head, 18)
         return abs(height), width
     if head[:4] in TIFF:
         return tiff_header(image, name).size(image)
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
     if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
         return None
+    if is_lfs_pointer(image):
+        raise DecodeError(f"{name} {LFS_POINTER}")
     if kind := unread_format(image):
         raise _unread(name, kind)
     raise damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")

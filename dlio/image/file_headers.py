@@ -277,6 +277,7 @@ _UNREAD: Final = (
     (re.compile(rb"%PDF"), "PDF"),
     (re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?<svg"), "SVG"),
     (re.compile(rb"\s*<(?:!DOCTYPE )?html", re.IGNORECASE), "HTML"),
+    (re.compile(rb"Pf\s|PF\s"), "PFM"),
 )
 
 

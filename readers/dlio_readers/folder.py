@@ -50,6 +50,12 @@ from dlio_readers.fileset import (
     index_kind,
     note_others,
 )
+from dlio_readers.folder_doubts import (
+    doubt_of_masks,
+    doubts_of_classes,
+    masks_among,
+    name_labels,
+)
 from dlio_readers.picture_lists import (
     FILE_COLUMNS,
     MAX_TABLE,
@@ -61,7 +67,7 @@ from dlio_readers.picture_lists import (
     is_wordy,
     names_of_lists,
 )
-from dlio_readers.unread_labels import unread_labels, write_them
+from dlio_readers.unread_labels import files_of_labels, unread_labels, write_them
 
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
@@ -77,6 +83,8 @@ _LABEL_TABLES: Final = "labels."
 _DESCRIPTIONS: Final = "metadata."
 _CHOICES: Final = ("layout", "table", "label")
 _MOST_ROWS: Final = 1 << 24
+_PROBED: Final = 64
+"""Class folders whose names of files are looked at for what else they may mean."""
 _IMAGE: Final = Schema((("image", "image"),))
 
 
@@ -109,7 +117,8 @@ class FolderReader(ListedReader):
     Args:
         path: the folder.
         layout: `classes` for folders that are classes, `flat` for the pictures of the folder
-            itself; None for the one that clearly has more.
+            itself, `names` for these with labels that their names begin with, such as `cat` of
+            `cat.12.jpg`; None for classes or flat, of which there clearly are more.
         split: which of several splits that lists of pictures name, or `all`.
         table: the list of pictures and labels to read, below the folder or by its full path; None
             for those that are found; see `dlio_readers.picture_lists`.
@@ -126,7 +135,7 @@ class FolderReader(ListedReader):
     def __init__(
         self,
         path: str,
-        layout: Literal["classes", "flat"] | None = None,
+        layout: Literal["classes", "flat", "names"] | None = None,
         split: str | None = None,
         table: str | None = None,
         label: str | None = None,
@@ -197,7 +206,7 @@ class FolderReader(ListedReader):
         plan = plan_of(source, self._layout, self._table, self._label)
         if plan.lists is not None:
             index, head = _by_lists(source, plan.lists, self._split)
-        elif plan.labels:
+        elif plan.labels or plan.is_named:
             index, head = _by_table(source, plan.table, plan.labels, plan.pictures)
         elif plan.is_flat:
             index, head = _flat(source, rows)
@@ -292,6 +301,8 @@ class FolderPlan:
     """All pictures below the folder, where a table names some."""
     lists: PictureLists | None = None
     """Lists of the pictures of splits."""
+    is_named: bool = False
+    """True if names of pictures are their labels."""
 
 
 def plan_of(
@@ -310,7 +321,10 @@ def plan_of(
     rows = source.names()
     here = [name for name, folder in rows if not folder and name.lower().endswith(PICTURES)]
     folders = [name for name, folder in rows if folder]
+    if layout == "names":
+        return _name_plan(source, here)
     table = next((name for name in _TABLES if (name, False) in rows), "")
+    rest = [name for name in _TABLES if (name, False) in rows and name != table]
     if table and folders:
         plan = _table_plan(source, table)
         if plan is not None:
@@ -325,8 +339,11 @@ def plan_of(
         files: list[str] = []
         if here and not table and not layout:
             notes, files = unread_labels(source, here)
-            notes = (*_lists_above(source), *notes)
-        fit = Fit(words, weight, left_out=notes, used=(table, *files))
+            notes = (*_names_words(here), *_lists_above(source, here), *notes)
+        if rest:
+            notes = (*notes, f"{named_files(rest)}, since {table} is read")
+        doubts = [doubt_of_masks(masks)] if (masks := masks_among(here)) and not layout else []
+        fit = Fit(words, weight, left_out=notes, used=(table, *files), doubts=tuple(doubts))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)
     others = [f"{table}, which has no labels of the pictures"] if table and not here else []
@@ -349,7 +366,76 @@ def plan_of(
     if here:
         others.append(f"{shown} next to them, which layout='flat' reads")
     used = (table,) if table else ()
-    return FolderPlan(Fit(words, weight, in_folders=True, left_out=tuple(others), used=used))
+    doubts = []
+    if layout is None:
+        below = {name: _pictures_in(source, name) for name in folders[:_PROBED]}
+        full = [name for name in folders if below.get(name, True)]
+        doubts = doubts_of_classes(full, below)
+        doubts += _doubled(source, full)
+        others += _beside_pictures(source, below)
+    fit = Fit(
+        words,
+        weight,
+        in_folders=True,
+        left_out=tuple(others),
+        used=used,
+        doubts=tuple(doubts),
+    )
+    return FolderPlan(fit)
+
+
+def _name_plan(source: Source, here: Sequence[str]) -> FolderPlan:
+    """Return how pictures are read whose names are labels. Raises UsageError if they are not."""
+    labels = name_labels([os.path.splitext(name)[0] for name in here])
+    if not labels:
+        raise UsageError(
+            f"layout='names': the names of the pictures of {source.path()} are not labels and "
+            "numbers, such as cat.12.jpg, of several classes"
+        )
+    named = {name: labels[os.path.splitext(name)[0]] for name in here}
+    words = f"{counted(len(here), 'picture')} with labels in their names"
+    fit = Fit(words, len(here), is_marked=True)
+    return FolderPlan(fit, labels=named, pictures=list(here), is_named=True)
+
+
+def _names_words(here: Sequence[str]) -> tuple[str, ...]:
+    """Return the words about pictures whose names look like labels."""
+    labels = name_labels([os.path.splitext(name)[0] for name in here])
+    if not labels:
+        return ()
+    shown = sorted(set(labels.values()))
+    some = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+    return (f"labels that the names look like ({some}), which layout='names' reads",)
+
+
+def _pictures_in(source: Source, folder: str) -> list[str]:
+    names = [name for name, inner in source.names(folder) if not inner]
+    return [name for name in names if name.lower().endswith(PICTURES)]
+
+
+def _doubled(source: Source, folders: Sequence[str]) -> list[str]:
+    """Return the words about a class folder that holds the other classes again, as archives do
+    that were packed twice."""
+    for name in folders[:_PROBED]:
+        inner = {each for each, is_folder in source.names(name) if is_folder}
+        again = sorted(inner.intersection(folders))
+        if len(again) > 1:
+            return [
+                f"{name} is a class that holds folders called {' and '.join(again[:2])}, as other "
+                f"classes are: remove it, or open {source.path(name)}"
+            ]
+    return []
+
+
+def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the words about files next to the pictures of class folders that may say more."""
+    found = []
+    for folder, pictures in below.items():
+        if pictures:
+            found += [f"{folder}/{name}" for name in files_of_labels(source, folder, pictures)]
+    if not found:
+        return []
+    return [f"{named_files(found)} in class folders, which may hold labels or boxes"]
 
 
 def _list_plan(lists: PictureLists) -> FolderPlan:
@@ -362,7 +448,7 @@ def _list_plan(lists: PictureLists) -> FolderPlan:
     )
 
 
-def _lists_above(source: Source) -> tuple[str, ...]:
+def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
     """Return the words about lists next to a folder of pictures that is opened by itself."""
     above, _, folder = source.root.rpartition("/")
     if not source.local or not above:
@@ -379,7 +465,9 @@ def _lists_above(source: Source) -> tuple[str, ...]:
             f"{write_them(source, matlab[0])}",
         )
     if not lists:
-        return ()
+        found = files_of_labels(Source(above), "", pictures, is_strict=True)
+        where = f"{named_files(found)} in {above}, which may hold labels"
+        return (f"{where}: write them to {source.path('labels.csv')}",) if found else ()
     return (f"the labels of {above}/{lists[0]}: open {above}, or give table=",)
 
 
@@ -437,7 +525,7 @@ def _by_table(
     index["sizes"] = index["sizes"] + IMAGE_LABEL.overhead
     index["labels"], classes = _numbered([labels[name] for name in names])
     below = {name.rpartition("/")[0] for name in names}
-    places = ["", table, *sorted(below - {""})]
+    places = ["", *[table] * bool(table), *sorted(below - {""})]
     folders = {place: source.modified_ns(place) for place in places}
     return index, {"classes": classes, "labelled": True, "folders": folders}
 
