@@ -64,6 +64,8 @@ class Interpretation:
     words: str = ""
     split: str = ""
     """The split that is read, as the data set spells it; "" if it has none."""
+    others: dict[str, list[str]] = field(default_factory=dict)
+    """Files, or the folder, of each other split of the same data set."""
     left_out: list[str] = field(default_factory=list)
     """Files that lie there and are not read, with counts."""
     doubts: list[str] = field(default_factory=list)
@@ -215,9 +217,9 @@ def check_pointer(path: str, reading: Interpretation | None = None) -> None:
         return
     if os.path.isdir(path) and reading is not None and path_rules_of(reading.kind).owns:
         path = next((inside(path, name) for name in _own_files(path, reading)), path)
-    if os.path.isfile(path) and is_lfs_pointer(Source(os.path.dirname(path) or ".").read(
-        os.path.basename(path), 0, 64
-    )):
+    if os.path.isfile(path) and is_lfs_pointer(
+        Source(os.path.dirname(path) or ".").read(os.path.basename(path), 0, 64)
+    ):
         raise SourceError(f"{path} {LFS_POINTER}")
 
 
@@ -238,6 +240,11 @@ def files_of_split(path: str, fields: str, reading: Interpretation, split: str |
     chosen = chosen_split(split, list(splits), redact(path))
     reading.split = chosen
     reading.path = [inside(path, name) + fields for name in splits[chosen]]
+    reading.others = {
+        split: [inside(path, name) + fields for name in names]
+        for split, names in splits.items()
+        if split != chosen
+    }
     rest = len(own) - len(splits[chosen])
     reading.words += f", split {chosen}: {len(splits[chosen])} of {rest + len(splits[chosen])}"
 
@@ -257,6 +264,12 @@ def check_pattern(pattern: str, paths: Sequence[str]) -> None:
     if len(splits) > 1:
         text = f"{redact(pattern)} stands for the splits {', '.join(splits)}, read as one data set"
         tell_once(f"{text}: choose one with split=")
+
+
+def other_folders(path: str, split: str) -> dict[str, list[str]]:
+    """Return the folders of the other splits next to one that was chosen of a folder."""
+    folders = split_folders([name for name, folder in Source(path).names() if folder])
+    return {name: [inside(path, name)] for name in folders if name != split}
 
 
 def split_folder(path: str, split: str | None) -> tuple[str, str] | None:

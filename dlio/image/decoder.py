@@ -44,6 +44,7 @@ from dlio.image.file_headers import (
     BITS,
     COLOURS,
     FORMAT,
+    ORIENTATION,
     PALETTE,
     PHOTOMETRIC,
     RGB,
@@ -56,6 +57,7 @@ from dlio.image.file_headers import (
     has_more_frames,
     pnm_as_stored,
     pnm_most,
+    turned,
     unread_format,
     without_animation,
     without_transparency,
@@ -693,6 +695,10 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     signed or no whole numbers are limited to 0 to 255."""
     header = tiff_header(image, name)
     check_strips(image, name, header)
+    height, width, padded = header.padded(image, MAX_PIXELS)
+    if padded is not None:
+        turn = header.value(image, ORIENTATION, 1)
+        return np.ascontiguousarray(turned(_decode_tiff(padded, name)[:height, :width], turn))
     bits, kind = header.packed_bits(image), header.value(image, PHOTOMETRIC, RGB)
     if bits > 1:
         numbers = tiff_numbers(image, name, header)
@@ -774,7 +780,8 @@ def opencv_pixels(image: Buffer, name: object, as_stored: bool = False) -> Store
         pixels = None if whole is None else cv2.imdecode(np.frombuffer(whole, np.uint8), flags)
         if pixels is None:
             raise damaged(name, "OpenCV cannot decode it")
-        WARNINGS.note(name, "its pixels are complete, and the file is damaged or cut off")
+        if bytes(image[:4]) not in TIFF:  # Whose repaired files are sound.
+            WARNINGS.note(name, "its pixels are complete, and the file is damaged or cut off")
     decoded: StoredPixels = pixels
     return decoded
 

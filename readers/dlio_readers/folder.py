@@ -66,6 +66,8 @@ from dlio_readers.picture_lists import (
     has_lists,
     is_wordy,
     names_of_lists,
+    same_name,
+    tell_of_boxes,
 )
 from dlio_readers.unread_labels import files_of_labels, unread_labels, write_them
 
@@ -260,6 +262,11 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
     for _ in range(depth):
         entries = sorted(source.names(at))
         files = [name for name, is_folder in entries if not is_folder]
+        if files and all(name.lower().endswith(".xml") for name in files):
+            return (
+                "it holds XML, such as Pascal VOC's boxes, which is not read: convert these to "
+                "COCO's JSON, or open the folder of pictures alone"
+            )
         if files:
             return (
                 f"it holds other files, such as {files[0]} in {source.path(at)}: name the folder "
@@ -369,10 +376,14 @@ def plan_of(
     doubts = []
     if layout is None:
         below = {name: _pictures_in(source, name) for name in folders[:_PROBED]}
-        full = [name for name in folders if below.get(name, True)]
-        doubts = doubts_of_classes(full, below)
-        doubts += _doubled(source, full)
+        doubts = doubts_of_classes(folders, {name: own for name, own in below.items() if own})
+        doubts += _nested(source, folders)
         others += _beside_pictures(source, below)
+        some = [name for own in below.values() for name in own]
+        above = files_of_labels(source, "", some, is_strict=True)
+        above = [name for name in above if name != table and not name.lower().endswith(".csv")]
+        if above:
+            others.append(f"{named_files(above)}, which may hold labels: folders' names are taken")
     fit = Fit(
         words,
         weight,
@@ -413,17 +424,26 @@ def _pictures_in(source: Source, folder: str) -> list[str]:
     return [name for name in names if name.lower().endswith(PICTURES)]
 
 
-def _doubled(source: Source, folders: Sequence[str]) -> list[str]:
-    """Return the words about a class folder that holds the other classes again, as archives do
-    that were packed twice."""
-    for name in folders[:_PROBED]:
-        inner = {each for each, is_folder in source.names(name) if is_folder}
-        again = sorted(inner.intersection(folders))
+def _nested(source: Source, folders: Sequence[str]) -> list[str]:
+    """Return the words about class folders that hold the other classes again, as archives do that
+    were packed twice, or that all hold the same folders, such as `images` and `masks`."""
+    inner = {
+        name: sorted(each for each, is_folder in source.names(name) if is_folder)
+        for name in folders[:_PROBED]
+    }
+    for name, own in inner.items():
+        again = [each for each in own if each in folders]
         if len(again) > 1:
             return [
                 f"{name} is a class that holds folders called {' and '.join(again[:2])}, as other "
                 f"classes are: remove it, or open {source.path(name)}"
             ]
+    first = next(iter(inner.values()))
+    if len(inner) > 1 and len(first) > 1 and all(own == first for own in inner.values()):
+        return [
+            f"each of these folders holds the folders {', '.join(first[:3])}, as cases do and "
+            "classes do not: their labels are the outer folders all the same"
+        ]
     return []
 
 
@@ -666,6 +686,7 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
     column = split_column(columns)
     if column is not None:
         tell_once(f"{source.path(table)}: {not_chosen_by(column)}")
+    tell_of_boxes(source.path(table), columns)
     others = [name for name in columns if name not in (file, label) and likely_label([name])]
     if others:
         left = ", ".join(others)
@@ -711,19 +732,19 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
 
     Raises SourceError if two of its names mean one picture.
     """
-    known = set(pictures)
+    known = {same_name(name): name for name in pictures}
     bare: dict[str, list[str]] = {}
-    for name in pictures:
-        bare.setdefault(os.path.splitext(name)[0], []).append(name)
+    for own, name in known.items():
+        bare.setdefault(os.path.splitext(own)[0], []).append(name)
     folders = {os.path.dirname(name) for name in pictures}
     inside = folders.pop() if len(folders) == 1 else ""
     result: dict[str, str] = {}
     for given, label in labels.items():
-        name = os.path.normpath(given)
-        tries = [name, os.path.join(inside, name)]
-        meant = [each for each in tries if each in known]
+        name = same_name(given)
+        tries = [name, os.path.join(same_name(inside), name)]
+        meant = [known[each] for each in tries if each in known]
         meant = meant or [each for bases in tries for each in bare.get(bases, ())]
-        target = meant[0] if len(set(meant)) == 1 or meant[:1] == [name] else name
+        target = meant[0] if len(set(meant)) == 1 or name in known else name
         if result.setdefault(target, label) != label:
             raise SourceError(f"the table of labels has several for {target}: keep one")
     return result

@@ -1,9 +1,9 @@
 """What folders of samples may mean otherwise than they are read, by the names in them.
 
-    BraTS_001/BraTS_001_{t1,t2,seg}.nii.gz      a case in each folder, and not a class
-    cat.0.jpg, dog.12.jpg                       labels in names
-    0001.tif, 0001_mask.tif                     masks among the pictures
-    a/0.jpg, a/labels.csv                       tables in class folders
+BraTS_001/BraTS_001_{t1,t2,seg}.nii.gz      a case in each folder, and not a class
+cat.0.jpg, dog.12.jpg                       labels in names
+0001.tif, 0001_mask.tif                     masks among the pictures
+a/0.jpg, a/labels.csv                       tables in class folders
 """
 
 import os
