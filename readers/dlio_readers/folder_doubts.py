@@ -57,8 +57,9 @@ def case_parts(folder: str, stems: Sequence[str]) -> dict[str, str]:
     if all(stem.startswith(folder) for stem in stems):
         ends = {stem.removeprefix(folder).lstrip(_SPACE): stem for stem in stems}
     else:  # Up to the last mark that all have in common, so that t1 and t2 stay.
-        common = os.path.commonprefix(list(stems)) if len(stems) > 1 else ""
-        at = max(common.rfind(mark) for mark in _SPACE) + 1
+        pairs = enumerate(zip(min(stems, default=""), max(stems, default=""), strict=False))
+        common = next((k for k, (left, right) in pairs if left != right), 0)
+        at = max(min(stems, default="").rfind(mark, 0, common) for mark in _SPACE) + 1
         ends = {stem[at:]: stem for stem in stems}
     return ends if len(ends) == len(stems) and "" not in ends else {}
 
@@ -111,7 +112,7 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
     small: dict[str, str] = {}
     twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]
     if twins:
-        words.append(f"{twins[0][0]} and {twins[0][1]} are two classes, and differ in case alone")
+        words.append(f"{twins[0][0]} and {twins[0][1]} are two classes, and differ only in case")
     if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != sorted(classes):
         places = {name: place for place, name in enumerate(sorted(classes))}
         odd = next(name for name, place in places.items() if int(name) != place)
