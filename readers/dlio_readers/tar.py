@@ -305,6 +305,8 @@ class TarReader(PathReader):
         longer = next((name for name in texts if label_name([name.partition(".")[0]])), None)
         if longer is not None:
             return f"its {longer} is a text: call it {longer.partition('.')[0]}"
+        if list(names) == ["tar"]:
+            return "its members are tars themselves: extract it, and open these"
         if len(names) > 1:
             return ""
         some = np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int)

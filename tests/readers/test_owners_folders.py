@@ -4,12 +4,15 @@
 """
 
 import contextlib
+import io
 import json
 import logging
+import tarfile
 import unicodedata
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,12 +45,12 @@ class _Owned(NamedTuple):
 
     pictures: str
     """Names, separated by spaces."""
-    texts: dict[str, str] = {}
+    texts: Mapping[str, str] = MappingProxyType({})
     labels: Sequence[int] = ()
     classes: Sequence[str] = ()
     told: str = ""
     """Part of a warning; "" for a folder that is read without any."""
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 NAMED = {
@@ -237,7 +240,7 @@ def test_a_folder_is_read_or_what_it_may_mean_is_told(
 
 def test_names_that_are_no_labels_are_refused_as_such(tmp_path: Path) -> None:
     _made(_Owned("a.png b.png"), tmp_path)
-    with pytest.raises(UsageError, match="layout='names'.*are not labels and numbers"):
+    with pytest.raises(UsageError, match=r"layout=.names.: .*are not labels and numbers"):
         open_reader(str(tmp_path), layout="names")
 
 
@@ -449,3 +452,62 @@ def test_boxes_of_pascal_voc_are_named(tmp_path: Path) -> None:
     (tmp_path / "Annotations" / "0.xml").write_text("<annotation/>")
     with pytest.raises(SourceError, match="it holds XML, such as Pascal VOC's boxes"):
         open_reader(str(tmp_path))
+
+
+# Columns and members
+
+
+def test_files_of_one_data_set_may_order_their_columns_otherwise(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1], "label": [0]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"label": [1], "x": [2]}), tmp_path / "1.parquet")
+    with dlio.open(tmp_path, tiers="none") as data:
+        assert [(int(data[k]["x"]), int(data[k]["label"])) for k in range(2)] == [(1, 0), (2, 1)]
+    pq.write_table(pa.table({"label": [1], "x": [2.5], "z": [3]}), tmp_path / "1.parquet")
+    with pytest.raises(SourceError, match="x is double in it, and int64 there; make them alike"):
+        open_reader(str(tmp_path))
+    reader = open_reader(f"{tmp_path}::label")
+    assert reader.labels.tolist() == [0, 1]
+    reader.close()
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match="has several columns 'x': give each a name of its own"):
+        open_reader(f"{tmp_path}/a.parquet")
+
+
+def test_a_second_array_in_a_file_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open(tmp_path / "a.npy", "wb") as file:
+        np.save(file, np.arange(4))
+        np.save(file, np.arange(5))
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(f"{tmp_path}/a.npy")) == 4
+    assert "168 bytes behind its array left out" in caplog.text
+
+
+def _tar(path: Path, members: Mapping[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, body in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            archive.addfile(info, io.BytesIO(body))
+
+
+def test_labels_in_a_tar_may_begin_with_the_mark_of_utf_8(tmp_path: Path) -> None:
+    _tar(
+        tmp_path / "a.tar",
+        {"0.txt": b"a", "0.cls": b"0\r\n", "1.txt": b"b", "1.cls": b"\xef\xbb\xbf1"},
+    )
+    reader = open_reader(f"{tmp_path}/a.tar")
+    assert (list(reader.classes), reader.labels.tolist()) == ([], [0, 1])
+    reader.close()
+
+
+def test_a_tar_of_tars_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _tar(tmp_path / "n01.tar", {"0.txt": b"a"})
+    body = (tmp_path / "n01.tar").read_bytes()
+    _tar(tmp_path / "a.tar", {"n01.tar": body, "n02.tar": body})
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(f"{tmp_path}/a.tar").close()
+    assert "its members are tars themselves: extract it" in caplog.text
