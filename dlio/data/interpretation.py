@@ -290,6 +290,7 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     if split is not None:
         chosen = chosen_split(split, splits, redact(path))
         _check_alike(source, chosen, splits)
+        _tell_of_twins(source, chosen, [name for name in folders if name not in parts])
         return source.inner(chosen), chosen
     suffix = _first_suffix(source, splits)
     others = [n for n in folders if n not in parts and count_below(source, n, (suffix,), 1)]
@@ -319,6 +320,22 @@ def _check_alike(source: Source, chosen: str, splits: Sequence[str]) -> None:
             f"{source.path(chosen)} has no class folders, which {source.path(others[0])} has: its "
             "samples have no labels; name a list of them with table= and label="
         )
+
+
+def _tell_of_twins(source: Source, chosen: str, others: Sequence[str]) -> None:
+    """Warn once of a folder next to that of a split that holds files of the same names, such as
+    `train_labels`: these may be masks."""
+    stems = {os.path.splitext(name)[0] for name, folder in source.names(chosen) if not folder}
+    if not stems:
+        return
+    for name in others[:_LISTED]:
+        files = [each for each, folder in source.names(name) if not folder]
+        first = os.path.splitext(files[0])[0] if files else ""
+        if first and any(first.startswith(stem) for stem in stems):
+            tell_once(
+                f"{source.path(name)} holds files named as those of {chosen}, and is left out: if "
+                f"they are masks, read both with format='masks', images={chosen!r}, masks={name!r}"
+            )
 
 
 def _first_suffix(source: Source, folders: Sequence[str]) -> str:

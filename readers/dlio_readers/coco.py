@@ -221,7 +221,7 @@ def _pictures(
         name = record.get("file_name") or _name_of(record.get("coco_url"))
         if not isinstance(name, str) or not name or "\0" in name:
             file.fail("images", k, "it has no file_name, nor a coco_url that ends in one")
-        name = os.path.normpath(name)
+        name = os.path.normpath(name.replace("\\", "/"))
         if os.path.isabs(name) or name.startswith("..") or "://" in name:
             file.fail("images", k, f"its file_name {name!r} leads out of the data set's folder")
         if name in seen:

@@ -486,6 +486,9 @@ def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
         )
     if not lists:
         found = files_of_labels(Source(above), "", pictures, is_strict=True)
+        if ("annotations", True) in Source(above).names():
+            inner = files_of_labels(Source(above), "annotations", pictures, is_strict=True)
+            found += [f"annotations/{name}" for name in inner]
         where = f"{named_files(found)} in {above}, which may hold labels"
         return (f"{where}: write them to {source.path('labels.csv')}",) if found else ()
     return (f"the labels of {above}/{lists[0]}: open {above}, or give table=",)

@@ -211,6 +211,7 @@ def _made(case: _Owned, root: Path) -> None:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 6), (9, 9, 9)).save(root / name)
     for name, text in case.texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(text.encode())
 
 
@@ -511,3 +512,59 @@ def test_a_tar_of_tars_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, "dlio"):
         open_reader(f"{tmp_path}/a.tar").close()
     assert "its members are tars themselves: extract it" in caplog.text
+
+
+# Boxes and masks
+
+
+def test_labels_without_their_pictures_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    box = "0 .5 .5 .2 .2\n"
+    texts = {"labels/a.txt": box, "labels/b.txt": box, "labels/classes.txt": "cat\n"}
+    _made(_Owned("images/a.png", texts), tmp_path)
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(str(tmp_path))) == 1
+    assert "1 file (labels/b.txt) left out: images has no picture of the name" in caplog.text
+
+
+def test_a_folder_of_masks_next_to_a_split_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _made(_Owned("train/a.png train_labels/a_L.png val/b.png val_labels/b_L.png"), tmp_path)
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(str(tmp_path), split="train")) == 1
+    assert "train_labels holds files named as those of train" in caplog.text
+    assert "val_labels" not in caplog.text
+    with dlio.open(
+        tmp_path,
+        format="masks",
+        images="train",
+        masks="train_labels",
+        tiers="none",
+        image_size=None,
+    ) as data:
+        assert data[0][1].shape == (6, 8)
+
+
+def test_annotations_of_another_kind_next_to_pictures_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = '{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"caption": "x"}]}'
+    _made(_Owned("val/1.png", {"annotations/captions_val.json": text}), tmp_path)
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(tmp_path)).close()
+    assert "1 file (annotations/captions_val.json)" in caplog.text
+
+
+def test_names_in_annotations_may_have_backslashes(tmp_path: Path) -> None:
+    _made(_Owned("images/1.png"), tmp_path)
+    whole = {
+        "images": [{"id": 1, "file_name": "images\\1.png", "width": 8, "height": 6}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 3, 3]}],
+        "categories": [{"id": 1, "name": "a"}],
+    }
+    (tmp_path / "result.json").write_text(json.dumps(whole))
+    reader = open_reader(f"{tmp_path}/result.json")
+    assert reader.name(0) == "images/1.png"
+    reader.close()
