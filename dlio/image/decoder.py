@@ -538,6 +538,7 @@ def check_size(height: int, width: int, name: object) -> None:
         raise damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
 
 
+_DEEP: Final = "Unsupported JPEG data precision"
 _MOST_SCANS: Final = 64
 _SCANNED: Final = 1 << 28
 """Pixels of all scans of a JPEG that may have more of them. A progressive one has about ten."""
@@ -588,6 +589,8 @@ def _decode_jpeg(
         simplejpeg.decode_jpeg(small.image, "RGB", buffer=memory, **options)
     except ValueError as error:
         reason = str(error)
+        if reason.startswith(_DEEP):
+            raise _unread(name, "a JPEG of 12 bits a colour") from error
         if not reason.startswith(_READABLE):
             clean = _without_stray_markers(image)
             if clean is None:

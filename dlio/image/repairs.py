@@ -50,6 +50,7 @@ _LITERALS: Final = 250
 _CLEAR: Final = 256
 _TILE_HEIGHT, _TILE_OFFSETS, _TILE_COUNTS, _PLANAR = 323, 324, 325, 284
 _TILES: Final = (TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_COUNTS)
+_MOST_ADDED: Final = 1 << 20
 _TILE_UNIT: Final = 1 << 10
 """Bytes of which an uncompressed tile takes whole numbers, or OpenCV refuses it."""
 
@@ -244,6 +245,8 @@ def with_wide_tiles(image: Buffer) -> bytes | None:
     pixels = np.frombuffer(b"".join(parts), np.uint8).reshape(planes, rows, columns, down, row)
     wide = pixels.transpose(0, 1, 3, 2, 4).reshape(planes, rows * down, columns * row)
     unit = _TILE_UNIT // math.gcd(_TILE_UNIT, columns * row)
+    if unit * columns * row > _MOST_ADDED + len(view):
+        return None
     wide = np.pad(wide, ((0, 0), (0, -rows * down % unit), (0, 0)))
     size = wide[0].size
     made = bytearray(image) + b"\0" * (len(view) % 2)

@@ -582,7 +582,7 @@ def _find(
     own = _files(source, "")
     if own:
         return [_SampleFiles(each.name, (each,)) for each in own], [], ()
-    parts = _parts(source, folders, layout)
+    parts = _parts(source, folders[:_PROBED], layout)
     if parts:
         return _cases(source, folders, parts), [], parts
     rows: list[_SampleFiles] = []

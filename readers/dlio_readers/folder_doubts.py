@@ -41,7 +41,7 @@ def parts_of_cases(folders: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     `t1`: each of the folders is then a case. () if they are not alike.
 
     `folders` has the names of the files of each, without their suffixes. What all files of a folder
-    begin with does not count; endings of digits alone are numbers of samples.
+    begin with does not count; endings that differ in digits alone are numbers of samples.
     """
     if len(folders) < 2:
         return ()
@@ -49,7 +49,10 @@ def parts_of_cases(folders: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     parts, count = alike.most_common(1)[0]
     is_case = 2 <= len(parts) <= _MOST_PARTS and count > 1 and count >= _MOSTLY * len(folders)
     worded = all(any(letter.isalpha() for letter in part) for part in parts)
-    return parts if is_case and worded else ()
+    # Of IM0001, IM0002 as well; T1 and T2 are kinds of scans.
+    bare = {part.rstrip("0123456789").lower() for part in parts}
+    is_numbered = len(bare) == 1 and bare != {"t"}
+    return parts if is_case and worded and not is_numbered else ()
 
 
 def case_parts(folder: str, stems: Sequence[str]) -> dict[str, str]:

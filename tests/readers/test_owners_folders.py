@@ -270,6 +270,7 @@ def test_labels_in_names_are_told_from_numbers(stems: list[str], labels: list[st
         ({"p1": ["x-t1", "x-t2"], "p2": ["y-t1", "y-t2"]}, ("t1", "t2")),
         ({"a": ["0", "1"], "b": ["0", "1"]}, ()),
         ({"a": ["a_0", "a_1"], "b": ["b_0", "b_1"]}, ()),
+        ({"a": ["IM0001", "IM0002"], "b": ["IM0001", "IM0002"]}, ()),
         ({"a": ["x"], "b": ["x"]}, ()),
         ({"a": ["x", "y"], "b": ["z", "w"]}, ()),
         ({"a": ["x", "y"]}, ()),
@@ -568,3 +569,15 @@ def test_names_in_annotations_may_have_backslashes(tmp_path: Path) -> None:
     reader = open_reader(f"{tmp_path}/result.json")
     assert reader.name(0) == "images/1.png"
     reader.close()
+
+
+def test_a_jpeg_of_12_bits_is_named_for_what_it_is(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (16, 16), (9, 99, 200)).save(stream, "JPEG")
+    data = stream.getvalue().replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc1\x00\x11\x0c")
+    (tmp_path / "a.jpg").write_bytes(data)
+    with (
+        dlio.open(tmp_path, tiers="none", image_size=None) as opened,
+        pytest.raises(DecodeError, match="is a JPEG of 12 bits a colour, which dlio does not"),
+    ):
+        opened[0]
