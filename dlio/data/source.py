@@ -207,9 +207,9 @@ class Source(FsspecHandle):
         with ReadErrors(self.path(name)):
             if self._files is None:
                 return sorted(self._scan(name), key=lambda entry: entry.name)
-            found = self._files.ls(self.path(name), detail=True)
+            listed = self._files.ls(self.path(name), detail=True)
             here = self.path(name).strip("/")  # Some list a folder as its own entry, too.
-            rows = [row for row in found if row["name"].strip("/") != here]
+            rows = [row for row in listed if row["name"].strip("/") != here]
         entries = [
             Entry(
                 row["name"].rstrip("/").rsplit("/", 1)[-1],

@@ -2,8 +2,8 @@
 
 Pillow stops at the last pixel; OpenCV refuses such files. Those that it refuses are written again
 out of their pixels: PNGs and GIFs without their end, GIFs whose codes are wrong and make as many
-pixels all the same, BMPs whose last row is not padded, and TIFFs of tiles that are no multiple of
-1 KiB. Whatever lacks pixels stays refused.
+pixels all the same, BMPs whose last row is not padded, and TIFFs whose tiles do not fill whole KiB.
+Whatever lacks pixels stays refused.
 
 Source: PNG (third edition), 5 and 8; GIF89a, appendix F.
 """

@@ -319,7 +319,7 @@ class FilesReader(PathReader):
         layout = options.get("layout")
         parts = _parts(source, folders[:_PROBED], layout)
         if parts:
-            words = f"cases of {len(parts)} files ({', '.join(parts)}), one a folder"
+            words = f"cases of {counted(len(parts), 'file')} ({', '.join(parts)}), one a folder"
             doubts = () if layout else ("layout='classes' reads these folders as classes",)
             return Fit(words, total, in_folders=True, doubts=doubts)
         words = f"{counted(len(counts), 'class folder')} with {over}{total:,} arrays or scans"

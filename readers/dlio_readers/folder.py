@@ -449,13 +449,15 @@ def _nested(source: Source, folders: Sequence[str]) -> list[str]:
 
 def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the words about files next to the pictures of class folders that may say more."""
-    found = []
+    label_files = []
     for folder, pictures in below.items():
         if pictures:
-            found += [f"{folder}/{name}" for name in files_of_labels(source, folder, pictures)]
-    if not found:
+            label_files += [
+                f"{folder}/{name}" for name in files_of_labels(source, folder, pictures)
+            ]
+    if not label_files:
         return []
-    return [f"{named_files(found)} in class folders, which may hold labels or boxes"]
+    return [f"{named_files(label_files)} in class folders, which may hold labels or boxes"]
 
 
 def _list_plan(lists: PictureLists) -> FolderPlan:
@@ -485,12 +487,12 @@ def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
             f"{write_them(source, matlab[0])}",
         )
     if not lists:
-        found = files_of_labels(Source(above), "", pictures, is_strict=True)
+        label_files = files_of_labels(Source(above), "", pictures, is_strict=True)
         if ("annotations", True) in Source(above).names():
             inner = files_of_labels(Source(above), "annotations", pictures, is_strict=True)
-            found += [f"annotations/{name}" for name in inner]
-        where = f"{named_files(found)} in {above}, which may hold labels"
-        return (f"{where}: write them to {source.path('labels.csv')}",) if found else ()
+            label_files += [f"annotations/{name}" for name in inner]
+        where = f"{named_files(label_files)} in {above}, which may hold labels"
+        return (f"{where}: write them to {source.path('labels.csv')}",) if label_files else ()
     return (f"the labels of {above}/{lists[0]}: open {above}, or give table=",)
 
 

@@ -1,4 +1,4 @@
-"""What folders of samples may mean otherwise than they are read, by the names in them.
+"""Other meanings of folders of samples than those that are read, by the names in them.
 
 BraTS_001/BraTS_001_{t1,t2,seg}.nii.gz      a case in each folder, and not a class
 cat.0.jpg, dog.12.jpg                       labels in names

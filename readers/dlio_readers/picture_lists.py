@@ -150,8 +150,8 @@ def find_lists(
         keys = _keys(source, folder, each.rows)
         if any(same_name(name) not in keys for name, _ in each.rows):
             for top in tops:  # Pictures in several folders, such as those of parts of a download.
-                for own, picture in _keys(source, top, each.rows).items():
-                    keys.setdefault(own, picture)
+                for name, picture in _keys(source, top, each.rows).items():
+                    keys.setdefault(name, picture)
         nested = any("/" in name[len(folder) + 1 if folder else 0 :] for name in keys.values())
         if not each.has_labels and each.columns and not nested:
             unclear.append((each, folder))

@@ -616,7 +616,7 @@ class _ColumnScan:
 
 
 def _odd_value(values: Sequence[str], follows_numbers: bool) -> str:
-    """Return the first of some values that is no number, if most are, or would be without signs
+    """Return the first of some values that is not a number, if most are, or would be without signs
     such as `%`, or if numbers went before; else ""."""
     odd = [value for value in values[:_LOOKED_AT] if not is_number(value.strip())]
     plain = len(values[:_LOOKED_AT]) - len(odd)

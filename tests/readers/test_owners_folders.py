@@ -48,15 +48,15 @@ class _Owned(NamedTuple):
     texts: Mapping[str, str] = MappingProxyType({})
     labels: Sequence[int] = ()
     classes: Sequence[str] = ()
-    told: str = ""
+    warning: str = ""
     """Part of a warning; "" for a folder that is read without any."""
     options: Mapping[str, Any] = MappingProxyType({})
 
 
 NAMED = {
-    "dogs and cats": _Owned("cat.0.jpg cat.1.jpg dog.0.jpg dog.1.jpg", told="(cat, dog), which"),
-    "pets": _Owned("a_b_1.jpg a_b_2.jpg c_1.jpg c_2.jpg", told="(a_b, c), which layout='names'"),
-    "digits": _Owned("0_1.png 0_2.png 7_1.png 7_2.png", told="(0, 7), which"),
+    "dogs and cats": _Owned("cat.0.jpg cat.1.jpg dog.0.jpg dog.1.jpg", warning="(cat, dog), which"),
+    "pets": _Owned("a_b_1.jpg a_b_2.jpg c_1.jpg c_2.jpg", warning="(a_b, c), which layout='names'"),
+    "digits": _Owned("0_1.png 0_2.png 7_1.png 7_2.png", warning="(0, 7), which"),
     "cat.0 read": _Owned(
         "cat.0.jpg cat.1.jpg dog.0.jpg dog.1.jpg",
         labels=[0, 0, 1, 1],
@@ -109,37 +109,37 @@ CLASSES = {
         "0/0.png 1/0.png 10/0.png 2/0.png",
         labels=[0, 1, 2, 3],
         classes=["0", "1", "10", "2"],
-        told="label 2 is folder 10",
+        warning="label 2 is folder 10",
     ),
     "letters": _Owned(
         "Cat/0.png cat/0.png dog/0.png",
         labels=[0, 1, 2],
         classes=["Cat", "cat", "dog"],
-        told="Cat and cat are two classes, and differ only in case",
+        warning="Cat and cat are two classes, and differ only in case",
     ),
     "packed twice": _Owned(
         "P/a/0.png P/b/0.png a/0.png b/0.png",
         labels=[0, 0, 1, 2],
         classes=["P", "a", "b"],
-        told="P is a class that holds folders called a and b",
+        warning="P is a class that holds folders called a and b",
     ),
     "cases": _Owned(
         "p1/image.png p1/mask.png p2/image.png p2/mask.png",
         labels=[0, 0, 1, 1],
         classes=["p1", "p2"],
-        told="each of these folders holds image, mask, as cases do",
+        warning="each of these folders holds image, mask, as cases do",
     ),
     "slices": _Owned(
         "A/A_1.tif A/A_1_mask.tif B/B_1.tif B/B_1_mask.tif B/B_2.tif B/B_2_mask.tif",
         labels=[0, 0, 1, 1, 1, 1],
         classes=["A", "B"],
-        told="3 files (A/A_1_mask.tif, B/B_1_mask.tif, B/B_2_mask.tif) may be masks",
+        warning="3 files (A/A_1_mask.tif, B/B_1_mask.tif, B/B_2_mask.tif) may be masks",
     ),
     "nuclei": _Owned(
         "a/images/a.png a/masks/1.png b/images/b.png b/masks/1.png",
         labels=[0, 0, 1, 1],
         classes=["a", "b"],
-        told="each of these folders holds the folders images, masks",
+        warning="each of these folders holds the folders images, masks",
     ),
     "faces of one list": _Owned(
         "celeba/000001.jpg celeba/000002.jpg",
@@ -149,7 +149,7 @@ CLASSES = {
         "(list_attr.txt), which may hold labels",
     ),
     "one folder": _Owned(
-        "obj/0.jpg obj/1.jpg", labels=[0, 0], classes=["obj"], told="so all labels are 0"
+        "obj/0.jpg obj/1.jpg", labels=[0, 0], classes=["obj"], warning="so all labels are 0"
     ),
     "same numbers": _Owned("a/0.png a/1.png b/0.png b/1.png", {}, [0, 0, 1, 1], ["a", "b"]),
 }
@@ -194,13 +194,13 @@ TABLES = {
         ["x", "y"],
         "its boxes (xmin, ymin) are left out",
     ),
-    "masks beside": _Owned(
-        "a.jpg b.jpg a_mask.png b_mask.png", told="2 files (a_mask.png, b_mask.png) may be masks"
+    "masks next to pictures": _Owned(
+        "a.jpg b.jpg a_mask.png b_mask.png", warning="2 files (a_mask.png, b_mask.png) may be masks"
     ),
     "truth above": _Owned(
         "val/a.png val/b.png",
         {"ground_truth.txt": "3\n1\n"},
-        told="1 file (ground_truth.txt) in ",
+        warning="1 file (ground_truth.txt) in ",
     ),
 }
 CASES = {**NAMED, **CLASSES, **TABLES}
@@ -229,8 +229,8 @@ def test_a_folder_is_read_or_what_it_may_mean_is_told(
     reader.close()
     # A lone folder that is read, and a lone split, are told as well.
     texts = [text for text in caplog.messages if "alone" not in text]
-    assert case.told in " ".join(texts)
-    assert bool(case.told) == bool(texts), texts
+    assert case.warning in " ".join(texts)
+    assert bool(case.warning) == bool(texts), texts
     assert verify(str(root), **case.options).samples == count
     with contextlib.closing(open_reader(str(root), **case.options)) as source:
         pack(source, str(tmp_path / "packed"))
