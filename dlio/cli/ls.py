@@ -56,6 +56,8 @@ class DatasetDescription(TypedDict):
     """The split that is read; "" without one."""
     left_out: list[str]
     """Files that lie there and are not read, with counts."""
+    doubts: list[str]
+    """What the folder may mean otherwise, with remedies."""
     fields: dict[str, str]
     """Type and range of each field, of the first samples."""
     blocks: int
@@ -122,6 +124,7 @@ def describe(path: str, **options: object) -> DatasetDescription:
         "understood": reading.words,
         "split": reading.split,
         "left_out": reading.left_out,
+        "doubts": reading.doubts,
         "fields": _ranges(reader),
         "blocks": layout.blocks,
         "block_bytes": size // layout.blocks,
@@ -215,6 +218,8 @@ def command(options: ListOptions) -> None:
         print_line(f"  split        {about['split']}")
     for text in about["left_out"]:
         print_line(f"  left out     {text}")
+    for text in about["doubts"]:
+        print_line(f"  perhaps      {text}")
     schema = "; ".join(f"{name}: {shown}" for name, shown in about["fields"].items())
     print_line(f"  fields       {schema}")
     if counts:

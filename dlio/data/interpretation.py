@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dlio.data.reader_contract import Fit, path_rules_of
-from dlio.data.source import Source, inside, last_name, redact
+from dlio.data.source import Source, inside, is_remote, last_name, redact
 from dlio.data.splits import (
     SPLITS,
     WHOLE,
@@ -21,6 +21,7 @@ from dlio.data.splits import (
     splits_among,
 )
 from dlio.errors import SourceError, UsageError
+from dlio.util.limits import LFS_POINTER, is_lfs_pointer
 from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
@@ -63,8 +64,12 @@ class Interpretation:
     words: str = ""
     split: str = ""
     """The split that is read, as the data set spells it; "" if it has none."""
+    others: dict[str, list[str]] = field(default_factory=dict)
+    """Files, or the folder, of each other split of the same data set."""
     left_out: list[str] = field(default_factory=list)
     """Files that lie there and are not read, with counts."""
+    doubts: list[str] = field(default_factory=list)
+    """What it may mean otherwise, with remedies."""
     has_files: bool = False
     """True if it reads files of the folder itself, whose names may say their splits."""
     has_folders: bool = False
@@ -73,12 +78,13 @@ class Interpretation:
     """Of its `Fit`; 0 if nothing that it reads was found."""
 
     def tell(self) -> None:
-        """Warn of the files that are left out, once in a process."""
-        if not self.left_out:
-            return
+        """Warn of the files that are left out, and of doubts, once in a process."""
         shown = redact(self.path if isinstance(self.path, str) else str(self.path))
-        text = f"{shown}: read as {self.words or self.format}; left out: {', '.join(self.left_out)}"
-        tell_once(text)
+        text = f"{shown}: read as {self.words or self.format}"
+        if self.left_out:
+            tell_once(f"{text}; left out: {', '.join(self.left_out)}")
+        for doubt in self.doubts:
+            tell_once(f"{text}; {doubt}")
 
 
 def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]) -> Interpretation:
@@ -127,6 +133,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
         path,
         words=best.words,
         left_out=left,
+        doubts=list(best.doubts),
         has_files=taken is not None and not best.is_marked,
         has_folders=best.in_folders,
         weight=best.weight,
@@ -203,6 +210,19 @@ def _own_files(path: str, reading: Interpretation) -> list[str]:
     return [name for name in names if owns is not None and owns(name.lower())]
 
 
+def check_pointer(path: str, reading: Interpretation | None = None) -> None:
+    """Raise SourceError if a local file, or the first one of a folder that its reader takes, is a
+    pointer of Git LFS."""
+    if is_remote(path):
+        return
+    if os.path.isdir(path) and reading is not None and path_rules_of(reading.kind).owns:
+        path = next((inside(path, name) for name in _own_files(path, reading)), path)
+    if os.path.isfile(path) and is_lfs_pointer(
+        Source(os.path.dirname(path) or ".").read(os.path.basename(path), 0, 64)
+    ):
+        raise SourceError(f"{path} {LFS_POINTER}")
+
+
 def files_of_split(path: str, fields: str, reading: Interpretation, split: str | None) -> None:
     """Have a reader of a folder's files read those of one split.
 
@@ -220,6 +240,11 @@ def files_of_split(path: str, fields: str, reading: Interpretation, split: str |
     chosen = chosen_split(split, list(splits), redact(path))
     reading.split = chosen
     reading.path = [inside(path, name) + fields for name in splits[chosen]]
+    reading.others = {
+        split: [inside(path, name) + fields for name in names]
+        for split, names in splits.items()
+        if split != chosen
+    }
     rest = len(own) - len(splits[chosen])
     reading.words += f", split {chosen}: {len(splits[chosen])} of {rest + len(splits[chosen])}"
 
@@ -241,6 +266,12 @@ def check_pattern(pattern: str, paths: Sequence[str]) -> None:
         tell_once(f"{text}: choose one with split=")
 
 
+def other_folders(path: str, split: str) -> dict[str, list[str]]:
+    """Return the folders of the other splits next to one that was chosen of a folder."""
+    folders = split_folders([name for name, folder in Source(path).names() if folder])
+    return {name: [inside(path, name)] for name in folders if name != split}
+
+
 def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     """Return (path of the folder of a split, its name) in a folder of split folders, such as
     `train` and `val`; None if the folder is not one.
@@ -259,6 +290,7 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     if split is not None:
         chosen = chosen_split(split, splits, redact(path))
         _check_alike(source, chosen, splits)
+        _tell_of_twins(source, chosen, [name for name in folders if name not in parts])
         return source.inner(chosen), chosen
     suffix = _first_suffix(source, splits)
     others = [n for n in folders if n not in parts and count_below(source, n, (suffix,), 1)]
@@ -288,6 +320,22 @@ def _check_alike(source: Source, chosen: str, splits: Sequence[str]) -> None:
             f"{source.path(chosen)} has no class folders, which {source.path(others[0])} has: its "
             "samples have no labels; name a list of them with table= and label="
         )
+
+
+def _tell_of_twins(source: Source, chosen: str, others: Sequence[str]) -> None:
+    """Warn once of a folder next to that of a split that holds files of the same names, such as
+    `train_labels`: these may be masks."""
+    stems = {os.path.splitext(name)[0] for name, folder in source.names(chosen) if not folder}
+    if not stems:
+        return
+    for name in others[:_LISTED]:
+        files = [each for each, folder in source.names(name) if not folder]
+        first = os.path.splitext(files[0])[0] if files else ""
+        if first and any(first.startswith(stem) for stem in stems):
+            tell_once(
+                f"{source.path(name)} holds files named as those of {chosen}, and is left out: if "
+                f"they are masks, read both with format='masks', images={chosen!r}, masks={name!r}"
+            )
 
 
 def _first_suffix(source: Source, folders: Sequence[str]) -> str:

@@ -13,10 +13,12 @@ from dlio.data.interpretation import (
     Kinds,
     best_fit,
     check_pattern,
+    check_pointer,
     files_of_split,
     folder_of_all,
     has_split_files,
     lone_folder,
+    other_folders,
     split_folder,
 )
 from dlio.data.labels import is_number, label_names, likely_label
@@ -41,7 +43,7 @@ from dlio.data.splits import (
     split_column,
     splits_among,
 )
-from dlio.errors import SourceError, UsageError
+from dlio.errors import DlioError, SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing, trusting
@@ -59,6 +61,8 @@ OPEN_ARGUMENTS: Final = (
 """Arguments of `dlio.open` that readers do not see, for suggestions."""
 
 
+_COMPARED: Final = 64 << 20
+"""Bytes of another split's files that are read to compare its classes, at most."""
 _MOST_FOLDERS: Final = 16
 """Folders that are looked into for data sets of their own."""
 
@@ -132,6 +136,7 @@ def open_reading(
         trusting(trust),
     ):
         if named:
+            check_pointer(split_fields(every[0])[0])
             reading = _understood(cast("str | Sequence[str]", path), kinds, split, options)
         else:
             if split is not None:
@@ -141,7 +146,12 @@ def open_reading(
                 raise _unknown(f"this {type(path).__name__}", reasons, named=False)
             reading = Interpretation(name, kind, path, options)
         reading.tell()
+        if isinstance(reading.path, str):
+            check_pointer(split_fields(reading.path)[0], reading)
         reader = _opened(reading, named)
+        if len(reader.classes) and abilities_of(reader).is_inspected:
+            for split, paths in reading.others.items():
+                _compare_classes(reader, reading, split, paths)
     _tell_of_labels(reader)
     return reader, reading
 
@@ -179,6 +189,42 @@ def _tell_of_labels(reader: Reader) -> None:
             )
     if text:
         tell_once(f"{redact(str(reader.path))}: {text}")
+
+
+def _compare_classes(
+    reader: Reader, reading: Interpretation, split: str, paths: Sequence[str]
+) -> None:
+    """Warn once if another split has other classes, so that a label means another one there."""
+    shown = f"{redact(str(reader.path))}: its classes"
+    own, theirs = list(reader.classes), None
+    urls = [split_fields(path)[0] for path in paths]
+    if not is_remote(urls[0]) and os.path.isdir(urls[0]):
+        names = [name for name, folder in Source(urls[0]).names() if folder]
+        here = str(reader.path) if isinstance(reader.path, str) else ""
+        if not here or [name for name, folder in Source(here).names() if folder] != own:
+            return  # Of a table, or of files in the folder.
+        theirs = names
+    elif not is_remote(urls[0]) and sum(map(os.path.getsize, urls)) <= _COMPARED:
+        try:
+            other = _opened(
+                Interpretation(reading.format, reading.kind, paths, reading.options), True
+            )
+        except DlioError:
+            return  # It has no labels, or cannot be read, as whoever opens it is told.
+        theirs = list(other.classes)
+        other.close()
+    if theirs is None:
+        tell_once(
+            f"{shown} are numbered among its own texts, and were not compared with those of split "
+            f"{split}: compare data.classes, or store the labels as numbers"
+        )
+    elif theirs and theirs != own:
+        few = sorted(set(own).symmetric_difference(theirs)) or own
+        tell_once(
+            f"{shown} are not those of split {split} (such as {few[0]}): a label is not the same "
+            "class in both; store the labels as numbers, or open both as a list of paths, which "
+            "numbers them together"
+        )
 
 
 def _opened(reading: Interpretation, named: bool) -> Reader:
@@ -259,6 +305,7 @@ def _of_folder(
         if inner is not None:
             made = _of_folder(inner[0], fields, kinds, None, options)
             made.split = inner[1]
+            made.others = other_folders(url, inner[1])
             return made
         lone = lone_folder(url, has_data=reading is not None and reading.weight > 0)
         inner_kinds = _fitting_of(lone + fields, kinds)[0] if lone is not None else []

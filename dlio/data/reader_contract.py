@@ -249,6 +249,8 @@ class Fit:
     """True if its samples lie in folders, which may also be splits."""
     left_out: tuple[str, ...] = ()
     """Files that it could read and would leave out, with counts."""
+    doubts: tuple[str, ...] = ()
+    """What the folder may mean otherwise."""
     used: tuple[str, ...] = ()
     """Files at the top that it reads besides samples, such as a table of labels."""
 

@@ -145,7 +145,8 @@ class Source(FsspecHandle):
 
     def path(self, name: str = "") -> str:
         """Return the full path of a file below the root."""
-        return f"{self.root}/{name}" if name else self.root
+        # Archives (`zip://`) have no root of their own, and no names that begin with a slash.
+        return f"{self.root}/{name}" if name and self.root else name or self.root
 
     def file_at(self, name: str) -> "FilePlace":
         """Return a file below the root, to be opened."""
@@ -206,7 +207,9 @@ class Source(FsspecHandle):
         with ReadErrors(self.path(name)):
             if self._files is None:
                 return sorted(self._scan(name), key=lambda entry: entry.name)
-            rows = self._files.ls(self.path(name), detail=True)
+            listed = self._files.ls(self.path(name), detail=True)
+            here = self.path(name).strip("/")  # Some list a folder as its own entry, too.
+            rows = [row for row in listed if row["name"].strip("/") != here]
         entries = [
             Entry(
                 row["name"].rstrip("/").rsplit("/", 1)[-1],

@@ -44,6 +44,7 @@ from dlio.image.file_headers import (
     BITS,
     COLOURS,
     FORMAT,
+    ORIENTATION,
     PALETTE,
     PHOTOMETRIC,
     RGB,
@@ -56,6 +57,7 @@ from dlio.image.file_headers import (
     has_more_frames,
     pnm_as_stored,
     pnm_most,
+    turned,
     unread_format,
     without_animation,
     without_transparency,
@@ -77,6 +79,7 @@ from dlio.image.tiff_strips import strips_are_whole
 from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
 from dlio.util.forks import new_lock
+from dlio.util.limits import LFS_POINTER, is_lfs_pointer
 from dlio.util.settings import settings
 from dlio.util.units import counted
 
@@ -499,13 +502,16 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
         width, height = struct.unpack("<HH", head[6:10])
         return height, width
     if head[:2] == b"BM" and len(head) >= 26:
-        width, height = struct.unpack("<ii", head[18:26])
+        is_core = head[14:18] == b"\x0c\0\0\0"  # Of OS/2 1, with sides of 16 bits.
+        width, height = struct.unpack_from("<HH" if is_core else "<ii", head, 18)
         return abs(height), width
     if head[:4] in TIFF:
         return tiff_header(image, name).size(image)
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
     if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
         return None
+    if is_lfs_pointer(image):
+        raise DecodeError(f"{name} {LFS_POINTER}")
     if kind := unread_format(image):
         raise _unread(name, kind)
     raise damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")
@@ -532,6 +538,7 @@ def check_size(height: int, width: int, name: object) -> None:
         raise damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
 
 
+_DEEP: Final = "Unsupported JPEG data precision"
 _MOST_SCANS: Final = 64
 _SCANNED: Final = 1 << 28
 """Pixels of all scans of a JPEG that may have more of them. A progressive one has about ten."""
@@ -582,6 +589,8 @@ def _decode_jpeg(
         simplejpeg.decode_jpeg(small.image, "RGB", buffer=memory, **options)
     except ValueError as error:
         reason = str(error)
+        if reason.startswith(_DEEP):
+            raise _unread(name, "a JPEG of 12 bits a colour") from error
         if not reason.startswith(_READABLE):
             clean = _without_stray_markers(image)
             if clean is None:
@@ -689,6 +698,10 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     signed or no whole numbers are limited to 0 to 255."""
     header = tiff_header(image, name)
     check_strips(image, name, header)
+    height, width, padded = header.padded(image, MAX_PIXELS)
+    if padded is not None:
+        turn = header.value(image, ORIENTATION, 1)
+        return np.ascontiguousarray(turned(_decode_tiff(padded, name)[:height, :width], turn))
     bits, kind = header.packed_bits(image), header.value(image, PHOTOMETRIC, RGB)
     if bits > 1:
         numbers = tiff_numbers(image, name, header)
@@ -770,7 +783,8 @@ def opencv_pixels(image: Buffer, name: object, as_stored: bool = False) -> Store
         pixels = None if whole is None else cv2.imdecode(np.frombuffer(whole, np.uint8), flags)
         if pixels is None:
             raise damaged(name, "OpenCV cannot decode it")
-        WARNINGS.note(name, "its pixels are complete, and the file is damaged or cut off")
+        if bytes(image[:4]) not in TIFF:  # Whose repaired files are sound.
+            WARNINGS.note(name, "its pixels are complete, and the file is damaged or cut off")
     decoded: StoredPixels = pixels
     return decoded
 

@@ -10,6 +10,7 @@ Sources: TIFF 6.0; the PNG specification, third edition; pbm(5), pgm(5) and ppm(
 import re
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple, Self
@@ -33,6 +34,7 @@ _MOST_CHUNKS: Final = 1 << 16
 
 WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC = 256, 257, 258, 259, 262
 ORIENTATION, SAMPLES, COLOURS, TILE_WIDTH, ALPHA, FORMAT = 274, 277, 320, 322, 338, 339
+TILE_HEIGHT, TILE_OFFSETS = 323, 324
 _KINDS: Final = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q"}
 """Types of whole numbers in TIFF's directories; others are read as the 32 bits of an offset."""
 _MOST_VALUES: Final = 3 << 8
@@ -113,6 +115,22 @@ class TiffHeader:
         sides = self.value(image, HEIGHT, 0), self.value(image, WIDTH, 0)
         # Decoders follow the orientations of TIFF.
         return sides[::-1] if self.value(image, ORIENTATION, 1) in _ON_ITS_SIDE else sides
+
+    def padded(self, image: Buffer, most: int) -> tuple[int, int, bytearray | None]:
+        """Return (height, width, copy) of a picture of tiles: a copy whose sides are whole numbers
+        of these, and which is not turned. OpenCV mixes up the columns of tiles that reach beyond a
+        picture. The copy is None where none do, and if it would have over `most` pixels."""
+        height, width = self.value(image, HEIGHT, 0), self.value(image, WIDTH, 0)
+        down, across = self.value(image, TILE_HEIGHT, 0), self.value(image, TILE_WIDTH, 0)
+        if not (down and across and TILE_OFFSETS in self.entries):
+            return height, width, None
+        whole = height + -height % down, width + -width % across
+        if whole == (height, width) or whole[0] * whole[1] > most:
+            return height, width, None
+        with suppress(struct.error):  # A side of 16 bits that becomes longer.
+            changes = {HEIGHT: whole[0], WIDTH: whole[1], ORIENTATION: 1}
+            return height, width, self.changed(image, changes)
+        return height, width, None
 
     def unread(self, image: Buffer) -> str:
         """Return what keeps OpenCV from decoding the picture, or from its colours; "" if nothing
@@ -277,6 +295,7 @@ _UNREAD: Final = (
     (re.compile(rb"%PDF"), "PDF"),
     (re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?<svg"), "SVG"),
     (re.compile(rb"\s*<(?:!DOCTYPE )?html", re.IGNORECASE), "HTML"),
+    (re.compile(rb"Pf\s|PF\s"), "PFM"),
 )
 
 

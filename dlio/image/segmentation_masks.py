@@ -15,6 +15,7 @@ import numpy.typing as npt
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
 from dlio.image.decoder import (
+    MAX_PIXELS,
     StoredPixels,
     check_strips,
     image_size,
@@ -26,6 +27,7 @@ from dlio.image.file_headers import (
     ALPHA,
     ASSOCIATED,
     BITS,
+    ORIENTATION,
     PALETTE,
     PHOTOMETRIC,
     PNG,
@@ -34,6 +36,7 @@ from dlio.image.file_headers import (
     UNASSOCIATED,
     WHITE_IS_ZERO,
     pnm_as_stored,
+    turned,
     with_numbers,
     without_animation,
 )
@@ -92,6 +95,10 @@ def _stored(image: Buffer, name: object) -> tuple[StoredPixels, int]:
     if head in TIFF:
         header = tiff_header(image, name)
         check_strips(image, name, header)
+        height, width, padded = header.padded(image, MAX_PIXELS)
+        if padded is not None:
+            pixels, bits = _stored(padded, name)
+            return turned(pixels[:height, :width], header.value(image, ORIENTATION, 1)), bits
         kind, packed = header.value(image, PHOTOMETRIC, RGB), header.packed_bits(image)
         if packed > 1 or (packed and kind == PALETTE):
             numbers = tiff_numbers(image, name, header)

@@ -30,6 +30,11 @@ from dlio.util.settings import settings
 
 MAX_ABSENT_ROWS: Final = 1 << 20
 """Rows that a data set may declare without storing them."""
+LFS_POINTER: Final = (
+    "is a pointer of Git LFS and not the file itself: run `git lfs pull` where it was cloned"
+)
+"""Words about a file for which `is_lfs_pointer` is true."""
+_LFS_HEAD: Final = b"version https://git-lfs.github.com/spec/"
 _FREE_BYTES: Final = 128 << 20
 _EXPANSION: Final = 256
 _OBJECTS: Final = 16
@@ -39,6 +44,11 @@ _REASON: Final = "it is not a regular file"
 _SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 """Errors of the machine, not of the data."""
 _REMEDY: Final = "this process has used up what it may have (`ulimit -a`); use fewer workers"
+
+
+def is_lfs_pointer(head: bytes | bytearray | memoryview) -> bool:
+    """True if a file begins as the text that stands for it in a clone without Git LFS."""
+    return bytes(head[: len(_LFS_HEAD)]) == _LFS_HEAD
 
 
 def open_unchecked(path: str, flags: int = 0, *, dir_fd: int | None = None) -> int:

@@ -176,7 +176,14 @@ def joined(
 def _box(file: CocoFile, number: int, record: Record) -> list[float]:
     box = record.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
-        shown = "nothing" if box is None else repr(box)[:60]
+        if box is None:
+            file.fail(
+                "annotations",
+                number,
+                "it has no bbox: if these name classes of whole pictures, as iNaturalist's do, "
+                "write file_name and label to a labels.csv",
+            )
+        shown = repr(box)[:60]
         file.fail("annotations", number, f"its bbox is {shown}, not four numbers")
     return box
 
@@ -214,7 +221,7 @@ def _pictures(
         name = record.get("file_name") or _name_of(record.get("coco_url"))
         if not isinstance(name, str) or not name or "\0" in name:
             file.fail("images", k, "it has no file_name, nor a coco_url that ends in one")
-        name = os.path.normpath(name)
+        name = os.path.normpath(name.replace("\\", "/"))
         if os.path.isabs(name) or name.startswith("..") or "://" in name:
             file.fail("images", k, f"its file_name {name!r} leads out of the data set's folder")
         if name in seen:

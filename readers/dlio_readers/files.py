@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from dlio.util.units import counted
 from dlio_readers.columns import storable
 from dlio_readers.dicom import DICOM_SUFFIXES, dicom_array, is_dicom, may_be_dicom
 from dlio_readers.fileset import PICTURES
+from dlio_readers.folder_doubts import case_parts, doubt_of_masks, masks_among, parts_of_cases
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
@@ -154,6 +155,9 @@ _OPEN_FILES: Final = 64
 _SAMPLED: Final = 256
 """Files whose contents the fingerprint samples, besides all files' sizes and times."""
 _AGAIN: Final = "open it again"
+_PAIR: Final = ("image", "label")
+_PROBED: Final = 256
+"""Folders by whose names of files cases are told from classes."""
 _LOOKED_AT: Final = 2
 """Folders, and in them files without a suffix, that are looked into to recognise the format."""
 
@@ -187,6 +191,9 @@ class FilesReader(PathReader):
         path: a folder, or a file, a pattern or a list of scans.
         split: `train` for `imagesTr` and its targets, as also without it, `test` for `imagesTs`,
             which may have none.
+        layout: `classes` for folders that are classes, `cases` for those that are a sample each, of
+            the same files, such as `flair`, `t1` and `seg`: these are its fields; None for cases
+            where most folders hold files of the same names, or of the same after the folder's.
 
     Raises SourceError for damaged files, a missing target, and files that differ in fields, types
     or numbers of dimensions.
@@ -195,12 +202,18 @@ class FilesReader(PathReader):
     format = "files"
     objects = True
 
-    def __init__(self, path: str | Sequence[str], split: str | None = None) -> None:
-        self._rows, self.classes, self._paired = _find(path, split)
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        split: str | None = None,
+        layout: Literal["classes", "cases"] | None = None,
+    ) -> None:
+        self._rows, self.classes, self._sides_named = _find(path, split, layout)
         self.abilities = Abilities(chunked=self._chunked, files_are_samples=True)
         self._found = [file for row in self._rows for file in row.files]
         self._urls = [file.url for file in self._found]
         self._sides = len(self._rows[0].files)
+        kind = "-".join(["files", *self._sides_named])
         self._files = files = concurrently(FilePlace.opened, self._found, self._urls[0])
         concurrently(lambda file: file.stamp, files, self._urls[0])  # Kept by the files.
         hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
@@ -209,7 +222,7 @@ class FilesReader(PathReader):
         self._lock = new_lock()
         self._opened: OrderedDict[int, tuple[dict[str, ChunkedArray], Hdf5File | None]]
         self._opened = OrderedDict()
-        index = cached_index("files", _VERSION, files, self._build)
+        index = cached_index(kind, _VERSION, files, self._build)
         head = json.loads(index["head"].tobytes())
         self._dtypes: dict[str, np.dtype[Any]] = {n: np.dtype(d) for n, d in head["dtypes"]}
         if head.get("fraction"):
@@ -297,10 +310,18 @@ class FilesReader(PathReader):
             words = "inputs and their targets, one a file"
             return Fit(words, 1, is_marked=True, left_out=left)
         if here:
-            return Fit(f"{named_files(here)}, one a sample", len(here))
+            masks = masks_among(here)
+            doubts = (doubt_of_masks(masks),) if masks else ()
+            return Fit(f"{named_files(here)}, one a sample", len(here), doubts=doubts)
         counts, more = counted_below(source, folders, _SUFFIXES)
         total = sum(counts.values())
         over = "over " if more else ""
+        layout = options.get("layout")
+        parts = _parts(source, folders[:_PROBED], layout)
+        if parts:
+            words = f"cases of {counted(len(parts), 'file')} ({', '.join(parts)}), one a folder"
+            doubts = () if layout else ("layout='classes' reads these folders as classes",)
+            return Fit(words, total, in_folders=True, doubts=doubts)
         words = f"{counted(len(counts), 'class folder')} with {over}{total:,} arrays or scans"
         return Fit(words, total, in_folders=True)
 
@@ -400,14 +421,14 @@ class FilesReader(PathReader):
         arrays: dict[str, ChunkedArray] = {}
         for side in range(self._sides):
             own = opened(sample * self._sides + side)
-            if not self._paired:
+            if not self._sides_named:
                 return own
             if len(own) != 1:
                 raise SourceError(
                     f"{self._urls[sample * self._sides + side]} holds {len(own)} arrays: of files "
-                    "in images/ and labels/, each holds one"
+                    "that make up a sample, each holds one"
                 )
-            arrays[("image", "label")[side]] = next(iter(own.values()))
+            arrays[self._sides_named[side]] = next(iter(own.values()))
         return arrays
 
     def _open(self, number: int) -> dict[str, ChunkedArray]:
@@ -447,7 +468,7 @@ class FilesReader(PathReader):
         ]
         head = {
             "dtypes": [(name, dtype) for name, dtype, _ in dtypes],
-            "fraction": self._fraction(first) if self._paired else "",
+            "fraction": self._fraction(first) if self._sides_named == _PAIR else "",
         }
         numbers = np.array([size for _, _, size in dtypes], np.int64)
         table = np.array(dims, np.int64).reshape(len(self._rows), -1)
@@ -532,9 +553,10 @@ def _common(shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
 
 
 def _find(
-    path: str | Sequence[str], split: str | None
-) -> tuple[list[_SampleFiles], list[str], bool]:
-    """Return (samples, classes, True if inputs have targets) of a path. Raises SourceError."""
+    path: str | Sequence[str], split: str | None, layout: str | None
+) -> tuple[list[_SampleFiles], list[str], Sequence[str]]:
+    """Return (samples, classes, fields of the files of a sample; () for the files' own) of a path.
+    Raises SourceError."""
     urls = expand(path)
     splits = FilesReader.own_splits(urls[0], {}) if Source(urls[0]).is_folder() else []
     if split is not None and not splits:
@@ -542,13 +564,13 @@ def _find(
     if split is not None and chosen_split(split, splits, urls[0]) == "test":
         source, url = Source(urls[0]), urls[0]
         if source.is_folder(_TEST_TARGETS):
-            return _pairs(source, url, _TESTS, _TEST_TARGETS), [], True
+            return _pairs(source, url, _TESTS, _TEST_TARGETS), [], _PAIR
         own = _files(source, _TESTS)
         if not own:
             raise SourceError(f"{url}/{_TESTS} holds no arrays or scans: check the path")
-        return [_SampleFiles(f"{_TESTS}/{each.name}", (each,)) for each in own], [], False
+        return [_SampleFiles(f"{_TESTS}/{each.name}", (each,)) for each in own], [], ()
     if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS) or not Source(urls[0]).is_folder():
-        return [_SampleFiles(last_name(url), (file_at(url),)) for url in urls], [], False
+        return [_SampleFiles(last_name(url), (file_at(url),)) for url in urls], [], ()
     source, url = Source(urls[0]), urls[0]
     folders = [name for name, folder in source.names() if folder and not name.startswith(".")]
     inputs = [name for name in _INPUTS if name in folders]
@@ -556,10 +578,13 @@ def _find(
     if inputs:
         if not targets:
             raise SourceError(f"{url} has {inputs[0]}/ and no labels/: add it, or open {inputs[0]}")
-        return _pairs(source, url, inputs[0], targets[0]), [], True
+        return _pairs(source, url, inputs[0], targets[0]), [], _PAIR
     own = _files(source, "")
     if own:
-        return [_SampleFiles(each.name, (each,)) for each in own], [], False
+        return [_SampleFiles(each.name, (each,)) for each in own], [], ()
+    parts = _parts(source, folders[:_PROBED], layout)
+    if parts:
+        return _cases(source, folders, parts), [], parts
     rows: list[_SampleFiles] = []
     classes: list[str] = []
     for folder in folders:
@@ -569,14 +594,55 @@ def _find(
             classes.append(folder)
     if not rows:
         raise SourceError(f"{url} holds no arrays or scans: check the path")
-    return rows, classes, False
+    return rows, classes, ()
+
+
+def _parts(source: Source, folders: Sequence[str], layout: object) -> tuple[str, ...]:
+    """Return the fields of the cases that folders are, such as `flair`, `seg` and `t1`; () for
+    classes. Raises UsageError for `layout="cases"` of folders that are none."""
+    if layout == "classes":
+        return ()
+    names = {folder: _names_in(source, folder) for folder in folders}
+    stems = {folder: list(map(_stem, own)) for folder, own in names.items() if own}
+    parts = parts_of_cases(stems)
+    if layout == "cases" and not parts:
+        raise UsageError(
+            f"layout='cases': the folders of {source.path()} do not hold the same files, such as "
+            "t1.nii.gz and seg.nii.gz"
+        )
+    return parts
+
+
+def _cases(source: Source, folders: Sequence[str], parts: Sequence[str]) -> list[_SampleFiles]:
+    """Return a sample for each folder. Raises SourceError for one that lacks a file."""
+    rows = []
+    for folder in folders:
+        names = {_stem(name): name for name in _names_in(source, folder)}
+        own = case_parts(folder, list(names))
+        if not names:
+            continue
+        lost = [part for part in parts if part not in own]
+        left = [names[stem] for part, stem in own.items() if part not in parts]
+        if lost or left:
+            raise SourceError(
+                f"{source.path(folder)} is a case without {', '.join(lost) or 'a place'}"
+                f"{f' for {named_files(left)}' if left else ''}, where others have "
+                f"{', '.join(parts)}: make it like them, or remove it; layout='classes' reads the "
+                "folders as classes"
+            )
+        places = tuple(source.file_at(f"{folder}/{names[own[part]]}") for part in parts)
+        rows.append(_SampleFiles(folder, places))
+    return rows
+
+
+def _names_in(source: Source, folder: str) -> list[str]:
+    names = [name for name, inner in source.names(folder) if not inner]
+    return [name for name in names if name.lower().endswith(_SUFFIXES) and name[0] != "."]
 
 
 def _files(source: Source, folder: str) -> list[FilePlace]:
     """Return the arrays and scans of a folder, sorted."""
-    names = [name for name, inner in source.names(folder) if not inner]
-    names = [name for name in names if name.lower().endswith(_SUFFIXES) and name[0] != "."]
-    names = names or _unnamed(source, folder)
+    names = _names_in(source, folder) or _unnamed(source, folder)
     prefix = f"{folder}/" if folder else ""
     return [source.file_at(prefix + name) for name in names]
 

@@ -50,6 +50,12 @@ from dlio_readers.fileset import (
     index_kind,
     note_others,
 )
+from dlio_readers.folder_doubts import (
+    doubt_of_masks,
+    doubts_of_classes,
+    masks_among,
+    name_labels,
+)
 from dlio_readers.picture_lists import (
     FILE_COLUMNS,
     MAX_TABLE,
@@ -60,8 +66,10 @@ from dlio_readers.picture_lists import (
     has_lists,
     is_wordy,
     names_of_lists,
+    same_name,
+    tell_of_boxes,
 )
-from dlio_readers.unread_labels import unread_labels, write_them
+from dlio_readers.unread_labels import files_of_labels, unread_labels, write_them
 
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
@@ -77,6 +85,8 @@ _LABEL_TABLES: Final = "labels."
 _DESCRIPTIONS: Final = "metadata."
 _CHOICES: Final = ("layout", "table", "label")
 _MOST_ROWS: Final = 1 << 24
+_PROBED: Final = 64
+"""Class folders whose names of files are looked at for what else they may mean."""
 _IMAGE: Final = Schema((("image", "image"),))
 
 
@@ -109,7 +119,8 @@ class FolderReader(ListedReader):
     Args:
         path: the folder.
         layout: `classes` for folders that are classes, `flat` for the pictures of the folder
-            itself; None for the one that clearly has more.
+            itself, `names` for these with labels that their names begin with, such as `cat` of
+            `cat.12.jpg`; None for classes or flat, of which there clearly are more.
         split: which of several splits that lists of pictures name, or `all`.
         table: the list of pictures and labels to read, below the folder or by its full path; None
             for those that are found; see `dlio_readers.picture_lists`.
@@ -126,7 +137,7 @@ class FolderReader(ListedReader):
     def __init__(
         self,
         path: str,
-        layout: Literal["classes", "flat"] | None = None,
+        layout: Literal["classes", "flat", "names"] | None = None,
         split: str | None = None,
         table: str | None = None,
         label: str | None = None,
@@ -197,7 +208,7 @@ class FolderReader(ListedReader):
         plan = plan_of(source, self._layout, self._table, self._label)
         if plan.lists is not None:
             index, head = _by_lists(source, plan.lists, self._split)
-        elif plan.labels:
+        elif plan.labels or plan.is_named:
             index, head = _by_table(source, plan.table, plan.labels, plan.pictures)
         elif plan.is_flat:
             index, head = _flat(source, rows)
@@ -251,6 +262,11 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
     for _ in range(depth):
         entries = sorted(source.names(at))
         files = [name for name, is_folder in entries if not is_folder]
+        if files and all(name.lower().endswith(".xml") for name in files):
+            return (
+                "it holds XML, such as Pascal VOC's boxes, which is not read: convert these to "
+                "COCO's JSON, or open the folder of pictures alone"
+            )
         if files:
             return (
                 f"it holds other files, such as {files[0]} in {source.path(at)}: name the folder "
@@ -292,6 +308,8 @@ class FolderPlan:
     """All pictures below the folder, where a table names some."""
     lists: PictureLists | None = None
     """Lists of the pictures of splits."""
+    is_named: bool = False
+    """True if names of pictures are their labels."""
 
 
 def plan_of(
@@ -310,7 +328,10 @@ def plan_of(
     rows = source.names()
     here = [name for name, folder in rows if not folder and name.lower().endswith(PICTURES)]
     folders = [name for name, folder in rows if folder]
+    if layout == "names":
+        return _name_plan(source, here)
     table = next((name for name in _TABLES if (name, False) in rows), "")
+    rest = [name for name in _TABLES if (name, False) in rows and name != table]
     if table and folders:
         plan = _table_plan(source, table)
         if plan is not None:
@@ -325,8 +346,11 @@ def plan_of(
         files: list[str] = []
         if here and not table and not layout:
             notes, files = unread_labels(source, here)
-            notes = (*_lists_above(source), *notes)
-        fit = Fit(words, weight, left_out=notes, used=(table, *files))
+            notes = (*_names_words(here), *_lists_above(source, here), *notes)
+        if rest:
+            notes = (*notes, f"{named_files(rest)}, since {table} is read")
+        doubts = [doubt_of_masks(masks)] if (masks := masks_among(here)) and not layout else []
+        fit = Fit(words, weight, left_out=notes, used=(table, *files), doubts=tuple(doubts))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)
     others = [f"{table}, which has no labels of the pictures"] if table and not here else []
@@ -349,7 +373,91 @@ def plan_of(
     if here:
         others.append(f"{shown} next to them, which layout='flat' reads")
     used = (table,) if table else ()
-    return FolderPlan(Fit(words, weight, in_folders=True, left_out=tuple(others), used=used))
+    doubts = []
+    if layout is None:
+        below = {name: _pictures_in(source, name) for name in folders[:_PROBED]}
+        doubts = doubts_of_classes(folders, {name: own for name, own in below.items() if own})
+        doubts += _nested(source, folders)
+        others += _beside_pictures(source, below)
+        some = [name for own in below.values() for name in own]
+        above = files_of_labels(source, "", some, is_strict=True)
+        above = [name for name in above if name != table and not name.lower().endswith(".csv")]
+        if above:
+            others.append(f"{named_files(above)}, which may hold labels: folders' names are taken")
+    fit = Fit(
+        words,
+        weight,
+        in_folders=True,
+        left_out=tuple(others),
+        used=used,
+        doubts=tuple(doubts),
+    )
+    return FolderPlan(fit)
+
+
+def _name_plan(source: Source, here: Sequence[str]) -> FolderPlan:
+    """Return how pictures are read whose names are labels. Raises UsageError if they are not."""
+    labels = name_labels([os.path.splitext(name)[0] for name in here])
+    if not labels:
+        raise UsageError(
+            f"layout='names': the names of the pictures of {source.path()} are not labels and "
+            "numbers, such as cat.12.jpg, of several classes"
+        )
+    named = {name: labels[os.path.splitext(name)[0]] for name in here}
+    words = f"{counted(len(here), 'picture')} with labels in their names"
+    fit = Fit(words, len(here), is_marked=True)
+    return FolderPlan(fit, labels=named, pictures=list(here), is_named=True)
+
+
+def _names_words(here: Sequence[str]) -> tuple[str, ...]:
+    """Return the words about pictures whose names look like labels."""
+    labels = name_labels([os.path.splitext(name)[0] for name in here])
+    if not labels:
+        return ()
+    shown = sorted(set(labels.values()))
+    some = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+    return (f"labels that the names look like ({some}), which layout='names' reads",)
+
+
+def _pictures_in(source: Source, folder: str) -> list[str]:
+    names = [name for name, inner in source.names(folder) if not inner]
+    return [name for name in names if name.lower().endswith(PICTURES)]
+
+
+def _nested(source: Source, folders: Sequence[str]) -> list[str]:
+    """Return the words about class folders that hold the other classes again, as archives do that
+    were packed twice, or that all hold the same folders, such as `images` and `masks`."""
+    inner = {
+        name: sorted(each for each, is_folder in source.names(name) if is_folder)
+        for name in folders[:_PROBED]
+    }
+    for name, own in inner.items():
+        again = [each for each in own if each in folders]
+        if len(again) > 1:
+            return [
+                f"{name} is a class that holds folders called {' and '.join(again[:2])}, as other "
+                f"classes are: remove it, or open {source.path(name)}"
+            ]
+    first = next(iter(inner.values()))
+    if len(inner) > 1 and len(first) > 1 and all(own == first for own in inner.values()):
+        return [
+            f"each of these folders holds the folders {', '.join(first[:3])}, as cases do and "
+            "classes do not: their labels are the outer folders all the same"
+        ]
+    return []
+
+
+def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the words about files next to the pictures of class folders that may say more."""
+    label_files = []
+    for folder, pictures in below.items():
+        if pictures:
+            label_files += [
+                f"{folder}/{name}" for name in files_of_labels(source, folder, pictures)
+            ]
+    if not label_files:
+        return []
+    return [f"{named_files(label_files)} in class folders, which may hold labels or boxes"]
 
 
 def _list_plan(lists: PictureLists) -> FolderPlan:
@@ -362,7 +470,7 @@ def _list_plan(lists: PictureLists) -> FolderPlan:
     )
 
 
-def _lists_above(source: Source) -> tuple[str, ...]:
+def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
     """Return the words about lists next to a folder of pictures that is opened by itself."""
     above, _, folder = source.root.rpartition("/")
     if not source.local or not above:
@@ -379,7 +487,12 @@ def _lists_above(source: Source) -> tuple[str, ...]:
             f"{write_them(source, matlab[0])}",
         )
     if not lists:
-        return ()
+        label_files = files_of_labels(Source(above), "", pictures, is_strict=True)
+        if ("annotations", True) in Source(above).names():
+            inner = files_of_labels(Source(above), "annotations", pictures, is_strict=True)
+            label_files += [f"annotations/{name}" for name in inner]
+        where = f"{named_files(label_files)} in {above}, which may hold labels"
+        return (f"{where}: write them to {source.path('labels.csv')}",) if label_files else ()
     return (f"the labels of {above}/{lists[0]}: open {above}, or give table=",)
 
 
@@ -437,7 +550,7 @@ def _by_table(
     index["sizes"] = index["sizes"] + IMAGE_LABEL.overhead
     index["labels"], classes = _numbered([labels[name] for name in names])
     below = {name.rpartition("/")[0] for name in names}
-    places = ["", table, *sorted(below - {""})]
+    places = ["", *[table] * bool(table), *sorted(below - {""})]
     folders = {place: source.modified_ns(place) for place in places}
     return index, {"classes": classes, "labelled": True, "folders": folders}
 
@@ -578,6 +691,7 @@ def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str
     column = split_column(columns)
     if column is not None:
         tell_once(f"{source.path(table)}: {not_chosen_by(column)}")
+    tell_of_boxes(source.path(table), columns)
     others = [name for name in columns if name not in (file, label) and likely_label([name])]
     if others:
         left = ", ".join(others)
@@ -623,19 +737,19 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
 
     Raises SourceError if two of its names mean one picture.
     """
-    known = set(pictures)
+    known = {same_name(name): name for name in pictures}
     bare: dict[str, list[str]] = {}
-    for name in pictures:
-        bare.setdefault(os.path.splitext(name)[0], []).append(name)
+    for own, name in known.items():
+        bare.setdefault(os.path.splitext(own)[0], []).append(name)
     folders = {os.path.dirname(name) for name in pictures}
     inside = folders.pop() if len(folders) == 1 else ""
     result: dict[str, str] = {}
     for given, label in labels.items():
-        name = os.path.normpath(given)
-        tries = [name, os.path.join(inside, name)]
-        meant = [each for each in tries if each in known]
+        name = same_name(given)
+        tries = [name, os.path.join(same_name(inside), name)]
+        meant = [known[each] for each in tries if each in known]
         meant = meant or [each for bases in tries for each in bare.get(bases, ())]
-        target = meant[0] if len(set(meant)) == 1 or meant[:1] == [name] else name
+        target = meant[0] if len(set(meant)) == 1 or name in known else name
         if result.setdefault(target, label) != label:
             raise SourceError(f"the table of labels has several for {target}: keep one")
     return result

@@ -10,6 +10,8 @@ from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.source import File, ReadErrors, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import check_claim
+from dlio.util.printable import tell_once
+from dlio.util.units import counted
 from dlio_readers.columns import Arrays
 from dlio_readers.path_reader import check_names
 from dlio_readers.ranges import FortranArray, StoredArray
@@ -35,7 +37,14 @@ def chunked_array(array: Arrays, where: str) -> ChunkedArray:
 
 
 def _npy(file: File) -> StoredArray | FortranArray:
-    return _stored(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
+    head = _head(file.read(0, _HEAD_BYTES), file.size, file.name)
+    left = file.size - head.offset - head.nbytes
+    if left > 0:
+        tell_once(
+            f"{file.name}: {counted(left, 'byte')} behind its array left out, such as a second "
+            "array: save each to a file of its own"
+        )
+    return _stored(file, head, 0)
 
 
 def _stored(file: File, head: NpyHead, start: int) -> StoredArray | FortranArray:

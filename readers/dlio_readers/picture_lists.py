@@ -14,6 +14,7 @@ import csv
 import io
 import os
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -44,6 +45,12 @@ FILE_COLUMNS: Final = (
 )
 # fmt: on
 """Columns of names of files, with their extension or without, in the order of preference."""
+# fmt: off
+_BOXES: Final = (
+    "xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x1", "y1", "bbox", "bboxes",
+)
+# fmt: on
+"""Columns of boxes, which tables of labels may have."""
 MAX_TABLE: Final = 128 << 20
 _LIST_FOLDERS: Final = ("annotations", "meta", "splits", "lists")
 _NOT_PICTURES: Final = (*_LIST_FOLDERS, "masks", "labels", "trimaps", "segmentations")
@@ -141,6 +148,10 @@ def find_lists(
                 )
             continue
         keys = _keys(source, folder, each.rows)
+        if any(same_name(name) not in keys for name, _ in each.rows):
+            for top in tops:  # Pictures in several folders, such as those of parts of a download.
+                for name, picture in _keys(source, top, each.rows).items():
+                    keys.setdefault(name, picture)
         nested = any("/" in name[len(folder) + 1 if folder else 0 :] for name in keys.values())
         if not each.has_labels and each.columns and not nested:
             unclear.append((each, folder))
@@ -152,6 +163,7 @@ def find_lists(
         _add(own, each, keys, source, folder)
         used += [each.file, *each.beside]
         folders.add(folder)
+        folders |= {picture.partition("/")[0] for picture in own if "/" in picture}
         unlisted |= set(keys.values())
     if unclear and not made:
         first, folder = unclear[0]
@@ -328,6 +340,7 @@ def _columns(
     if column is not None:
         tell_once(f"{where}: {not_chosen_by(column)}")
     lower = [name.lower() for name in header]
+    tell_of_boxes(where, header)
     at = next((lower.index(name) for name in FILE_COLUMNS if name in lower), 0)
     others = [k for k in range(len(header)) if k != at]
     if label is not None:
@@ -413,6 +426,22 @@ def _folder_of(source: Source, tops: Sequence[str], rows: Rows) -> str | None:
     return best
 
 
+def tell_of_boxes(where: str, columns: Sequence[str]) -> None:
+    """Warn once of columns of boxes in a table of labels."""
+    boxes = [name for name in columns if name.lower() in _BOXES]
+    if boxes:
+        tell_once(
+            f"{where}: its boxes ({', '.join(boxes[:4])}) are left out: write them as COCO's JSON "
+            "or as YOLO's texts to read them"
+        )
+
+
+def same_name(name: str) -> str:
+    """Return a file's name as tables and folders of other systems have it alike: with slashes, and
+    letters with accents as one character."""
+    return os.path.normpath(unicodedata.normalize("NFC", name.replace("\\", "/")))
+
+
 def _lies_in(source: Source, folder: str, name: str) -> bool:
     name = os.path.normpath(name.replace("\\", "/")) if name else ""
     if not name or name.startswith(("..", "/")):
@@ -425,7 +454,9 @@ def _lies_in(source: Source, folder: str, name: str) -> bool:
         here = f"{here}/{part}" if here else part
     names = [each for each, is_folder in source.names(here) if not is_folder]
     pictures = [each for each in names if each.lower().endswith(PICTURES)]
-    return any(each == last or os.path.splitext(each)[0] == last for each in pictures)
+    last = same_name(last)
+    pictures = [same_name(each) for each in pictures]
+    return any(last in (each, os.path.splitext(each)[0]) for each in pictures)
 
 
 def _keys(source: Source, folder: str, rows: Rows) -> dict[str, str]:
@@ -440,7 +471,7 @@ def _keys(source: Source, folder: str, rows: Rows) -> dict[str, str]:
     keys: dict[str, str] = {}
     for picture in pictures:
         own = picture[len(folder) + 1 :] if folder else picture
-        keys[own] = picture
+        keys[same_name(own)] = picture
     for own, picture in list(keys.items()):
         keys.setdefault(os.path.splitext(own)[0], picture)
     return keys
@@ -452,13 +483,12 @@ def _add(
     """Add the pictures of a list. Raises SourceError for those that are not there."""
     lost = []
     for name, label in each.rows:
-        own = os.path.normpath(name)
+        own = same_name(name)
         picture = keys.get(own)
         if picture is None:
             lost.append(name)
             continue
-        inner = picture[len(folder) + 1 if folder else 0 :]
-        text = inner.partition("/")[0] if label is None and "/" in inner else label or ""
+        text = own.partition("/")[0] if label is None and "/" in own else label or ""
         if into.setdefault(picture, text) != text:
             raise SourceError(f"{source.path(each.file)}: {name} has several labels")
     if lost:

@@ -4,7 +4,7 @@ A group is decoded as a whole, and the last few are kept, for callers that read 
 """
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
@@ -497,6 +497,27 @@ class RowGroupReader(PathReader):
     def _where(self, file: int, group: int, name: str) -> str:
         return f"{self._files[file].name}, row group {group}, column {name!r}"
 
+    def _check_columns(self, number: int, first: ArrowSchema, chosen: Sequence[str]) -> None:
+        """Raise SourceError if a file has other columns than the first one, of the chosen ones if
+        some are; their order does not count."""
+        own, theirs = (
+            {field.name: field.type for field in schema}
+            for schema in (self._open(number).schema, first)
+        )
+        if len(own) < len(self._open(number).schema.names):
+            names = Counter(self._open(number).schema.names).most_common(1)
+            raise SourceError(
+                f"{self._files[number].name} has several columns {names[0][0]!r}: give each a name "
+                "of its own"
+            )
+        for name in chosen or {**theirs, **own}:
+            kinds = [each.get(name, "missing") for each in (own, theirs)]
+            if kinds[0] != kinds[1]:
+                raise SourceError(
+                    f"{self._files[number].name} has other columns than {self._files[0].name}: "
+                    f"{name} is {kinds[0]} in it, and {kinds[1]} there; make them alike"
+                )
+
     def _build(self, names: Sequence[str]) -> Arrays:
         """Index sizes and labels of all rows; reads all chosen columns once."""
         first = self._open(0).schema
@@ -505,10 +526,7 @@ class RowGroupReader(PathReader):
         groups, counts = [], []
         for number in range(len(self._files)):
             opened = self._open(number)
-            if not opened.schema.equals(first, check_metadata=False):
-                raise SourceError(
-                    f"{self._files[number].name} has other columns than {self._files[0].name}"
-                )
+            self._check_columns(number, first, chosen if names else ())
             for group in range(opened.count):
                 groups.append((number, group))
                 counts.append(opened.check(group, chosen))

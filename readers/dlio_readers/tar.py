@@ -190,7 +190,7 @@ def _frame(file: File, start: int) -> tuple[list[int], list[int], list[int], int
 
 _WHOLE: Final = (*(f".tar{packed}" for packed in COMPRESSED), ".tgz", ".tbz2", ".txz")
 SUFFIXES: Final = (".tar", ".tar.lz4", *_WHOLE)
-_VERSION: Final = 4
+_VERSION: Final = 5
 _SCAN_THREADS: Final = 8
 _LOOKED_AT: Final = 64
 """Samples of which it is seen whether they lie in folders."""
@@ -305,6 +305,8 @@ class TarReader(PathReader):
         longer = next((name for name in texts if label_name([name.partition(".")[0]])), None)
         if longer is not None:
             return f"its {longer} is a text: call it {longer.partition('.')[0]}"
+        if list(names) == ["tar"]:
+            return "its members are tars themselves: extract it, and open these"
         if len(names) > 1:
             return ""
         some = np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int)
@@ -602,7 +604,7 @@ class _Builder:
         elif not self._packed and field in _NUMBERS:
             number = None
             if size <= _MAX_LABEL:
-                number = members.bytes_at(at, size).decode("utf-8", "replace").strip()
+                number = members.bytes_at(at, size).decode("utf-8-sig", "replace").strip()
         elif extension.lower().endswith("npy"):
             try:
                 head = read_npy_head(memoryview(members.bytes_at(at, min(size, 1 << 12))), size)

@@ -18,7 +18,14 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.index import Arrays, GrowingColumn, cached_index
-from dlio.data.labels import MAX_CLASSES, MISSING, is_number, label_name, label_names
+from dlio.data.labels import (
+    LABEL_NAMES,
+    MAX_CLASSES,
+    MISSING,
+    is_number,
+    label_name,
+    label_names,
+)
 from dlio.data.schema import WholeNumbers
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
@@ -33,7 +40,7 @@ from dlio_readers.path_reader import check_names
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
 _ALL: Final = "*"
-_VERSION: Final = 5
+_VERSION: Final = 6
 _MAX_TEXT: Final = 4 << 30
 _MAX_HEADER: Final = 1 << 24
 _MAX_CELL: Final = (1 << 31) - 1
@@ -46,6 +53,14 @@ _COLUMN_BYTES: Final = 2048
 """Memory that a column takes while a table is indexed and opened, whatever its rows."""
 _MAX_DIGITS: Final = 64
 """Characters of a whole number: Python converts no number of thousands of digits."""
+_LOOKED_AT: Final = 256
+_MOSTLY: Final = 0.75
+"""Part of the first values of a column that are numbers, by which it is told that it is text."""
+_SIGNS: Final = re.compile(r"[\s,%$€£¥]")
+"""Parts of numbers for people."""
+_LONGEST_SHOWN: Final = 40
+_HINT: Final = re.compile(rb"sep=([,;\t|])\r?\n", re.IGNORECASE)
+"""A line by which Excel is told the separator."""
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 
 
@@ -60,8 +75,8 @@ class _TextColumnFacts:
     """Number of the first row without a value, as numbers go; -1 if all have one."""
     blank: int
     """Number of the first row with an empty text, -1 for none."""
-    has_commas: bool
-    """True if its first values are numbers with decimal commas, which are read as text."""
+    odd: str
+    """A value for which a column that is mostly numbers is text; "" without one."""
 
 
 class _LastRows(threading.local):
@@ -127,12 +142,7 @@ def open_text_tables(
         # A column of numbers is text if it is in another file.
         if any(f"bodies{k}" not in part.index for k in texts):
             parts[number] = _part(part.file, separator, frozenset(header[k] for k in texts))
-    commas = [name for k, name in enumerate(header) if k in texts and parts[0].facts[k].has_commas]
-    if commas:
-        tell_once(
-            f"{parts[0].file.name}: numbers with decimal commas are read as text, in its columns "
-            f"{', '.join(commas)}: write them with points"
-        )
+    _tell_of_numbers(parts, header, texts)
     check_names(parts[0].file.name, names, header, "column")
     matrix = _feature_names(parts[0].file.name, kinds, label, features)
     chosen = list(names) or list(header)
@@ -170,6 +180,31 @@ def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -
     if len(columns) == 1:
         return columns[0]
     return ConcatColumn(columns, [part.count for part in parts])
+
+
+def _tell_of_numbers(
+    parts: Sequence[_TableFile], header: Sequence[str], texts: Iterable[int]
+) -> None:
+    """Warn once of columns that are mostly numbers, and are text for one of their values."""
+    odd = {
+        header[k]: next((part.facts[k].odd for part in parts if part.facts[k].odd), "")
+        for k in sorted(texts)
+        if header[k] not in LABEL_NAMES
+    }
+    odd = {name: value for name, value in odd.items() if value}
+    commas = [n for n, value in odd.items() if is_number(value.strip().replace(",", ".", 1))]
+    where = parts[0].file.name
+    if commas:
+        tell_once(
+            f"{where}: numbers with decimal commas are read as text, in its columns "
+            f"{', '.join(commas)}: write them with points"
+        )
+    others = [f"{name} ({value!r})" for name, value in odd.items() if name not in commas]
+    if others:
+        tell_once(
+            f"{where}: columns of numbers are read as text for a value that is none, "
+            f"{', '.join(others)}: leave such cells empty, and write numbers without signs"
+        )
 
 
 def _part(file: File, separator: str | None, texts: frozenset[str] = frozenset()) -> _TableFile:
@@ -347,6 +382,9 @@ class _TableScan:
         first = file.read(0, _MAX_HEADER)
         self._at = 3 if first.startswith(b"\xef\xbb\xbf") else 0
         """Offset of the first byte that is not parsed yet."""
+        hint = _HINT.match(first, self._at)
+        if hint is not None and separator is None:
+            self._at, separator = hint.end(), hint[1].decode()
         line = next(iter(first[self._at :].splitlines()), b"").decode("utf-8", "replace")
         self._separator = separator_of(line) if separator is None else separator
         self._begin = self._at
@@ -518,21 +556,15 @@ class _ColumnScan:
         """Different texts of a label, as long as there are few."""
         self._missing = self._blank = -1
         self._kinds: set[str] = set()
-        self._has_commas = False
+        self._odd = ""
 
     def facts(self) -> list[Any]:
         """Return the fields of `_TextColumnFacts`."""
-        return [self.name, self.kind, self._missing, self._blank, self._has_commas]
+        return [self.name, self.kind, self._missing, self._blank, self._odd]
 
     def add(self, first: int, values: Sequence[str], sizes: WholeNumbers) -> None:
         """Add the values of the rows from `first` on, with their bytes."""
         self._look(first, values, sizes)
-        if not first:
-            self._has_commas = any("," in value for value in values) and all(
-                is_number(value.strip().replace(",", ".", 1))
-                for value in values
-                if value.strip() not in MISSING
-            )
         if self.kind == "text" and not self.has_sizes:
             self.has_sizes, self.is_late = True, first > 0
         if self.has_sizes and not self.is_late:
@@ -567,7 +599,11 @@ class _ColumnScan:
                 self._blank = first + blank
         if "text" not in self._kinds:
             skipped = set(gaps)
-            self._kinds.add(_kind_of([v for row, v in enumerate(values) if row not in skipped]))
+            present = [v for row, v in enumerate(values) if row not in skipped]
+            kind = _kind_of(present)
+            if kind == "text":
+                self._odd = _odd_value(present, bool({"int64", "float64"} & self._kinds))
+            self._kinds.add(kind)
 
     @property
     def kind(self) -> str:
@@ -577,6 +613,17 @@ class _ColumnScan:
                 return kind
         # Whole numbers such as keys of 20 digits would lose digits as floats.
         return "text" if "long" in self._kinds else "int64" if "int64" in self._kinds else "none"
+
+
+def _odd_value(values: Sequence[str], follows_numbers: bool) -> str:
+    """Return the first of some values that is not a number, if most are, or would be without signs
+    such as `%`, or if numbers went before; else ""."""
+    odd = [value for value in values[:_LOOKED_AT] if not is_number(value.strip())]
+    plain = len(values[:_LOOKED_AT]) - len(odd)
+    plain += sum(is_number(_SIGNS.sub("", value)) for value in odd)
+    if not follows_numbers and plain < _MOSTLY * len(values[:_LOOKED_AT]):
+        return ""
+    return next((value for value in values if not is_number(value.strip())), "")[:_LONGEST_SHOWN]
 
 
 def _kind_of(values: Sequence[str]) -> str:

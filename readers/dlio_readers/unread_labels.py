@@ -23,11 +23,33 @@ _TABLES: Final = (
 )
 _WORDS: Final = ("label", "annot", "class", "meta", "target", "caption", "truth", "split")
 # fmt: on
+_SURE: Final = ("label", "annot", "truth")
 _RENAMED: Final = (".json", ".jsonl", ".parquet")
 _MATLAB: Final = ".mat"
 _MOST_FILES: Final = 16
 _MOST_PICTURES: Final = 64
 _HEAD: Final = 1 << 16
+
+
+def files_of_labels(
+    source: Source, folder: str, pictures: Sequence[str], *, is_strict: bool = False
+) -> list[str]:
+    """Return the files of a folder that may hold labels of some pictures, and are not read.
+
+    A strict search, of a folder above, leaves out those whose names alone say so weakly.
+    """
+    names = [name for name, inner in source.names(folder) if not inner]
+    stems = {os.path.splitext(name)[0] for name in pictures}
+    known = [name.encode() for name in sorted(stems)[:_MOST_PICTURES] if name]
+    likely = [n for n in names if n.lower().endswith((*_TEXTS, *_TABLES)) and n not in pictures]
+    prefix = f"{folder}/" if folder else ""
+    own = [] if is_strict else [name for name in likely if os.path.splitext(name)[0] in stems]
+    others = [name for name in likely if name not in own][:_MOST_FILES]
+    if is_strict:
+        words = [name for name in others if any(word in name.lower() for word in _SURE)]
+        texts = [n for n in others if n not in words and n.lower().endswith(_TEXTS)]
+        return words + [n for n in texts if _names_pictures(source, prefix + n, known)]
+    return own + [name for name in others if _may_label(source, prefix + name, known)]
 
 
 def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
@@ -47,9 +69,13 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
 
 
 def _may_label(source: Source, name: str, pictures: Sequence[bytes]) -> bool:
-    lower = name.lower()
+    lower = name.rpartition("/")[2].lower()
     if lower.endswith(_TABLES) or any(word in lower for word in _WORDS):
         return True
+    return _names_pictures(source, name, pictures)
+
+
+def _names_pictures(source: Source, name: str, pictures: Sequence[bytes]) -> bool:
     try:
         head = source.read(name, 0, _HEAD)
     except SourceError:

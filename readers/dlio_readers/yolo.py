@@ -15,10 +15,12 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.interpretation import named_files
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, own_name
 from dlio.errors import SourceError
 from dlio.util.parallel import each_of
+from dlio.util.printable import tell_once
 from dlio.util.structured_text import YamlValue, parse_yaml
 from dlio.util.units import counted
 from dlio_readers.annotations import (
@@ -40,6 +42,8 @@ from dlio_readers.yolosplits import NULLS, YoloSplit, yolo_split
 _LABELS: Final = ("labels",)
 _YAML: Final = (".yaml", ".yml")
 _CLASSES: Final = "classes.txt"
+_TRAIN_LIST: Final = "train.txt"
+"""A list of pictures, which some programs write next to labels."""
 _NAME_LISTS: Final = (".names", ".labels")
 """Suffixes of lists of names of classes, as Darknet and Roboflow write them."""
 _MOST_LABELS: Final = 64 << 20
@@ -144,6 +148,13 @@ def _annotations(
         pictures = list(files_in(source, sides.images, PICTURES))
         labels = set(files_in(source, sides.others, (".txt",)))
         notes = [sides.other(name, ".txt") for name in pictures]
+        lost = sorted(labels.difference(notes))
+        lost = [name for name in lost if name.rpartition("/")[2] not in (_CLASSES, _TRAIN_LIST)]
+        if lost and len(lost) < len(labels):
+            tell_once(
+                f"{source.path(sides.others)}: {named_files(lost)} left out: {sides.images} has "
+                "no picture of the name"
+            )
     if not pictures:
         raise SourceError(f"{source.path(sides.images)} holds no pictures")
     own = [note if note in labels else None for note in notes]

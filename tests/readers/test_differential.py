@@ -128,12 +128,12 @@ def _arrow_column(rng: np.random.Generator, count: int) -> tuple[pa.Array, bool]
             rows[-1] = [[1], [1, 2]]
         return pa.array(rows, pa.list_(pa.list_(pa.int64()))), ragged
     others = [
-        pa.array([1] * count, pa.timestamp("us")),
-        pa.array([1] * count, pa.decimal128(5, 2)),
-        pa.array([{"a": 1}] * count),
-        pa.nulls(count),
+        (pa.array([1] * count, pa.timestamp("us")), True),
+        (pa.array([1] * count, pa.decimal128(5, 2)), False),
+        (pa.array([{"a": 1}] * count), True),
+        (pa.nulls(count), False),
     ]
-    return others[int(rng.integers(len(others)))], True
+    return others[int(rng.integers(len(others)))]
 
 
 def _arrow_table(rng: np.random.Generator) -> tuple[pa.Table, bool]:
@@ -147,9 +147,13 @@ def _filled(table: pa.Table) -> Values:
     """Return the values with NaN for numbers that are missing, and empty texts."""
     filled: Values = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
-        numbers = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
-        empty: Any = math.nan if numbers or pa.types.is_boolean(column.type) else ""
-        filled[name] = [empty if value is None else value for value in column.to_pylist()]
+        kinds = pa.types
+        numbers = kinds.is_floating(column.type) or kinds.is_integer(column.type)
+        numbers = numbers or kinds.is_boolean(column.type) or kinds.is_null(column.type)
+        empty: Any = math.nan if numbers else ""
+        values = [empty if value is None else value for value in column.to_pylist()]
+        decimals = kinds.is_decimal(column.type)
+        filled[name] = [float(value) for value in values] if decimals else values
     return filled
 
 

@@ -78,7 +78,7 @@ def test_a_table_has_the_index_of_its_rows(
         index = _table_index(File(str(path)), None, frozenset())
     facts, sizes = _as_parsed(text)
     head = json.loads(index["head"].tobytes())
-    assert head["columns"] == facts
+    assert [each[:4] for each in head["columns"]] == [each[:4] for each in facts]
     count, starts = len(rows), index["starts"].tolist()
     assert starts[-1] == len(text.encode())
     for k, (low, high) in enumerate(itertools.pairwise(starts)):

@@ -1,0 +1,148 @@
+"""Other meanings of folders of samples than those that are read, by the names in them.
+
+BraTS_001/BraTS_001_{t1,t2,seg}.nii.gz      a case in each folder, and not a class
+cat.0.jpg, dog.12.jpg                       labels in names
+0001.tif, 0001_mask.tif                     masks among the pictures
+a/0.jpg, a/labels.csv                       tables in class folders
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from dlio.data.interpretation import named_files
+
+_MOST_PARTS: Final = 16
+"""Files of a case, at most."""
+_MOSTLY: Final = 0.5
+"""Part of the folders that are alike, from which on they are cases."""
+_SPACE: Final = "-_. "
+_MASK: Final = re.compile(
+    r"(.+?)[-_. ]?(?:mask|masks|seg|segmentation|label|labels|labelids|gt|trimap|annotation)",
+    re.IGNORECASE,
+)
+_WORDS: Final = re.compile(r"(.*?[^-_. (0-9].*?|[0-9]+(?=[-_. (]))[-_. (]*[0-9]+\)?", re.DOTALL)
+_LONGEST: Final = 32
+# fmt: off
+_CAMERAS: Final = frozenset((
+    "img", "image", "images", "picture", "pic", "photo", "dsc", "dscn", "dscf", "p", "frame",
+    "dji", "gopr", "mvi", "scan", "screenshot", "page", "slice", "sample", "train", "test", "val",
+    "file", "im", "untitled",
+))
+# fmt: on
+"""Beginnings of names that programs and cameras give, in small letters."""
+_SHOWN: Final = 3
+
+
+def parts_of_cases(folders: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the endings that the files of most folders have alike, such as `flair`, `seg` and
+    `t1`: each of the folders is then a case. () if they are not alike.
+
+    `folders` has the names of the files of each, without their suffixes. What all files of a folder
+    begin with does not count; endings that differ in digits alone are numbers of samples.
+    """
+    if len(folders) < 2:
+        return ()
+    alike = Counter(tuple(sorted(case_parts(*each))) for each in folders.items())
+    parts, count = alike.most_common(1)[0]
+    is_case = 2 <= len(parts) <= _MOST_PARTS and count > 1 and count >= _MOSTLY * len(folders)
+    worded = all(any(letter.isalpha() for letter in part) for part in parts)
+    # Of IM0001, IM0002 as well; T1 and T2 are kinds of scans.
+    bare = {part.rstrip("0123456789").lower() for part in parts}
+    is_numbered = len(bare) == 1 and bare != {"t"}
+    return parts if is_case and worded and not is_numbered else ()
+
+
+def case_parts(folder: str, stems: Sequence[str]) -> dict[str, str]:
+    """Return the names of a folder's files by their endings; {} if two have the same one."""
+    if all(stem.startswith(folder) for stem in stems):
+        ends = {stem.removeprefix(folder).lstrip(_SPACE): stem for stem in stems}
+    else:  # Up to the last mark that all have in common, so that t1 and t2 stay.
+        pairs = enumerate(zip(min(stems, default=""), max(stems, default=""), strict=False))
+        common = next((k for k, (left, right) in pairs if left != right), 0)
+        at = max(min(stems, default="").rfind(mark, 0, common) for mark in _SPACE) + 1
+        ends = {stem[at:]: stem for stem in stems}
+    return ends if len(ends) == len(stems) and "" not in ends else {}
+
+
+def name_labels(stems: Sequence[str]) -> dict[str, str]:
+    """Return what the names of pictures begin with before their numbers, such as `cat` of `cat.12`,
+    by name; {} if these do not look like labels.
+
+    They do if there are several, each of two pictures or more on average, and no camera gives them.
+    """
+    labels: dict[str, str] = {}
+    for stem in stems:
+        match = _WORDS.fullmatch(stem)
+        label = match[1].rstrip(_SPACE) if match else ""
+        if not label or len(label) > _LONGEST:
+            return {}
+        labels[stem] = label
+    different = set(labels.values())
+    few = 1 < len(different) <= len(labels) / 2
+    return labels if few and not all(name.lower() in _CAMERAS for name in different) else {}
+
+
+def masks_among(names: Sequence[str]) -> list[str]:
+    """Return those of some files that are named as others of them with `_mask` or the like."""
+    stems = {_stem(name) for name in names}
+    return [
+        name
+        for name in names
+        if (match := _MASK.fullmatch(_stem(name))) and match[1].rstrip(_SPACE) in stems
+    ]
+
+
+def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the words about class folders that may mean something else.
+
+    `folders` has the names of the pictures in some of the class folders, with their suffixes.
+    """
+    stems = {name: [_stem(each) for each in own] for name, own in folders.items()}
+    words = []
+    parts = parts_of_cases(stems)
+    if parts:
+        words.append(
+            f"each of these folders holds {_some(parts)}, as cases do and classes do not: their "
+            "labels are the folders all the same; put pictures and masks into folders images and "
+            "masks, or one folder a class"
+        )
+    masks = [f"{name}/{each}" for name, own in folders.items() for each in masks_among(own)]
+    if masks and not parts:
+        words.append(doubt_of_masks(masks))
+    small: dict[str, str] = {}
+    twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]
+    if twins:
+        words.append(f"{twins[0][0]} and {twins[0][1]} are two classes, and differ only in case")
+    if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != sorted(classes):
+        places = {name: place for place, name in enumerate(sorted(classes))}
+        odd = next(name for name, place in places.items() if int(name) != place)
+        words.append(
+            f"folders that are numbers are classes in the order of text, as in torchvision: "
+            f"label {places[odd]} is folder {odd}"
+        )
+    if len(classes) == 1:
+        words.append(
+            f"{classes[0]} is the only class, so all labels are 0: open that folder for pictures "
+            "without labels"
+        )
+    return words
+
+
+def doubt_of_masks(masks: Sequence[str]) -> str:
+    """Return the words about files that may be masks."""
+    return (
+        f"{named_files(masks)} may be masks, by their names, and are read as samples: move them to "
+        "a folder masks, next to a folder images"
+    )
+
+
+def _some(parts: Sequence[str]) -> str:
+    more = ", ..." if len(parts) > _SHOWN else ""
+    return ", ".join(parts[:_SHOWN]) + more
+
+
+def _stem(name: str) -> str:
+    return os.path.splitext(name.removesuffix(".gz"))[0]
