@@ -157,9 +157,9 @@ def test_a_known_pipeline_is_done_without_pillow(
     assert torch.equal(some, images[[3, 1]])
 
 
-def _passes(loader: Any, folder: Any) -> list[tuple[list[int], list[int], bool]]:
-    """(labels, sizes of the pictures, whether pixels are inverted) of a pass after each change."""
-    seen = []
+def _passes(loader: Any, folder: Any) -> list[tuple[list[int], list[int], float]]:
+    """(labels, sizes of the pictures, least value) of a pass after each change."""
+    seen: list[tuple[list[int], list[int], float]] = []
 
     def note() -> None:
         batches = list(loader)

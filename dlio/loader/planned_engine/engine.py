@@ -441,7 +441,7 @@ def _on_host(
 def _memory_kind(options: LoaderOptions) -> HostMemoryKind:
     if options.device is not None and torch.device(options.device).type == "cuda":
         return HostMemoryKind.IN_POOL
-    pins = pinning(options) is not None and torch.cuda.is_available()
+    pins = options.pin_memory and pinning(options) is not None and torch.cuda.is_available()
     return HostMemoryKind.BY_TORCH if pins else HostMemoryKind.NO
 
 
