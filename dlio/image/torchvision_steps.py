@@ -61,7 +61,7 @@ def is_own(step: object) -> bool:
 
 
 class PixelValues(NamedTuple):
-    """What a pipeline's pixels are between two steps."""
+    """The pixels of a pipeline between two of its steps."""
 
     kind: str
     """`picture` for one of Pillow, `bytes` for uint8, `unit` for floats from 0 to 1, `floats` for

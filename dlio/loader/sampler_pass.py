@@ -159,8 +159,8 @@ class SamplerPass:
 
     @property
     def _order(self) -> str:
-        """What decides which samples are left in the middle of an epoch: the class of the sampler,
-        and the samples that it chooses from, or its own batches."""
+        """Text of what decides which samples are left in the middle of an epoch: the class of the
+        sampler, and the number of its indices or batches."""
         whole = self._whole if self._own is None else self._sampler
         chosen = whole if self._distributed is None else self._distributed.dataset
         name = printable(type(whole).__name__)

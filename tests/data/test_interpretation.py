@@ -244,7 +244,7 @@ def test_folders_that_each_hold_splits_are_not_classes(tmp_path: Path) -> None:
     assert open_reader(str(tmp_path / "leftImg8bit" / "train")).classes == ["aachen"]
 
 
-def test_an_empty_folder_is_called_one(tmp_path: Path) -> None:
+def test_of_an_empty_folder_no_reasons_of_readers_are_listed(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         open_reader(str(tmp_path))
-    assert str(caught.value) == f"{tmp_path} is an empty folder: check the path"
+    assert str(caught.value) == f"{tmp_path} holds nothing to read: check the path"
