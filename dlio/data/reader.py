@@ -324,6 +324,8 @@ def _of_folder(
         if split is not None and split != WHOLE:
             raise no_splits(split, redact(url))
     if reading is None:
+        if os.path.isdir(url) and not Source(url).names():
+            raise SourceError(f"{redact(url)} holds nothing to read: check the path")
         raise _unknown(redact(url + fields), reasons, named=True)
     return reading
 

@@ -34,14 +34,17 @@ from dlio.image.crop_transforms import (
     ToDtype,
 )
 from dlio.image.mixup import MixingTransform
-from dlio.image.picture import Pixels, PixelTransform, Transform
+from dlio.image.picture import Pixels, Transform
 from dlio.image.random_source import KeyedRandom, stream_of
 from dlio.image.torchvision_steps import (
     TorchvisionForm,
     flattened,
     form_after,
+    has_twin,
+    is_own,
     is_torchvision,
-    recognised,
+    understood,
+    without_presets,
 )
 
 _SIZES: Final = ("size", "target_size", "min_size")
@@ -231,24 +234,25 @@ def fused(transform: Transform | None, is_cropped: bool = True) -> TransformPart
     if type(transform) is torch.nn.Sequential and any(map(is_torchvision, transform)):
         transform = Compose(list(transform))  # Its usual form where pipelines are scripted.
     steps: list[Any] = flattened(transform)
-    known: list[Any] = [each if _is_own(each) else recognised(each) for each in steps]
+    is_exact = any(map(is_torchvision, steps))
+    steps = without_presets(steps)
     # A pipeline that makes no tensor of Pillow's image has been written for tensors.
     makes_tensor = any(form_after(step, "pil") != "pil" for step in steps)
     form = "pil" if is_torchvision(transform) and makes_tensor else "tensor"
+    known: list[Any] = understood(steps, form)
     at, early = 0, []
     while at < len(steps) and _is_conversion(known[at]):
         early.append((at, known[at]))
         at += 1
     crop, at = _crop(known, at)
-    if crop is not None and any(map(is_torchvision, steps)):
+    if crop is not None and is_exact:
         crop = replace(crop, exact=True)
     sizes = any(hasattr(each, name) for each in steps for name in _SIZES)
     knows_sizes = sizes and is_pipeline(transform)
     if crop is None and transform is not None and (knows_sizes or not is_cropped):
         if any(map(_is_mixer, known)):
             raise UsageError("MixUp and CutMix mix batches of crops: begin with RandomResizedCrop")
-        exact = any(map(is_torchvision, steps))
-        return TransformParts(None, (), None, (), _rest(steps, known, [], 0, form), exact)
+        return TransformParts(None, (), None, (), _rest(steps, known, [], 0, form), is_exact)
     if crop is None:
         at, early = 0, []
     elif crop.crops > 1 and any(map(_is_mixer, known)):
@@ -292,19 +296,30 @@ def why_not_fused(transform: object) -> str:
     own = next((each for each in steps if not is_torchvision(each)), None)
     if own is not None:
         return f"{printable(type(own).__name__)} in its transform is not of torchvision"
+    steps = without_presets(steps)
     form = "pil"
     for step in steps:
         form = form_after(step, form)
     if form == "pil":
         return "its transform makes no tensors"
-    known = [recognised(each) for each in steps]
+    known = understood(steps, "pil")
     if any(map(_is_mixer, known)):
         return "its transform mixes batches"
     first = next((k for k, each in enumerate(known) if each is None), len(known))
     at = next((k for k, each in enumerate(known) if not _is_conversion(each)), 0)
     if first < len(steps) and _crop(known, at)[0] is None:
-        return f"{printable(type(steps[first]).__name__)} in its transform is not known"
+        name = printable(type(steps[first]).__name__)
+        if has_twin(steps[first]):
+            return f"{name} in its transform has options, or a place, for which dlio has none"
+        return f"{name} in its transform is not known"
     return ""
+
+
+def options_of(transform: object) -> tuple[object, ...]:
+    """Return the steps of a pipeline as `fused` takes them now, to be compared later: their options
+    may be changed between passes."""
+    steps = without_presets(flattened(transform))
+    return transform, *steps, *map(repr, understood(steps, "pil"))
 
 
 def _rest(
@@ -352,12 +367,7 @@ def _crop(known: list[Any], at: int) -> tuple[Crop | None, int]:
 
 def is_pipeline(transform: object) -> bool:
     """True for a transform of dlio or torchvision, which is one of images."""
-    return _is_own(transform) or is_torchvision(transform)
-
-
-def _is_own(step: object) -> bool:
-    """True for a transform of dlio, or one of the user's that changes pixels as dlio's do."""
-    return isinstance(step, PixelTransform) or type(step).__module__.startswith("dlio.image.")
+    return is_own(transform) or is_torchvision(transform)
 
 
 def _is_conversion(step: object) -> bool:

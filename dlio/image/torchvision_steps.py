@@ -6,14 +6,14 @@ or of a class derived from torchvision's, is not recognised, and is called as it
 """
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, Final, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 
 from dlio.errors import UsageError
 from dlio.image import crop_transforms as T  # noqa: N812 - as everybody calls them
-from dlio.image.picture import Transform
+from dlio.image.picture import PixelTransform, Transform
 from dlio.image.policy import is_bilinear
 
 _ROOT: Final = "torchvision.transforms"
@@ -50,11 +50,126 @@ def recognised(step: object) -> Transform | None:
     return made
 
 
+def has_twin(step: object) -> bool:
+    """True for a transform of torchvision that dlio has, if perhaps not with all of its options."""
+    return type(step).__name__ in _KNOWN or type(step).__name__ == "ImageClassification"
+
+
+def is_own(step: object) -> bool:
+    """True for a transform of dlio, or one of the user's that changes pixels as dlio's do."""
+    return isinstance(step, PixelTransform) or type(step).__module__.startswith("dlio.image.")
+
+
+class PixelValues(NamedTuple):
+    """The pixels of a pipeline between two of its steps."""
+
+    kind: str
+    """`picture` for one of Pillow, `bytes` for uint8, `unit` for floats from 0 to 1, `floats` for
+    any other ones, `whole` for other whole numbers."""
+    dtype: torch.dtype = torch.uint8
+
+
+def understood(steps: Sequence[object], form: str) -> list[Transform | None]:
+    """Return dlio's transform for each step of a pipeline that begins with a form (`form_after`) of
+    image; None for a step that has none, or does another thing to the values that it gets: those
+    of torchvision change colours behind Normalize, and leave a picture of Pillow as it is where
+    they are for tensors."""
+    made: list[Transform | None] = []
+    values = PixelValues("picture" if form == "pil" else "bytes")
+    for step in steps:
+        known: Transform | None = cast(Transform, step)
+        if not is_own(step):
+            known = _of_values(recognised(step), values)
+        made.append(known)
+        values = _values_after(known, values)
+    return made
+
+
+def _of_values(known: Any, values: PixelValues) -> Any:
+    """Return a recognised transform as torchvision's is meant for such values; None if dlio's does
+    another thing to them."""
+    kind = values.kind
+    if isinstance(known, T.RandomApply):
+        members = []
+        for each in known.transforms:
+            members.append(_of_values(each, values))
+            values = _values_after(members[-1], values)
+        return None if None in members else T.RandomApply(members, known.p)
+    if isinstance(known, T.RandomChoice) and not known.mixes:
+        members = [_of_values(each, values) for each in known.transforms]
+        return None if None in members else T.RandomChoice(members, known.p)
+    if isinstance(known, T.Normalize):
+        is_float = kind in ("unit", "floats")
+        return T.Normalize(known.mean, known.std, values.dtype) if is_float else None
+    if isinstance(known, T.ToDtype) and not isinstance(known, T.ToTensor):
+        return None if kind == "picture" else known
+    if isinstance(known, T.RandomErasing):
+        return None if kind == "picture" else known
+    if kind in ("picture", "bytes") or not isinstance(known, PixelTransform):
+        return known
+    if isinstance(known, T.RandomHorizontalFlip | T.RandomVerticalFlip):
+        return known
+    if kind != "unit" or getattr(known, "fill", None) is not None:
+        return None
+    if isinstance(known, T.RandomSolarize):
+        most = known.threshold  # torchvision compares it with the values as they are.
+        return T.RandomSolarize(most * 255, known.p) if most <= 1 else None
+    return known
+
+
+def _values_after(known: Any, values: PixelValues) -> PixelValues:
+    """Return the values that a transform makes of others."""
+    kind = values.kind
+    if isinstance(known, T.ToDtype):
+        if not known.dtype.is_floating_point:
+            return PixelValues("bytes" if known.dtype == torch.uint8 else "whole", known.dtype)
+        is_unit = kind == "unit" or (known.scale and kind != "floats")
+        return PixelValues("unit" if is_unit else "floats", known.dtype)
+    if isinstance(known, T.PILToTensor) and kind == "picture":
+        return PixelValues("bytes")
+    if isinstance(known, T.Normalize):
+        return PixelValues("floats", known.dtype)
+    if isinstance(known, T.RandomErasing) and kind == "unit":
+        given = known.value
+        numbers = [given] if isinstance(given, int | float) else given
+        is_unit = given != "random" and all(0 <= float(each) <= 1 for each in numbers)
+        return values if is_unit else PixelValues("floats", values.dtype)
+    if isinstance(known, T.RandomApply | T.RandomChoice):
+        ends = {_values_after(each, values).kind for each in known.transforms} | {kind}
+        return values if len(ends) == 1 else PixelValues("floats", values.dtype)
+    return values
+
+
+def without_presets(steps: Sequence[object]) -> list[Transform]:
+    """Return steps with torchvision's presets for classification, as `weights.transforms()` has
+    them, written out; one of another interpolation stays."""
+    made: list[Any] = []
+    for step in steps:
+        is_preset = is_torchvision(step) and type(step).__name__ == "ImageClassification"
+        made += (_preset_steps(step) if is_preset else None) or [step]
+    return made
+
+
+def _preset_steps(preset: Any) -> list[Any] | None:
+    try:
+        _check_resize(preset)
+        middle = _pair(preset.crop_size)
+        return [
+            _resized_to(preset.resize_size),
+            T.CenterCrop(middle * 2 if len(middle) == 1 else middle),
+            T.PILToTensor(),
+            T.ConvertImageDtype(torch.float32),
+            T.Normalize(preset.mean, preset.std),
+        ]
+    except (AttributeError, TypeError, UsageError):  # Of another version, or bicubic.
+        return None
+
+
 def form_after(step: object, form: str) -> str:
     """Return the form in which torchvision's pipelines hold an image after a step: `pil` for a
     picture of Pillow, `tensor`, or `tv` for a tv_tensor."""
     name = type(step).__name__
-    if name in ("ToTensor", "PILToTensor"):
+    if name in ("ToTensor", "PILToTensor", "ImageClassification"):
         return "tensor"
     if name == "ToImage":
         return "tv"
@@ -92,7 +207,10 @@ def _resized(step: Any) -> Any:
     _check_resize(step)
     if getattr(step, "max_size", None) is not None:
         raise UsageError("max_size")
-    size = step.size
+    return _resized_to(step.size)
+
+
+def _resized_to(size: Any) -> Any:
     # One number, in a list too, is the length of the short side.
     if not isinstance(size, int):
         size = list(size)

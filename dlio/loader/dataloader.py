@@ -61,7 +61,7 @@ from dlio.loader.repeated_samples import repeated_batch, with_repeats
 from dlio.loader.sampler_pass import BatchesPass, SamplerOrder, SamplerPass
 from dlio.loader.stats import PassStats
 from dlio.loader.third_party import accelerate, fit_loop
-from dlio.loader.third_party.adapters import read_by_dlio
+from dlio.loader.third_party.adapters import contents_of, read_by_dlio
 from dlio.loader.torch_draws import MOST_PERMUTED, PassDraws, TorchSource
 from dlio.loader.torchdata_state.iteration_state import IterationState
 from dlio.loader.trace import Spans, path_of
@@ -227,6 +227,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         self._is_accelerate_prepared = not self.follows_sampler
         self._place = LoaderPosition()
         self._data: Dataset | None = None
+        self._contents: tuple[object, ...] | None = None
+        """What the data set was when dlio first read it, if it is of another library."""
         self._engines = Engines()
         self._stats = PassCounters()
         self.plan: EpochPlan | None = None
@@ -362,7 +364,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if self._data is not None:
             self._data.close()
             if self._data is not self.dataset:
-                self._data = None
+                self._data = self._contents = None
         elif isinstance(self.dataset, Dataset):
             self.dataset.close()
         self._engines.planned.close()
@@ -385,8 +387,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
         copy = self.__dict__.copy()
-        nothing = ("_data", "_current", "_iterator", "_assigner", "plan", "writer", "batch_share")
-        for name in nothing:
+        nothing = ("_data", "_contents", "_current", "_iterator", "_assigner", "plan", "writer")
+        for name in (*nothing, "batch_share"):
             copy[name] = None
         for name in ("_engines", "_stats", "_source"):
             del copy[name]
@@ -405,6 +407,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         """Leave torch's warning to the end of `__init__`: threads may be more than cores."""
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
+        self._follow_changes()
         passes_end = self._resumes_in_lightning()
         keeper = self._keeper()
         if keeper is not None:
@@ -519,6 +522,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
     ) -> None:
         """Note that a batch is handed out; None at the end of the pass."""
         batches, stats = begun.batches, begun.stats
+        foreign = options.collates_by_default and self._data is not self.dataset
+        if fed is not None and foreign and type(fed.data) is tuple:
+            fed.data = list(fed.data)  # As torch's default_collate does.
         if registration is not None:
             registration.step(fed is None)
         if fed is None:
@@ -681,9 +687,23 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
                 self._data = self.dataset
                 if self.tiers is not None and self.dataset.tiers != self.tiers:
                     self.dataset.retier(self.tiers)
-            elif not isinstance(self.dataset, torch.utils.data.IterableDataset):
+            elif self._contents is None and not isinstance(
+                self.dataset, torch.utils.data.IterableDataset
+            ):
                 self._data = read_by_dlio(self.dataset, self.tiers, self.seed)
+                self._contents = contents_of(self.dataset)
         return self._data
+
+    def _follow_changes(self) -> None:
+        """Read another library's data set anew if its samples or its transform were changed since
+        the last pass: torch's workers are made for each pass, unless they are persistent."""
+        if self._contents is None or self.persistent_workers:
+            return
+        if contents_of(self.dataset) != self._contents:
+            self._end_pass()
+            if self._data is not None:
+                self._data.close()
+            self._data = self._contents = None
 
     def _count(self) -> int:
         return len(cast(Any, self.dataset))  # A map-style data set's type need not be Sized.

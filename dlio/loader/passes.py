@@ -321,10 +321,14 @@ class LoaderPosition:
             if self.epoch is not None or state is None:
                 cursor = Cursor(order.seed, self.epoch or 0, 0, order.samples)
                 state = LoaderState(cursor, self._mixture(self.epoch or 0)).to_dict()
+            begun = LoaderState.from_dict(state)
+            if self.resumed is None:  # The data set may have another length than in the last pass.
+                cursor = replace(begun.cursor, samples=order.samples)
+                begun = replace(begun, cursor=cursor)
             if order.draws is not None:
-                begun = LoaderState.from_dict(state)
                 cursor = replace(begun.cursor, seed=order.draws.seed)
-                state = replace(begun, cursor=cursor, shuffle=order.draws.shuffle).to_dict()
+                begun = replace(begun, cursor=cursor, shuffle=order.draws.shuffle)
+            state = begun.to_dict()
             batches = PlannedPass(state, order, self.mask)
         else:
             epoch = int((state or {}).get("epoch", 0)) if self.epoch is None else self.epoch

@@ -9,8 +9,10 @@ from typing import Any, Final
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from dlio.errors import UsageError, printable
 from dlio.loader.contract import Index, IndexBatches, Indices, State, StatefulObject
 from dlio.loader.torch_draws import decoded, encoded
+from dlio.util.units import counted
 
 SAMPLER_KIND: Final = "sampler"
 _FORMAT: Final = 2
@@ -73,6 +75,12 @@ class SamplerPass:
         self._drawn: deque[tuple[int, Any]] = deque()
         self._last: deque[tuple[int, Any]] = deque(maxlen=_MOST_AHEAD)
         """Samples of the batches handed out last, and the sampler's state before each."""
+        if self._batches and self._state.get("order", self._order) != self._order:
+            raise UsageError(
+                f"loader state in the middle of an epoch in the order of {self._state['order']} "
+                f"does not fit this loader, in that of {self._order}: make it as the one that was "
+                "saved, or continue at the start of an epoch"
+            )
         self._sampler_state = self._state.get("sampler")
         self._rng = self._state.get("rng")
         # Where the first pass has drawn a base seed, its resumption draws one as well, whatever the
@@ -123,6 +131,7 @@ class SamplerPass:
         state["seeded"] = self._draws_seed
         if self.seed is not None:
             state["seed"] = self.seed
+        state["order"] = self._order
         if self._stateful is not None and sampler is not None:
             state["sampler"] = sampler
         elif self._distributed is not None:
@@ -147,6 +156,18 @@ class SamplerPass:
         """Put the generator where the pass has left it, of which all batches were handed out."""
         if self._generator is not None and "after" in self._state:
             self._generator.set_state(decoded(self._state["after"]))
+
+    @property
+    def _order(self) -> str:
+        """Text of what decides which samples are left in the middle of an epoch: the class of the
+        sampler, and the number of its indices or batches."""
+        whole = self._whole if self._own is None else self._sampler
+        chosen = whole if self._distributed is None else self._distributed.dataset
+        name = printable(type(whole).__name__)
+        try:
+            return f"{name} over {counted(_length(chosen), 'index')}"
+        except TypeError:  # A sampler without a length.
+            return name
 
     def _count(self) -> int:
         if self._batches and self._own is not None:

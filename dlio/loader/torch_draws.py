@@ -98,24 +98,24 @@ class TorchSource:
     def __init__(self) -> None:
         self._resumed: torch.Generator | None = None
         """In place of torch's, with the state's seed and torch's seed at that time."""
-        self._seeds = (0, 0)
+        self._seeds: tuple[int, int] | None = None
 
     def resume(self, state: Mapping[str, Any], own: torch.Generator | None) -> None:
         """Go on from a state that was loaded. Raises UsageError for damaged random numbers."""
         rng = state.get("rng")
-        if rng is None:
-            return
         if own is not None:
-            own.set_state(decoded(rng))
-            if "shuffle" in state:
-                torch.randperm(int(state["samples"]), generator=own)
+            if rng is not None:
+                own.set_state(decoded(rng))
+                if "shuffle" in state:
+                    torch.randperm(int(state["samples"]), generator=own)
             return
-        self._resumed = generator_of(rng)
+        # A pass that is not shuffled has no more than the seed of its crops.
+        self._resumed = None if rng is None else generator_of(rng)
         self._seeds = (int(state["seed"]), torch.initial_seed())
 
     def seed(self, own: torch.Generator | None) -> int:
         """Return the seed that passes follow now."""
-        if own is None and self._goes_on:
+        if own is None and self._seeds is not None and self._goes_on:
             return self._seeds[0]
         return (torch.initial_seed() if own is None else own.initial_seed()) & MOST_SEED
 
@@ -145,7 +145,7 @@ class TorchSource:
 
     @property
     def _goes_on(self) -> bool:
-        return self._resumed is not None and torch.initial_seed() == self._seeds[1]
+        return self._seeds is not None and torch.initial_seed() == self._seeds[1]
 
 
 def drawn_shuffle(

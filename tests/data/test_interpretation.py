@@ -242,3 +242,9 @@ def test_folders_that_each_hold_splits_are_not_classes(tmp_path: Path) -> None:
         open_reader(str(tmp_path))
     # As class folders, one split of one of them is read.
     assert open_reader(str(tmp_path / "leftImg8bit" / "train")).classes == ["aachen"]
+
+
+def test_of_an_empty_folder_no_reasons_of_readers_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        open_reader(str(tmp_path))
+    assert str(caught.value) == f"{tmp_path} holds nothing to read: check the path"

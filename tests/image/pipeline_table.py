@@ -109,7 +109,15 @@ def _normal(step: Any, img: torch.Tensor) -> torch.Tensor:
 
 
 def _jitter(step: Any, img: Any) -> Any:
+    if isinstance(img, torch.Tensor):
+        return (img * step.brightness[0]).clamp(0, 1)
     return ImageEnhance.Brightness(img).enhance(step.brightness[0])
+
+
+def _solarize(step: Any, img: Any) -> Any:
+    if isinstance(img, torch.Tensor):
+        return torch.where(img >= step.threshold, 1 - img, img)
+    return ImageOps.solarize(img, step.threshold)
 
 
 _DOES: dict[str, Callable[[Any, Any], Any]] = {
@@ -127,7 +135,7 @@ _DOES: dict[str, Callable[[Any, Any], Any]] = {
     "RandomInvert": lambda _, img: ImageOps.invert(img),
     "RandomPosterize": lambda step, img: ImageOps.posterize(img, step.bits),
     "RandomResizedCrop": _fallback,
-    "RandomSolarize": lambda step, img: ImageOps.solarize(img, step.threshold),
+    "RandomSolarize": _solarize,
     "RandomVerticalFlip": _flip(-2),
     "Resize": _resize,
     "ToDtype": _floats,
@@ -175,6 +183,7 @@ _SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "VerticalFlip": ("RandomVerticalFlip", {"p": 1.0}),
     "Invert": ("RandomInvert", {"p": 1.0}),
     "Solarize": ("RandomSolarize", {"threshold": 100, "p": 1.0}),
+    "Solarize(0.5)": ("RandomSolarize", {"threshold": 0.5, "p": 1.0}),
     "Posterize": ("RandomPosterize", {"bits": 4, "p": 1.0}),
     "Equalize": ("RandomEqualize", {"p": 1.0}),
     "Autocontrast": ("RandomAutocontrast", {"p": 1.0}),
@@ -216,6 +225,8 @@ _PILLOW = [
     "Resize(40, bicubic), CenterCrop(32), ToTensor",
     "Pad(3), ToTensor",
     "Grayscale(3), Resize(28), ToTensor",
+    "RandomResizedCrop(32), ToTensor, Solarize(0.5)",
+    "Resize(40), CenterCrop(32), ToTensor, Normalize, Brightness(1.3)",
 ]
 _TENSORS = [
     "Resize(40), CenterCrop(32), ToFloat",

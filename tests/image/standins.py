@@ -57,6 +57,7 @@ _V1 = {
         "RandomVerticalFlip Resize ToTensor"
     ),
     "autoaugment": "AutoAugment RandAugment TrivialAugmentWide",
+    "_presets": "ImageClassification",
 }
 _V2 = {
     "v2._augment": "CutMix MixUp RandomErasing",

@@ -11,7 +11,7 @@ import dlio
 from dlio.image import crop_transforms as T  # noqa: N812 - as everybody calls them
 from dlio.image.crop import Crop
 from dlio.image.fusion import fused
-from dlio.image.torchvision_steps import recognised
+from dlio.image.torchvision_steps import recognised, understood
 from tests.image.standins import InterpolationMode, made, v1, v2
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -173,6 +173,77 @@ def test_a_known_pipeline_is_cut_like_dlios_own() -> None:
         kinds = [type(step).__mro__[-3] for _, step in parts.batchwise]
         assert kinds == [T.ToDtype, T.Normalize, T.RandomErasing]
         assert (parts.rest, parts.whole) == (None, None)
+
+
+_FLOATS = v2.ToDtype(dtype=torch.float32, scale=True)
+_HALVES = v2.ToDtype(dtype=torch.float16, scale=True)
+_WHOLE = v2.ToDtype(dtype=torch.int16, scale=True)
+_NORMAL = v1.Normalize(mean=MEAN, std=STD)
+_ERASING = {"p": 1.0, "scale": (0.1, 0.2), "ratio": (1, 2), "inplace": False}
+_JITTER = v1.ColorJitter(brightness=[0.6, 1.4], contrast=None, saturation=None, hue=None)
+
+
+def _solarize(threshold: float) -> Any:
+    return v1.RandomSolarize(threshold=threshold, p=0.2)
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "means"),
+    [
+        ([v1.PILToTensor()], _solarize(100), T.RandomSolarize(100, 0.2)),
+        ([v1.ToTensor()], _solarize(0.4), T.RandomSolarize(102, 0.2)),
+        ([v1.ToTensor()], _solarize(100), None),  # torchvision refuses it.
+        (
+            [v1.ToTensor()],
+            v1.RandomApply(transforms=[_solarize(0.4)], p=0.3),
+            T.RandomApply([T.RandomSolarize(102, 0.2)], 0.3),
+        ),
+        (
+            [v1.ToTensor()],
+            v1.RandomChoice(transforms=[_solarize(0.4)], p=None),
+            T.RandomChoice([T.RandomSolarize(102, 0.2)]),
+        ),
+        ([v1.ToTensor()], _JITTER, T.ColorJitter(0.4)),
+        ([v1.ToTensor(), _NORMAL], _JITTER, None),
+        ([v1.ToTensor(), v1.RandomApply(transforms=[_NORMAL], p=0.5)], _JITTER, None),
+        ([v2.ToImage(), v2.ToDtype(dtype=torch.float32, scale=False)], _JITTER, None),
+        ([v2.ToImage(), _WHOLE], _JITTER, None),
+        ([v1.ToTensor(), v1.RandomErasing(value="random", **_ERASING)], _JITTER, None),
+        ([v1.ToTensor(), v1.RandomErasing(value=0.5, **_ERASING)], _JITTER, T.ColorJitter(0.4)),
+        ([v1.ToTensor(), _NORMAL], v1.RandomVerticalFlip(p=0.2), T.RandomVerticalFlip(0.2)),
+        ([v1.PILToTensor()], _policy(v1, fill=5), T.TrivialAugmentWide(fill=5)),
+        ([v1.ToTensor()], _policy(v1, fill=0.5), None),
+        ([v1.ToTensor()], _NORMAL, T.Normalize(MEAN, STD)),
+        ([v2.ToImage(), _HALVES], _NORMAL, T.Normalize(MEAN, STD, torch.float16)),
+        ([v1.PILToTensor()], _NORMAL, None),  # torchvision refuses it.
+        ([v1.Resize(size=20, interpolation=BILINEAR, max_size=None)], _FLOATS, None),
+        ([v2.ToImage()], _FLOATS, T.ToDtype(torch.float32, scale=True)),
+        ([], v2.RandomErasing(value=0.5, **_ERASING), None),
+    ],
+)
+def test_what_a_transform_means_follows_from_the_values_that_it_gets(
+    before: list[Any], step: Any, means: Any
+) -> None:
+    known = understood([*before, step], "pil")[-1]
+    assert repr(known).replace("NEAREST", "") == repr(means) or _alike(known, means)
+    assert getattr(known, "dtype", None) == getattr(means, "dtype", None)
+
+
+def test_a_preset_of_classification_is_its_steps() -> None:
+    options = {"mean": MEAN, "std": STD, "antialias": True}
+    sizes = {"crop_size": [32], "resize_size": [40]}
+    preset = v1.ImageClassification(interpolation=BILINEAR, **sizes, **options)
+    parts = fused(preset)
+    assert parts.crop == Crop(32, False, resize=40, across=32, exact=True)
+    kinds = [type(step) for _, step in parts.batchwise]
+    assert kinds == [T.ConvertImageDtype, T.Normalize]
+    assert (parts.rest, parts.whole) == (None, None)
+    bicubic = v1.ImageClassification(interpolation=InterpolationMode.BICUBIC, **sizes, **options)
+    rest = fused(bicubic).rest
+    assert isinstance(rest, T.Compose)
+    made.clear()
+    rest(torch.zeros(3, 50, 50, dtype=torch.uint8))
+    assert made == [("ImageClassification", "Image")]
 
 
 def _images(pictures: Path, transform: Any) -> torch.Tensor:

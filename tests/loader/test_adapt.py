@@ -157,10 +157,66 @@ def test_a_known_pipeline_is_done_without_pillow(
     assert torch.equal(some, images[[3, 1]])
 
 
+def _passes(loader: Any, folder: Any) -> list[tuple[list[int], list[int], float]]:
+    """(labels, sizes of the pictures, least value) of a pass after each change."""
+    seen: list[tuple[list[int], list[int], float]] = []
+
+    def note() -> None:
+        batches = list(loader)
+        assert all(type(batch) is list for batch in batches)  # As torch's default_collate has it.
+        labels = [int(label) for _, each in batches for label in each]
+        seen.append((labels, [each.shape[-1] for each, _ in batches], float(batches[0][0].min())))
+
+    note()
+    folder.transform.transforms[1].size = (24, 24)
+    note()
+    folder.transform = PipelineCase("v1", f"{_STEPS}, HorizontalFlip", True, "Pillow").pipeline()
+    note()
+    folder.target_transform = lambda label: label + 10
+    note()
+    folder.target_transform = None
+    folder.samples[0] = (folder.samples[0][0], 7)
+    note()
+    folder.samples = folder.samples[1:3]
+    note()
+    return seen
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_changes_between_passes_are_followed_as_in_torch(
+    image_folder: Any, pictures: Path, persistent: bool
+) -> None:
+    pipeline = PipelineCase("v1", _STEPS, True, "Pillow").pipeline
+    options: Any = {"num_workers": 1, "persistent_workers": persistent}
+    if persistent:
+        folder = image_folder(str(pictures), pipeline())
+        with dlio.DataLoader(folder, 2, tiers="none", **options) as loader:
+            sizes = [batch[0].shape[-1] for batch in loader]
+            folder.transform.transforms[1].size = (24, 24)
+            assert [batch[0].shape[-1] for batch in loader] == sizes
+        return
+    theirs, ours = (image_folder(str(pictures), pipeline()) for _ in range(2))
+    wanted = _passes(torch.utils.data.DataLoader(theirs, 2, **options), theirs)
+    with dlio.DataLoader(ours, 2, tiers="none", **options) as loader:
+        made = _passes(loader, ours)
+    assert [each[:2] for each in made] == [each[:2] for each in wanted]
+    assert [each[2] for each in made] == pytest.approx([each[2] for each in wanted], abs=0.02)
+
+
+def test_another_choice_of_samples_is_followed(image_folder: Any, pictures: Path) -> None:
+    pipeline = PipelineCase("v1", _STEPS, True, "Pillow").pipeline()
+    subset = Subset(image_folder(str(pictures), pipeline), [0, 1, 2, 3])
+    with dlio.DataLoader(subset, 3, num_workers=1, tiers="none") as loader:
+        first = torch.cat([images for images, _ in loader])
+        subset.indices = [3, 0]
+        assert torch.equal(torch.cat([images for images, _ in loader]), first[[3, 0]])
+
+
 @pytest.mark.parametrize(
     ("steps", "change", "reason"),
     [
-        ("Resize(40, bicubic), ToTensor", {}, "Resize in its transform is not known"),
+        ("Resize(40, bicubic), ToTensor", {}, "Resize in its transform has options, or a place,"),
+        ("Pad(3), ToTensor", {}, "Pad in its transform is not known"),
         ("Resize(40)", {}, "its transform makes no tensors"),
         (_STEPS, {"target_transform": lambda label: label}, "it has a target_transform"),
         ("", {"transform": _transform}, "function in its transform is not of torchvision"),

@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as Theirs
 
+import dlio
 from dlio import DataLoader as Ours
 from dlio.errors import UsageError
 from tests.loader.datasets import Numbers, Stream, plain
@@ -298,6 +300,18 @@ def test_loaders_can_be_copied_and_pickled_and_an_early_end_stops_the_work() -> 
     del iterator
     gc.collect()
     assert [t.name for t in threading.enumerate() if t.name.startswith("dlio")] == []
+
+
+def test_pinning_is_told_of_pictures_too(pictures: Path) -> None:
+    with (
+        dlio.open(str(pictures), image_size=8, tiers="none") as data,
+        Ours(data, 4, num_workers=1, pin_memory=True) as loader,
+    ):
+        if torch.accelerator.is_available():
+            assert next(iter(loader))[0].is_pinned()
+            return
+        with pytest.warns(UserWarning, match="no accelerator is found"):
+            next(iter(loader))
 
 
 def test_batches_are_pinned_only_where_there_is_an_accelerator() -> None:

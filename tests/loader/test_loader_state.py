@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,3 +152,52 @@ def test_a_state_of_another_order_is_refused_in_the_middle_of_an_epoch(
         with dlio.DataLoader(data, 2, shuffle=shuffle) as again:
             again.load_state_dict({key: middle[key] for key in middle if key != "shuffled"})
             assert len(list(again)) == 5
+
+
+def _middle_and_end(loader: dlio.DataLoader) -> tuple[Any, Any]:
+    batches = iter(loader)
+    next(batches)
+    middle = loader.state_dict()
+    list(batches)
+    return middle, loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "count", "wanted"),
+    [
+        (False, 23, "of RandomSampler over 23 indexes does not fit this loader, in that of Sequen"),
+        (True, 24, "over 23 indexes does not fit this loader, in that of RandomSampler over 24"),
+    ],
+)
+def test_a_state_of_another_sampler_is_refused_in_the_middle_of_an_epoch(
+    shuffle: bool, count: int, wanted: str
+) -> None:
+    middle, end = _middle_and_end(dlio.DataLoader(list(range(23)), 2, shuffle=True, num_workers=1))
+
+    def other() -> dlio.DataLoader:
+        return dlio.DataLoader(list(range(count)), 2, shuffle=shuffle, num_workers=1)
+
+    loader = other()
+    loader.load_state_dict(middle)
+    with pytest.raises(UsageError, match=wanted):
+        iter(loader)
+    loader = other()
+    loader.load_state_dict(end)
+    assert len(list(loader)) == 12
+    # States of before say nothing of it.
+    loader = dlio.DataLoader(list(range(23)), 2, shuffle=True, num_workers=1)
+    loader.load_state_dict({key: middle[key] for key in middle if key != "order"})
+    assert len(list(loader)) == 11
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_data_set_may_have_another_length_in_the_next_epoch(shuffle: bool) -> None:
+    samples = list(range(20))
+    # With a seed the order is dlio's own, without one a sampler's.
+    for seed in (1, None):
+        given = samples[:]
+        loader = dlio.DataLoader(given, 4, shuffle=shuffle, seed=seed, num_workers=1)
+        for count in (20, 33, 7):
+            given[:] = range(count)
+            assert sorted(torch.cat(list(loader)).tolist()) == list(range(count))
+        loader.close()

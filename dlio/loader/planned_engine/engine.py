@@ -21,7 +21,7 @@ from dlio.errors import UsageError
 from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import HostMemoryKind, target_of
-from dlio.loader.loader_options import LoaderOptions
+from dlio.loader.loader_options import LoaderOptions, pinning
 from dlio.loader.passes import Pass, PassCounters, PlannedPass
 from dlio.loader.planned_engine.batch_builders import BatchFactory
 from dlio.loader.planned_engine.device_builders import DeviceDecoder, DeviceTierCrops
@@ -441,7 +441,7 @@ def _on_host(
 def _memory_kind(options: LoaderOptions) -> HostMemoryKind:
     if options.device is not None and torch.device(options.device).type == "cuda":
         return HostMemoryKind.IN_POOL
-    pins = options.pin_memory and torch.cuda.is_available()
+    pins = options.pin_memory and pinning(options) is not None and torch.cuda.is_available()
     return HostMemoryKind.BY_TORCH if pins else HostMemoryKind.NO
 
 

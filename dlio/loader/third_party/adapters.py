@@ -19,7 +19,7 @@ from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Buffer
 from dlio.data.selection import SelectionReader
 from dlio.errors import DecodeError, SourceError, printable
-from dlio.image.fusion import why_not_fused
+from dlio.image.fusion import options_of, why_not_fused
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.third_party.huggingface import ForeignFile, ImageSet, is_image_set
@@ -115,6 +115,24 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
             )
     transform = _SampleTransform(known, owners, inner)
     return Dataset(view, tiers=tiers, seed=seed, finish=transform)
+
+
+def contents_of(data: UserDataset) -> tuple[object, ...] | None:
+    """Return what decides how `adapted` reads a data set, to be compared later: its list of
+    samples, its transforms and their options; None for one of an unknown class."""
+    if isinstance(data, Dataset):
+        return (data,)
+    if _is_folder(data):
+        steps = options_of(data.transform)
+        return data.root, data.target_transform, hash(tuple(map(tuple, data.samples))), *steps
+    if is_image_set(data):
+        return data._fingerprint, data.format["format_kwargs"].get("transform")
+    kind = type(data).__module__.split(".")[0], type(data).__name__
+    if kind == ("torch", "Subset"):
+        return contents_of(data.dataset), np.asarray(data.indices, np.int64).tobytes()
+    if kind == ("torch", "ConcatDataset"):
+        return tuple(map(contents_of, data.datasets))
+    return None
 
 
 _told: set[str] = set()
