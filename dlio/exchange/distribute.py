@@ -17,7 +17,7 @@ from dlio.comm import Communicator, world
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange.batch_weights import BatchWeights
-from dlio.exchange.buckets import Named, broadcast_state, broadcast_tensors
+from dlio.exchange.buckets import Named, broadcast_state, broadcast_tensors, has_shape
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_factory import start_exchange
@@ -155,7 +155,7 @@ class ExchangeHandle(Closable):
         if followed is None:
             return ()
         if self._naming is not None:
-            trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+            trained = trained_by(optimizer)
             identities = list(map(id, trained))
             if identities != followed.trained:
                 followed.trained = identities
@@ -203,7 +203,8 @@ class ExchangeHandle(Closable):
         """Called by torch before a step; returns the step's arguments if they are to be others."""
         self.before_step(optimizer)
         closure = args[1] if len(args) > 1 else options.get("closure")
-        if closure is None or (agreed := self.agreed(optimizer, closure)) is closure:
+        # A script's own optimizer may take another argument first.
+        if not callable(closure) or (agreed := self.agreed(optimizer, closure)) is closure:
             return None
         if len(args) > 1:
             return (args[0], agreed, *args[2:]), options
@@ -216,10 +217,12 @@ class ExchangeHandle(Closable):
         if isinstance(optimizer, _IGNORES_LOSS) or self._comm.size == 1 or not self.alike:
             return closure
 
-        def mean() -> torch.Tensor | float | None:
-            loss = closure()
-            if loss is None:
-                return None
+        def mean(*args: Any, **options: Any) -> torch.Tensor | float | None:
+            loss = closure(*args, **options)
+            if not isinstance(loss, float) and not (
+                isinstance(loss, torch.Tensor) and loss.numel() == 1
+            ):
+                return loss  # Not a loss.
             value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
             samples = self.samples if self.batches is None else self.batches.weight
             sums = np.array([value * samples if samples else 0.0, samples])
@@ -451,7 +454,7 @@ def connect(
     follow = naming if follow_parameters else None
     ranks = ExchangeHandle(spec, comm, seed, pretend_nodes, follow_steps, follow)
     for each in optimizers:
-        mine = [p for p in parameters_of(each) if p.requires_grad and ranks.exchange_of(p) is None]
+        mine = [p for p in trained_by(each) if ranks.exchange_of(p) is None]
         ranks.add(each, naming(mine), model.modules())
     return ranks
 
@@ -459,6 +462,12 @@ def connect(
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Parameters in the order of the optimizer's groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Parameters of the optimizer's groups that require gradients, but for those of lazy modules
+    that have not computed yet."""
+    return [p for p in parameters_of(optimizer) if p.requires_grad and has_shape(p)]
 
 
 def exchange_around(optimizer: torch.optim.Optimizer) -> ExchangeHandle | None:

@@ -88,7 +88,10 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
         every rank gets whole batches.
         """
         largest = max(map(len, batches), default=1)
-        shares = replace(shares, fewest=self._fewest)
+        # A part of one sample where one process never has a batch of one: `squeeze()` takes its
+        # dimension away. Only the last batch is that small.
+        fewest = 2 if largest >= 2 * len(self.groups.members) else self._fewest
+        shares = replace(shares, fewest=fewest)
         whole = _ScriptPass(use, deque(batches))
         while whole.left or whole.again:
             again, whole.again = whole.again, []
@@ -103,7 +106,7 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
             if self._recovery is not None:
                 rank = members.index(self.groups.me)
                 if len(shares.counts) != len(members):
-                    shares = RankShares((1,) * len(members), self._fewest)
+                    shares = RankShares((1,) * len(members), fewest)
             yield ScriptAssignment(self, whole, shares, members, rank)
         whole.over = True
 

@@ -4,8 +4,9 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,8 +25,18 @@ from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.loss_terms import batch_dim
 from dlio.integrations.script.mixed_inputs import MixedInputs
+from dlio.integrations.script.own_sampler import (
+    DrawnAhead,
+    FollowingSampler,
+    copied_sampler,
+    has_own_sampler,
+)
 from dlio.integrations.script.pass_use import PassMemory, PassUse
-from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
+from dlio.integrations.script.script_assigner import (
+    ScriptAssigner,
+    ScriptAssignment,
+    ScriptBatch,
+)
 from dlio.integrations.script.script_lines import loops_at
 from dlio.loader.contract import CollateFn, Sample
 from dlio.loader.dataloader import DataLoader
@@ -277,6 +288,17 @@ def use(context: ScriptContext | None) -> None:
     _context = context
 
 
+@dataclass(frozen=True, slots=True)
+class _PassBatches:
+    """The batches of a pass."""
+
+    first: list[list[int]]
+    """All of them, or the first ones if they are drawn `ahead`."""
+    ahead: DrawnAhead | None
+    follows: FollowingSampler | None
+    """The sampler itself, if a copy of it is drawn from."""
+
+
 class _ShareBalance:
     """Shares of one loader's batches by measured speed.
 
@@ -405,7 +427,7 @@ class SharingLoader(DataLoader[_T_co]):
         return _alone(self)
 
     def _shares(
-        self, use: PassUse, before: torch.Tensor | None, drawn: int, batches: list[list[int]] | None
+        self, use: PassUse, before: torch.Tensor | None, drawn: int, batches: "_PassBatches | None"
     ) -> Iterator[Any]:
         """Yield this rank's shares of the batches that rank 0's sampler draws, or whole batches
         until it is known that the pass trains.
@@ -415,14 +437,22 @@ class SharingLoader(DataLoader[_T_co]):
         """
         generator = self.generator
         taken, is_over = 0, False
+        batches = self._begun() if batches is None else batches
+        follows = batches.follows
         try:
             for data in self._dealt(use, drawn, batches):
                 taken += 1
+                if follows is not None:
+                    follows.step()
                 yield data
             is_over = True
+            if follows is not None:
+                follows.end()
         finally:
             self._context.ended(use)
-            if not is_over and generator is not None and before is not None:
+            if is_over or follows is not None:
+                pass
+            elif generator is not None and before is not None:
                 generator.set_state(before)
                 self._draw_some(taken)
 
@@ -437,28 +467,42 @@ class SharingLoader(DataLoader[_T_co]):
             pass
         torch.set_rng_state(states)
 
-    def _begun(self) -> list[list[int]]:
+    def _begun(self) -> "_PassBatches":
         """Begin a pass; returns its batches. Collective."""
-        self._context.guard.meet("the start of a pass over a loader")
-        self._context.between_passes()
-        return self._batches_of_root()
+        context = self._context
+        context.guard.meet("the start of a pass over a loader")
+        context.between_passes()
+        ahead = None
+        if has_own_sampler(self):
+            copied = copied_sampler(self)
+            if copied is not None:
+                ahead = DrawnAhead(copied)
+            else:
+                context.say(
+                    f"{type(self.batch_sampler).__name__} cannot be copied: its state while the "
+                    "script is in a pass is that of the pass's end, and is not to be saved"
+                )
+        if ahead is None:
+            return _PassBatches(self._batches_of_root(None), None, None)
+        first = self._batches_of_root(ahead)
+        each = context.comm.size if context.batch == "per-rank" else 1
+        return _PassBatches(first, ahead, FollowingSampler(self, each))
 
-    def _dealt(self, use: PassUse, drawn: int, batches: list[list[int]] | None) -> Iterator[Any]:
+    def _dealt(self, use: PassUse, drawn: int, batches: "_PassBatches") -> Iterator[Any]:
         context = self._context
         comm = context.comm
         self._passes += 1
         seed = rank_seed(comm.rank, drawn, self._passes)
         randoms = FetchRandoms(seed)
-        batches = self._begun() if batches is None else batches
         shares, nothing = RankShares.even(1, comm.size), contextlib.nullcontext()
         if context.balance:
-            shares = self._balance.shares(max(map(len, batches), default=0))
+            shares = self._balance.shares(max(map(len, batches.first), default=0))
         if not use.trains:
             end_step()  # An evaluation in the midst of a pass may take any time.
         registration = None
         if "accelerate.state" in sys.modules:  # Of this loader: that of a deal is not prepared.
-            registration = accelerate.Registration(self, len(batches))
-        for deal in context.assigner.deals(batches, shares, use):
+            registration = accelerate.Registration(self, len(batches.first))
+        for deal in self._deals(batches, shares, use):
             context.shared += deal.divided
             collate = self._collates if deal.divided else self.collate_fn
             inner = _with_batches(self, deal.mine, collate)
@@ -487,18 +531,31 @@ class SharingLoader(DataLoader[_T_co]):
             registration.step(ended=True)
         context.guard.note("the end of a pass over a loader")
 
-    def _batches_of_root(self) -> list[list[int]]:
-        """Return the batches of a pass that rank 0's sampler draws. Collective.
+    def _deals(
+        self, batches: "_PassBatches", shares: RankShares, use: PassUse
+    ) -> Iterator[ScriptAssignment]:
+        run = batches.first
+        while run:
+            yield from self._context.assigner.deals(run, shares, use)
+            run = [] if batches.ahead is None else self._batches_of_root(batches.ahead)
+
+    def _batches_of_root(self, ahead: DrawnAhead | None) -> list[list[int]]:
+        """Return the batches of a pass that rank 0's sampler draws, or the next of them that are
+        drawn ahead. Collective.
 
         With `--batch per-rank`, each entry joins as many batches as there are ranks.
         """
-        comm, sampler = self._context.comm, self.batch_sampler
+        comm, sampler, dataset = self._context.comm, self.batch_sampler, cast(Any, self.dataset)
         assert sampler is not None
         before = _random_states(self.generator)
 
         def tell() -> list[list[int]]:
             _set_random_states(self.generator, before)  # Another rank may be rank 0 by now.
-            drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
+            if ahead is not None:
+                # Two passes' samples at once: with no end in sight there is one more run.
+                drawn = ahead.run(2 * len(dataset)) if comm.rank == 0 else []
+            else:
+                drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
             lengths = comm.tell([len(each) for each in drawn])
             # An array, not JSON: an epoch has millions of indices.
             flat = np.zeros(sum(lengths), np.int64)
