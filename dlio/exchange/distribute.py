@@ -3,6 +3,7 @@
 The trainer, `dlio run`, the Lightning strategy and the benchmarks start their exchanges here, too.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -27,6 +28,8 @@ from dlio.exchange.step_values import StepValues
 from dlio.util.arguments import named as named_as
 from dlio.util.arguments import whole_number
 from dlio.util.closable import Closable
+from dlio.util.printable import log_line
+from dlio.util.units import counted
 
 _around: "WeakKeyDictionary[torch.optim.Optimizer, ExchangeHandle]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
@@ -379,7 +382,8 @@ def distribute(
     that begin to require gradients: they are exchanged from its next step on. `backward` leaves the
     mean of all ranks' gradients in `.grad`, so that clipping, accumulation, schedulers and scalers
     work as before. Gradients that are assigned to `.grad`, and the first ones of parameters that
-    come later, are averaged before the step: call `take_assigned` before they are clipped. An
+    come later, are averaged before the step: call `take_assigned` before they are clipped. Hooks on
+    parameters see this rank's gradients, before the mean: clip what `backward` leaves. An
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
     alike, each on its own share of the data, with losses that are means. Ranks count by the samples
     that a `dlio.DataLoader` hands out, until `weigh` is called. Exported as `dlio.distribute`.
@@ -415,8 +419,28 @@ def distribute(
         follow_steps=follow_steps,
         follow_parameters=True,
     )
+    _tell_unowned(model, ranks)
     ranks.weigh_by_batches(model)
     return ranks
+
+
+def _tell_unowned(model: nn.Module, ranks: ExchangeHandle) -> None:
+    """Warn of parameters that get gradients and have no optimizer: nobody exchanges them."""
+    names = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and has_shape(each) and ranks.exchange_of(each) is None
+    ]
+    comm = world()
+    if names and comm.size > 1 and comm.rank == 0:
+        more = f" and {counted(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
+        log_line(
+            logging.WARNING,
+            "distribute: %s%s require gradients, and no optimizer has them: ranks exchange them "
+            "from their first step of an optimizer on; a change by hand differs on each rank",
+            names[0],
+            more,
+        )
 
 
 def connect(

@@ -59,7 +59,8 @@ class GradientHooks:
 
             def waiting(argument: torch.Tensor) -> torch.Tensor | None:
                 if not self._is_inside or not self._waits(tensor):
-                    return hook(argument)
+                    result: torch.Tensor | None = hook(argument)
+                    return result
                 before = tensor.grad
                 if is_change and before is not None:
                     before = before.detach().clone()

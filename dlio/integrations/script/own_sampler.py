@@ -84,12 +84,8 @@ class FollowingSampler:
             pass
 
     def step(self) -> None:
-        """Draw for the next batch that the script gets."""
+        """Draw for the next batch that the script gets, or to find that there is none."""
         self._take(self._each)
-
-    def end(self) -> None:
-        """Draw once more, as a loader does that finds no batch."""
-        self._take(1)
 
 
 @contextmanager

@@ -26,6 +26,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.file_callers import (
@@ -58,6 +60,9 @@ _EVENTS: Final = {
 }
 """Audit events of changes, with the number of paths among their arguments."""
 _PROGRAMS: Final = ("subprocess.Popen", "os.system", "os.posix_spawn")
+
+
+_PART_BYTES: Final = 16 << 20
 
 
 class PrivateFiles:
@@ -110,6 +115,21 @@ class PrivateFiles:
             with self.inside(), suppress(OSError):
                 self._journal.note(name)
         return name
+
+    def spread(self, name: str) -> None:
+        """Copy a temporary file that rank 0 has written for all ranks to this rank's own name of
+        it: rank 0 may remove its own next, and other nodes do not see it. Collective."""
+        is_first = self._comm.rank == 0
+        with self.inside(), open(name, "rb" if is_first else "wb") as file:
+            while True:
+                part = np.frombuffer(file.read(_PART_BYTES) if is_first else b"", np.uint8).copy()
+                size = self._comm.tell(len(part))
+                if not size:
+                    break
+                part = part if is_first else np.empty(size, np.uint8)
+                self._comm.bcast(part)
+                if not is_first:
+                    file.write(part.tobytes())
 
     def saved(self, name: str, real: str) -> None:
         """Note that rank 0 has written a file for all ranks, as `real`."""
@@ -185,6 +205,10 @@ class PrivateFiles:
         """True for devices, caches, and temporary files with names of their own."""
         if (name + "/").startswith(self._shared) or "__pycache__" in name:
             return True
+        return self.is_temporary(name)
+
+    def is_temporary(self, name: str) -> bool:
+        """True for temporary files with names of their own, and in such folders."""
         while self._temporary and len(name) > 1:
             if name in self._temporary:
                 return True

@@ -53,6 +53,7 @@ class Readings:
             # others are the same on all ranks, and so are not told.
             is_of_part = self._context.divides_now or tensor.grad_fn is not None
             is_of_part |= tensor.numel() == 1 and self._context.guard.active
+            is_of_part &= not self._context.is_outside
             if is_of_part and threading.get_ident() == self._main:
                 self._note(tensor, result)
             return result

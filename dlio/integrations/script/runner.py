@@ -334,12 +334,16 @@ class _ScriptTakeover:
 
     def _unowned(self) -> Iterator[tuple[str, torch.Tensor]]:
         found = {
-            getattr(each, _PLACE, -1): each
+            getattr(each, _PLACE): each
             for module in self._computed
             for each in module.parameters(recurse=False)
-            if each.requires_grad and self._ranks.exchange_of(each) is None and has_shape(each)
+            # A copy of a model has no places; it is an average of weights, or the best ones.
+            if each.requires_grad
+            and self._ranks.exchange_of(each) is None
+            and has_shape(each)
+            and hasattr(each, _PLACE)
         }
-        for place, parameter in sorted(found.items()):
+        for place, parameter in sorted(found.items(), key=lambda item: item[0]):
             # Only the place tells apart those of one kind of module.
             name = f"{getattr(parameter, _NAME, '')} of shape {tuple(parameter.shape)}"
             yield f"parameter {place} ({name})", parameter
@@ -565,7 +569,12 @@ class _ScriptTakeover:
             act = once_on_rank_0(self._comm, lambda: original(*args, **options))
             uniform(self._comm, act)
             # Names with a time in them differ between ranks.
-            self._files.saved(name, uniform(self._comm, lambda: self._comm.tell(name)))
+            own = (name, self._files.is_temporary(name))
+            real, is_temporary = uniform(self._comm, lambda: self._comm.tell(own))
+            if is_temporary:
+                uniform(self._comm, lambda: self._files.spread(name))
+            else:
+                self._files.saved(name, real)
 
         return save
 

@@ -109,7 +109,7 @@ class ScriptRandoms:
         self,
         rank: int,
         context: ScriptContext,
-        parameters: Callable[[], Sequence[torch.Tensor]],
+        parameters: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         self._rank, self._context, self._parameters = rank, context, parameters
         self._is_inside = False

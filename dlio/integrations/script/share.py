@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class ScriptContext:
         """True if a note says why a loader's batches are not divided."""
         self.divides_now = False
         """True while the script has numbers of divided batches, in their pass and after it."""
+        self.is_outside = False
+        """True within `outside`."""
         self.last_divided: ScriptBatch | None = None
         """The batch of which this rank got a part last."""
         self.between_passes: Callable[[], None] = lambda: None
@@ -144,9 +147,10 @@ class ScriptContext:
         return len(self._current) <= 1
 
     @property
-    def has_dummy(self) -> bool:
-        """True if this rank has no sample of one of the latest batches, but a stand-in."""
-        return any(not batch.weight for batch in self._current.values())
+    def dummies(self) -> set[int]:
+        """Numbers of stand-ins that this rank has for the latest batches of which it has no
+        sample."""
+        return {len(batch.place) for batch in self._current.values() if not batch.weight}
 
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
@@ -189,6 +193,16 @@ class ScriptContext:
         new = [line for line, was_told in self._sizes.items() if not was_told]
         self._sizes.update(dict.fromkeys(new, True))
         return new
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Have the `with` block read and draw numbers that are not of a divided batch."""
+        before, self.divides_now = self.divides_now, False
+        self.is_outside = True
+        try:
+            yield
+        finally:
+            self.divides_now, self.is_outside = before, False
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
@@ -368,6 +382,14 @@ class SharingLoader(DataLoader[_T_co]):
         if context.aside:
             return DataLoader.__iter__(self)
         self._is_shared = False
+        if context.comm.size > 1 and threading.current_thread() is not threading.main_thread():
+            # Its batches come at other moments of the training on each rank.
+            context.undivided = True
+            context.note(
+                "a thread of the script takes batches of a loader: every rank computed all of "
+                "them; the result is correct, but no faster than one process"
+            )
+            return _alone(self)
         if context.comm.size == 1 or not torch.is_grad_enabled() or not context.divides:
             return self._whole()
         per_rank = context.batch == "per-rank"
@@ -398,6 +420,10 @@ class SharingLoader(DataLoader[_T_co]):
         # there are workers, and else with the first batch: after another loader's seed.
         drawn = self._drawn_seed()
         return self._shares(use, before, drawn, self._begun() if self.num_workers else None)
+
+    def follows_formula(self) -> bool:
+        """False, as the script's sampler makes the order, until a framework distributes."""
+        return self._context.aside and super().follows_formula()
 
     def _drawn_seed(self) -> int:
         """Draw a seed for workers, as torch's loader does before the sampler draws."""
@@ -440,14 +466,18 @@ class SharingLoader(DataLoader[_T_co]):
         batches = self._begun() if batches is None else batches
         follows = batches.follows
         try:
-            for data in self._dealt(use, drawn, batches):
-                taken += 1
+            dealt = self._dealt(use, drawn, batches)
+            while True:
                 if follows is not None:
-                    follows.step()
+                    with self._context.outside():
+                        follows.step()
+                try:
+                    data = next(dealt)
+                except StopIteration:
+                    break
+                taken += 1
                 yield data
             is_over = True
-            if follows is not None:
-                follows.end()
         finally:
             self._context.ended(use)
             if is_over or follows is not None:
@@ -486,7 +516,8 @@ class SharingLoader(DataLoader[_T_co]):
             return _PassBatches(self._batches_of_root(None), None, None)
         first = self._batches_of_root(ahead)
         each = context.comm.size if context.batch == "per-rank" else 1
-        return _PassBatches(first, ahead, FollowingSampler(self, each))
+        with context.outside():
+            return _PassBatches(first, ahead, FollowingSampler(self, each))
 
     def _dealt(self, use: PassUse, drawn: int, batches: "_PassBatches") -> Iterator[Any]:
         context = self._context
@@ -553,7 +584,8 @@ class SharingLoader(DataLoader[_T_co]):
             _set_random_states(self.generator, before)  # Another rank may be rank 0 by now.
             if ahead is not None:
                 # Two passes' samples at once: with no end in sight there is one more run.
-                drawn = ahead.run(2 * len(dataset)) if comm.rank == 0 else []
+                with self._context.outside():
+                    drawn = ahead.run(2 * len(dataset)) if comm.rank == 0 else []
             else:
                 drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
             lengths = comm.tell([len(each) for each in drawn])
