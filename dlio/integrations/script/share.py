@@ -480,9 +480,8 @@ class SharingLoader(DataLoader[_T_co]):
             is_over = True
         finally:
             self._context.ended(use)
-            if is_over or follows is not None:
-                pass
-            elif generator is not None and before is not None:
+            ends_early = not is_over and follows is None
+            if ends_early and generator is not None and before is not None:
                 generator.set_state(before)
                 self._draw_some(taken)
 
@@ -503,11 +502,13 @@ class SharingLoader(DataLoader[_T_co]):
         context.guard.meet("the start of a pass over a loader")
         context.between_passes()
         ahead = None
-        if has_own_sampler(self):
+        is_own = has_own_sampler(self)
+        # A generator's state is read, too, and by the next pass: torch's sampler draws at its end.
+        if is_own or self.generator is not None:
             copied = copied_sampler(self)
             if copied is not None:
                 ahead = DrawnAhead(copied)
-            else:
+            elif is_own:
                 context.say(
                     f"{type(self.batch_sampler).__name__} cannot be copied: its state while the "
                     "script is in a pass is that of the pass's end, and is not to be saved"

@@ -96,6 +96,16 @@ del batches
 passes(DataLoader(data, batch_sampler=Pairs(66)))
 print(np.random.rand())  # noqa: NPY002
 
+# As Lightning does, which never asks for the batch behind the last one.
+generator = torch.Generator().manual_seed(2)
+loader = DataLoader(data, batch_size=16, shuffle=True, generator=generator)
+for _ in range(3):
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        train(*next(batches))
+    print(generator.get_state().sum().item())
+del batches
+
 taken = queue.Queue(3)
 
 
