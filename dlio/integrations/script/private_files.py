@@ -41,7 +41,9 @@ from dlio.integrations.script.file_view import FileView
 from dlio.integrations.script.native_files import ROOTS, replace_native, replace_torch
 from dlio.integrations.script.share import ScriptContext
 from dlio.util.folders import lock_file, remove_if_unheld
+from dlio.util.input_files import open_input
 from dlio.util.trusted_files import closing_descriptor
+from dlio.util.whole_files import open_own
 
 _PREFIX: Final = "dlio-run-"
 _ALIVE: Final = "alive"
@@ -120,16 +122,20 @@ class PrivateFiles:
         """Copy a temporary file that rank 0 has written for all ranks to this rank's own name of
         it: rank 0 may remove its own next, and other nodes do not see it. Collective."""
         is_first = self._comm.rank == 0
-        with self.inside(), open(name, "rb" if is_first else "wb") as file:
-            while True:
-                part = np.frombuffer(file.read(_PART_BYTES) if is_first else b"", np.uint8).copy()
-                size = self._comm.tell(len(part))
-                if not size:
-                    break
-                part = part if is_first else np.empty(size, np.uint8)
-                self._comm.bcast(part)
+        with self.inside():
+            flags = os.O_WRONLY | os.O_CREAT
+            with open_input(name) if is_first else os.fdopen(open_own(name, flags), "wb") as file:
                 if not is_first:
-                    file.write(part.tobytes())
+                    file.truncate()
+                size = -1
+                while size:
+                    data = file.read(_PART_BYTES) if is_first else b""
+                    size = self._comm.tell(len(data))
+                    part = np.empty(size, np.uint8)
+                    part[: len(data)] = np.frombuffer(data, np.uint8)
+                    self._comm.bcast(part)
+                    if not is_first:
+                        file.write(part.tobytes())
 
     def saved(self, name: str, real: str) -> None:
         """Note that rank 0 has written a file for all ranks, as `real`."""

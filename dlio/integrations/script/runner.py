@@ -333,7 +333,7 @@ class _ScriptTakeover:
             yield f"parameter {name} of shape {tuple(parameter.shape)}", parameter
 
     def _unowned(self) -> Iterator[tuple[str, torch.Tensor]]:
-        found = {
+        of_place = {
             getattr(each, _PLACE): each
             for module in self._computed
             for each in module.parameters(recurse=False)
@@ -343,7 +343,7 @@ class _ScriptTakeover:
             and has_shape(each)
             and hasattr(each, _PLACE)
         }
-        for place, parameter in sorted(found.items(), key=lambda item: item[0]):
+        for place, parameter in sorted(of_place.items(), key=lambda item: item[0]):
             # Only the place tells apart those of one kind of module.
             name = f"{getattr(parameter, _NAME, '')} of shape {tuple(parameter.shape)}"
             yield f"parameter {place} ({name})", parameter
