@@ -25,12 +25,14 @@ def gradient_type(parameter: torch.Tensor) -> torch.dtype:
 
 
 def sum_type(parameter: torch.Tensor) -> torch.dtype:
-    """The type in which a parameter or its gradient is summed: float64 if either is, else float32.
+    """The type in which a parameter or its gradient is summed: float64 if either is, else float32,
+    and so are the two parts of a complex number.
 
     Float32 also for 16 bits: MPI libraries return garbage for sums of bfloat16, and sums in 16 bits
     would round at each hop.
     """
-    wide = torch.float64 in (parameter.dtype, gradient_type(parameter))
+    types = (parameter.dtype, gradient_type(parameter))
+    wide = torch.float64 in types or torch.complex128 in types
     return torch.float64 if wide else torch.float32
 
 
@@ -38,7 +40,8 @@ class Bucket:
     """Some parameters and one flat buffer with a view of each parameter's shape.
 
     The buffer has the widest `sum_type` of its parameters. It may have `extra` elements at its end,
-    and be `pinned`, page-locked memory of the host. `array` and `bytes` require the host.
+    and be `pinned`, page-locked memory of the host. `array` and `bytes` require the host. Complex
+    parameters, which have buckets of their own, are pairs of numbers in it.
     """
 
     def __init__(
@@ -48,10 +51,13 @@ class Bucket:
         device: torch.device | str | None = None,
         pinned: bool = False,
     ) -> None:
-        self.tensors = [(name, tuple(parameter.shape)) for name, parameter in named]
+        self.tensors = [
+            (name, (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape))
+            for name, parameter in named
+        ]
         """(name, shape) of the parameters in the order of the buffer."""
         self.parameters = parameters = [parameter for _, parameter in named]
-        count = sum(parameter.numel() for parameter in parameters)
+        count = sum(map(_numbers, parameters))
         wide = torch.float64 in map(sum_type, parameters)
         # A script may have set another default type or device.
         self.flat = torch.zeros(
@@ -64,11 +70,15 @@ class Bucket:
         self._other: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
     def _views(self) -> list[torch.Tensor]:
-        counts = [parameter.numel() for parameter in self.parameters]
+        counts = [_numbers(parameter) for parameter in self.parameters]
         ends = np.cumsum(counts).tolist()
+        views = [
+            self.flat[end - count : end].view(shape)
+            for (_, shape), count, end in zip(self.tensors, counts, ends, strict=True)
+        ]
         return [
-            self.flat[end - count : end].view(parameter.shape)
-            for parameter, count, end in zip(self.parameters, counts, ends, strict=True)
+            torch.view_as_complex(view) if parameter.is_complex() else view
+            for parameter, view in zip(self.parameters, views, strict=True)
         ]
 
     @torch.no_grad()
@@ -127,45 +137,57 @@ class Bucket:
         return self.array.view(np.uint8)
 
 
+def _numbers(parameter: torch.Tensor) -> int:
+    """The real numbers in a tensor."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Named parameters that require gradients."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
+def has_shape(parameter: torch.Tensor) -> bool:
+    """False for a parameter of a lazy module that has not computed yet."""
+    return not nn.parameter.is_lazy(parameter)
+
+
 def check_real(named: Named) -> None:
-    """Raise UsageError for a complex parameter: buckets would hold its real part alone."""
+    """Raise UsageError for a complex parameter, for what computes with real numbers alone."""
     for name, parameter in named:
         if parameter.is_complex():
             raise UsageError(
-                f"{name} is {str(parameter.dtype).removeprefix('torch.')}: ranks exchange real "
-                "numbers; make it a real parameter with a last dimension of 2, and use "
-                "torch.view_as_complex in the forward pass"
+                f"{name} is {str(parameter.dtype).removeprefix('torch.')}: this exchange is of "
+                "real numbers: take allreduce, or make it a real parameter with a last dimension "
+                "of 2, and use torch.view_as_complex in the forward pass"
             )
 
 
 def in_buckets(named: Named, fewest: int = 1) -> list[list[tuple[str, nn.Parameter]]]:
     """Group parameters into buckets of about 1 MiB, or at least into `fewest` smaller ones, in
-    backward's order: the last one first. Those that are summed in another type have others.
+    backward's order: the last one first. Those that are summed in another type have others, and so
+    have complex ones.
     """
-    sizes = [sum_type(parameter).itemsize * parameter.numel() for _, parameter in named]
+    sizes = [sum_type(parameter).itemsize * _numbers(parameter) for _, parameter in named]
     most = BUCKET_BYTES if fewest == 1 else max(1, min(BUCKET_BYTES, sum(sizes) // fewest))
     buckets: list[list[tuple[str, nn.Parameter]]] = []
-    filled: dict[torch.dtype, tuple[int, int]] = {}
-    """By type, the number of its last bucket, and the bytes in it."""
+    filled: dict[tuple[torch.dtype, bool], tuple[int, int]] = {}
+    """By type, and whether they are complex, the number of its last bucket, and the bytes in it."""
     for (name, parameter), size in zip(reversed(named), reversed(sizes), strict=True):
-        number, full = filled.get(sum_type(parameter), (0, most))
+        kind = (sum_type(parameter), parameter.is_complex())
+        number, full = filled.get(kind, (0, most))
         if full >= most:
             number, full = len(buckets), 0
             buckets.append([])
         buckets[number].append((name, parameter))
-        filled[sum_type(parameter)] = number, full + size
+        filled[kind] = number, full + size
     return buckets
 
 
 @torch.no_grad()
 def broadcast_state(model: nn.Module, comm: Communicator) -> None:
     """Overwrite parameters and buffers with rank 0's. Collective."""
-    broadcast_tensors(model.state_dict().values(), comm)
+    broadcast_tensors(filter(has_shape, model.state_dict().values()), comm)
 
 
 @torch.no_grad()

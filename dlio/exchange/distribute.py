@@ -3,6 +3,7 @@
 The trainer, `dlio run`, the Lightning strategy and the benchmarks start their exchanges here, too.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -17,7 +18,7 @@ from dlio.comm import Communicator, world
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange.batch_weights import BatchWeights
-from dlio.exchange.buckets import Named, broadcast_state, broadcast_tensors
+from dlio.exchange.buckets import Named, broadcast_state, broadcast_tensors, has_shape
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_factory import start_exchange
@@ -27,6 +28,8 @@ from dlio.exchange.step_values import StepValues
 from dlio.util.arguments import named as named_as
 from dlio.util.arguments import whole_number
 from dlio.util.closable import Closable
+from dlio.util.printable import log_line
+from dlio.util.units import counted
 
 _around: "WeakKeyDictionary[torch.optim.Optimizer, ExchangeHandle]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
@@ -155,7 +158,7 @@ class ExchangeHandle(Closable):
         if followed is None:
             return ()
         if self._naming is not None:
-            trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+            trained = trained_by(optimizer)
             identities = list(map(id, trained))
             if identities != followed.trained:
                 followed.trained = identities
@@ -203,7 +206,8 @@ class ExchangeHandle(Closable):
         """Called by torch before a step; returns the step's arguments if they are to be others."""
         self.before_step(optimizer)
         closure = args[1] if len(args) > 1 else options.get("closure")
-        if closure is None or (agreed := self.agreed(optimizer, closure)) is closure:
+        # A script's own optimizer may take another argument first.
+        if not callable(closure) or (agreed := self.agreed(optimizer, closure)) is closure:
             return None
         if len(args) > 1:
             return (args[0], agreed, *args[2:]), options
@@ -216,10 +220,12 @@ class ExchangeHandle(Closable):
         if isinstance(optimizer, _IGNORES_LOSS) or self._comm.size == 1 or not self.alike:
             return closure
 
-        def mean() -> torch.Tensor | float | None:
-            loss = closure()
-            if loss is None:
-                return None
+        def mean(*args: Any, **options: Any) -> torch.Tensor | float | None:
+            loss = closure(*args, **options)
+            if not isinstance(loss, float) and not (
+                isinstance(loss, torch.Tensor) and loss.numel() == 1
+            ):
+                return loss  # Not a loss.
             value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
             samples = self.samples if self.batches is None else self.batches.weight
             sums = np.array([value * samples if samples else 0.0, samples])
@@ -376,7 +382,8 @@ def distribute(
     that begin to require gradients: they are exchanged from its next step on. `backward` leaves the
     mean of all ranks' gradients in `.grad`, so that clipping, accumulation, schedulers and scalers
     work as before. Gradients that are assigned to `.grad`, and the first ones of parameters that
-    come later, are averaged before the step: call `take_assigned` before they are clipped. An
+    come later, are averaged before the step: call `take_assigned` before they are clipped. Hooks on
+    parameters see this rank's gradients, before the mean: clip what `backward` leaves. An
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
     alike, each on its own share of the data, with losses that are means. Ranks count by the samples
     that a `dlio.DataLoader` hands out, until `weigh` is called. Exported as `dlio.distribute`.
@@ -412,8 +419,28 @@ def distribute(
         follow_steps=follow_steps,
         follow_parameters=True,
     )
+    _tell_unowned(model, ranks)
     ranks.weigh_by_batches(model)
     return ranks
+
+
+def _tell_unowned(model: nn.Module, ranks: ExchangeHandle) -> None:
+    """Warn of parameters that get gradients and have no optimizer: nobody exchanges them."""
+    names = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and has_shape(each) and ranks.exchange_of(each) is None
+    ]
+    comm = world()
+    if names and comm.size > 1 and comm.rank == 0:
+        more = f" and {counted(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
+        log_line(
+            logging.WARNING,
+            "distribute: %s%s require gradients, and no optimizer has them: ranks exchange them "
+            "from their first step of an optimizer on; a change by hand differs on each rank",
+            names[0],
+            more,
+        )
 
 
 def connect(
@@ -451,7 +478,7 @@ def connect(
     follow = naming if follow_parameters else None
     ranks = ExchangeHandle(spec, comm, seed, pretend_nodes, follow_steps, follow)
     for each in optimizers:
-        mine = [p for p in parameters_of(each) if p.requires_grad and ranks.exchange_of(p) is None]
+        mine = [p for p in trained_by(each) if ranks.exchange_of(p) is None]
         ranks.add(each, naming(mine), model.modules())
     return ranks
 
@@ -459,6 +486,12 @@ def connect(
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Parameters in the order of the optimizer's groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Parameters of the optimizer's groups that require gradients, but for those of lazy modules
+    that have not computed yet."""
+    return [p for p in parameters_of(optimizer) if p.requires_grad and has_shape(p)]
 
 
 def exchange_around(optimizer: torch.optim.Optimizer) -> ExchangeHandle | None:

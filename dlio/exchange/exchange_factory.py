@@ -37,10 +37,12 @@ def start_exchange(
         takes_assigned: average gradients, too, that somebody has assigned to `.grad`.
         values: numbers that travel with gradients, if gradients are summed over all ranks.
 
-    Raises UsageError for complex parameters, unless there is one rank.
+    Raises UsageError for complex parameters, if there are several ranks and they do not exchange
+    gradients by allreduce.
     """
     recovery = recovery_of(comm)
-    if comm.size > 1 or recovery is not None:
+    sums = spec.alike and spec.compressor is None
+    if not sums and (comm.size > 1 or recovery is not None):
         check_real(named)
     node_of = find_nodes(comm, pretend_nodes).node_of
     members = () if recovery is None else recovery.membership.members

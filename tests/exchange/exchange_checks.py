@@ -410,11 +410,28 @@ def check_types(comm: Communicator) -> None:
     mean = averaged_state(net, comm)
     assert difference(mean["weight"], net.weight) < 1e-15
     net.register_parameter("wave", nn.Parameter(torch.tensor([1j])))
-    if comm.size == 1:
-        started("allreduce", net, comm).close()
-    else:
-        with pytest.raises(UsageError, match="wave is complex64"):
-            started("allreduce", net, comm)
+    for name in ("gossip", "allreduce+int8"):
+        if comm.size > 1:
+            with pytest.raises(UsageError, match="wave is complex64"):
+                started(name, net, comm)
+    net.register_parameter("wide", nn.Parameter(torch.full((2, 3), 1 + 2j, dtype=torch.complex128)))
+    exchange = started("allreduce", net, comm)
+    for parameter in net.parameters():
+        factor = 1 + comm.rank * (2j if parameter.is_complex() else 2)
+        torch.autograd.backward(parameter.sum().mul(factor).abs())
+    exchange.before_step()
+    for parameter in net.parameters():
+        own = parameter.detach().clone().requires_grad_()
+        expected = torch.zeros_like(own)
+        for rank in range(comm.size):
+            own.grad = None
+            factor = 1 + rank * (2j if own.is_complex() else 2)
+            torch.autograd.backward(own.sum().mul(factor).abs())
+            assert own.grad is not None
+            expected += own.grad / comm.size
+        assert parameter.grad is not None
+        assert difference(parameter.grad, expected) < 1e-6
+    exchange.close()
 
 
 def check_reached(comm: Communicator) -> None:

@@ -140,7 +140,7 @@ SCRIPTS: Final = (
         "aa4b5850c1543fa488abf260f18390eda46cf85d",
         "train.py",
         tuple(
-            "images --model test_vit --num-classes 5 --img-size 160 -b 16 --epochs 2 -j 0 "
+            "images --model test_vit --num-classes 5 --img-size 160 -b 16 --epochs 2 -j 1 "
             "--lr 0.05 --opt sgd --warmup-epochs 0 --log-interval 1 --device cpu --output out "
             "--experiment e --model-ema --seed 3 --no-aug".split()
         ),

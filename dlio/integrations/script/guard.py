@@ -92,6 +92,8 @@ class ScriptGuard:
         """The values that several of them got."""
         self.parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
         """Returns the parameters whose weights are the same on all ranks, with names."""
+        self.unowned: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: iter(())
+        """Returns the parameters that no optimizer has, with names."""
         self.buffers: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: iter(())
         """Returns the buffers that are the same on all ranks in a script that trains as one
         process does, with names."""
@@ -215,7 +217,7 @@ class ScriptGuard:
 
     def _digest_of_weights(self) -> int:
         digest = xxhash.xxh3_64()
-        for _, tensor in chain(self.parameters(), self._compared_buffers()):
+        for _, tensor in chain(self.parameters(), self.unowned(), self._compared_buffers()):
             values = tensor.detach().cpu().contiguous().reshape(-1)
             digest.update(values.view(torch.uint8).numpy().data)
         return digest.intdigest() or 1
@@ -368,8 +370,17 @@ class ScriptGuard:
         if worst >= _ROUNDING:
             raise UsageError(
                 f"after step {self._steps} the weights of {name} differ between rank 0 and rank "
-                f"{rank} by {worst:.1g} of their size: something other than the optimizers' steps "
-                "changes them on each rank by its own batch"
+                f"{rank} by {worst:.1g} of their size: something other than the gradients that "
+                "ranks have averaged changes them, by each rank's own part of a batch or random "
+                "numbers"
+            )
+        unowned = self._unlike_of(dict(self.unowned()))
+        if unowned:
+            raise UsageError(
+                f"after step {self._steps} the weights of {unowned[0]}, which no optimizer has, "
+                "differ between the ranks: the script changes them on each rank by its own part of "
+                "a batch, or has drawn them from a seed of its own. Ranks exchange what a torch "
+                "optimizer has: let one make these changes"
             )
         buffers = self._compare_buffers()
         if worst and not (buffers or self.notes):
@@ -379,16 +390,7 @@ class ScriptGuard:
     def _compare_buffers(self) -> list[str]:
         """Tell of buffers that ranks have changed in other ways, and return their names.
         Collective."""
-        named = dict(self._compared_buffers())
-        shapes: dict[str, object] = {
-            name: [list(each.shape), str(each.dtype)] for name, each in named.items()
-        }
-        everyone: list[dict[str, object]] = self._comm.allgather(shapes)
-        unlike = []
-        for name in [name for name in everyone[0] if all(name in each for each in everyone)]:
-            alike = all(each[name] == everyone[0][name] for each in everyone)
-            if not alike or self._most_different([(name, named[name])])[0] >= _ROUNDING:
-                unlike.append(name)
+        unlike = self._unlike_of(dict(self._compared_buffers()))
         self._unlike.update(unlike)
         if unlike:
             more = f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
@@ -398,6 +400,20 @@ class ScriptGuard:
                 "is computed from them, and so the training, is not one process's; rank 0's are "
                 "saved"
             )
+        return unlike
+
+    def _unlike_of(self, named: dict[str, torch.Tensor]) -> list[str]:
+        """Return the names of tensors that differ between ranks, of those that all ranks have.
+        Collective."""
+        shapes: dict[str, object] = {
+            name: [list(each.shape), str(each.dtype)] for name, each in named.items()
+        }
+        everyone: list[dict[str, object]] = self._comm.allgather(shapes)
+        unlike = []
+        for name in [name for name in everyone[0] if all(name in each for each in everyone)]:
+            alike = all(each[name] == everyone[0][name] for each in everyone)
+            if not alike or self._most_different([(name, named[name])])[0] >= _ROUNDING:
+                unlike.append(name)
         return unlike
 
     def _most_different(self, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[float, int, str]:

@@ -279,7 +279,7 @@ class ScriptLossWeights:
     ) -> tuple[Sequence[float], float | None]:
         """Return the factor of each term, and the loss of the whole batch if it is known."""
         rows = [
-            _row(term, batch, self._context.has_dummy and term.shape[:1] == (1,))
+            _row(term, batch, not self._context.dummies.isdisjoint(term.shape[:1]))
             for term in parts.terms[:_TERMS]
         ]
         loss = 0.0

@@ -26,6 +26,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.file_callers import (
@@ -39,7 +41,9 @@ from dlio.integrations.script.file_view import FileView
 from dlio.integrations.script.native_files import ROOTS, replace_native, replace_torch
 from dlio.integrations.script.share import ScriptContext
 from dlio.util.folders import lock_file, remove_if_unheld
+from dlio.util.input_files import open_input
 from dlio.util.trusted_files import closing_descriptor
+from dlio.util.whole_files import open_own
 
 _PREFIX: Final = "dlio-run-"
 _ALIVE: Final = "alive"
@@ -58,6 +62,9 @@ _EVENTS: Final = {
 }
 """Audit events of changes, with the number of paths among their arguments."""
 _PROGRAMS: Final = ("subprocess.Popen", "os.system", "os.posix_spawn")
+
+
+_PART_BYTES: Final = 16 << 20
 
 
 class PrivateFiles:
@@ -110,6 +117,25 @@ class PrivateFiles:
             with self.inside(), suppress(OSError):
                 self._journal.note(name)
         return name
+
+    def spread(self, name: str) -> None:
+        """Copy a temporary file that rank 0 has written for all ranks to this rank's own name of
+        it: rank 0 may remove its own next, and other nodes do not see it. Collective."""
+        is_first = self._comm.rank == 0
+        with self.inside():
+            flags = os.O_WRONLY | os.O_CREAT
+            with open_input(name) if is_first else os.fdopen(open_own(name, flags), "wb") as file:
+                if not is_first:
+                    file.truncate()
+                size = -1
+                while size:
+                    data = file.read(_PART_BYTES) if is_first else b""
+                    size = self._comm.tell(len(data))
+                    part = np.empty(size, np.uint8)
+                    part[: len(data)] = np.frombuffer(data, np.uint8)
+                    self._comm.bcast(part)
+                    if not is_first:
+                        file.write(part.tobytes())
 
     def saved(self, name: str, real: str) -> None:
         """Note that rank 0 has written a file for all ranks, as `real`."""
@@ -185,6 +211,10 @@ class PrivateFiles:
         """True for devices, caches, and temporary files with names of their own."""
         if (name + "/").startswith(self._shared) or "__pycache__" in name:
             return True
+        return self.is_temporary(name)
+
+    def is_temporary(self, name: str) -> bool:
+        """True for temporary files with names of their own, and in such folders."""
         while self._temporary and len(name) > 1:
             if name in self._temporary:
                 return True

@@ -12,6 +12,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from dlio.comm.survival.recovery import uniform
@@ -26,6 +27,8 @@ METHODS: Final = (
 _COUNTS: Final = (torch.int64, torch.int32, torch.float64)
 """Types of counts, which scripts may read after the pass."""
 _LINES: Final = 6
+_MOST: Final = 50_000
+"""About the most numbers of an array that are compared."""
 _LONGEST: Final = 200
 _TENSORS: Final = (torch._tensor.__file__, __file__)
 """Modules of methods that call others of these methods."""
@@ -53,6 +56,7 @@ class Readings:
             # others are the same on all ranks, and so are not told.
             is_of_part = self._context.divides_now or tensor.grad_fn is not None
             is_of_part |= tensor.numel() == 1 and self._context.guard.active
+            is_of_part &= not self._context.is_outside
             if is_of_part and threading.get_ident() == self._main:
                 self._note(tensor, result)
             return result
@@ -74,8 +78,8 @@ class Readings:
                     "right"
                 )
                 return
-            line, few = line_of(frame), repr(result)[:_LONGEST].encode()
-            self._lines[line] = zlib.crc32(few, self._lines.get(line, 0))
+            line = line_of(frame)
+            self._lines[line] = zlib.crc32(_some_of(result), self._lines.get(line, 0))
 
     def tell(self) -> None:
         """Tell the user of the lines that have read other numbers on each rank since the last call.
@@ -115,6 +119,14 @@ def _reads_for_others() -> bool:
     while caller is not None and caller.f_code.co_filename in _TENSORS:
         caller = caller.f_back
     return caller is not None and is_foreign(caller.f_code.co_filename)
+
+
+def _some_of(result: object) -> bytes:
+    """Return bytes by which the numbers that a method has returned differ from others."""
+    if isinstance(result, np.ndarray):
+        # Its text shows a few of them: of a picture, the margin.
+        return np.ascontiguousarray(result.reshape(-1)[:: 1 + result.size // _MOST]).tobytes()
+    return repr(result)[:_LONGEST].encode()
 
 
 def _several(lines: Sequence[str]) -> str:

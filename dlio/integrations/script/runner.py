@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -26,18 +26,20 @@ from dlio.comm.launch_detection import hidden_launch, show_launch
 from dlio.comm.survival.recovery import check_survival, once_on_rank_0, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange import Exchange, parse_exchange
-from dlio.exchange.buckets import Named, broadcast_tensors
-from dlio.exchange.distribute import ExchangeHandle, parameters_of
+from dlio.exchange.buckets import Named, broadcast_tensors, has_shape
+from dlio.exchange.distribute import ExchangeHandle, trained_by
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
 from dlio.integrations.script.compiled_calls import around_compile
 from dlio.integrations.script.file_calls import keep_files_private
+from dlio.integrations.script.gradient_hooks import GradientHooks
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_weights import ScriptLossWeights
 from dlio.integrations.script.muted_output import muted
 from dlio.integrations.script.readings import METHODS, Readings
 from dlio.integrations.script.run_options import RunOptions
 from dlio.integrations.script.script_failure import telling_failures
+from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.script_randoms import ScriptRandoms
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
@@ -129,6 +131,8 @@ class _ScriptTakeover:
         """Buffers that were broadcast from rank 0, by `id`. Keeping them keeps their ids unique."""
         self._holders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         """Names of modules with buffers, but for norms."""
+        self._computed: WeakSet[nn.Module] = WeakSet()
+        """Modules with parameters that have computed."""
         self._unlike: set[nn.Module] = set()
         """Batch norms that have seen other samples than those of other ranks since `eval`."""
         self._watched: set[tuple[nn.Module, Exchange]] = set()
@@ -140,8 +144,10 @@ class _ScriptTakeover:
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (0, self._steps))
         context.guard.parameters = self._exchanged
+        context.guard.unowned = self._unowned
         context.guard.buffers = self._script_buffers
         self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
+        self._hooks = GradientHooks(self._has_means)
         self._readings = Readings(context)
         context.between_passes = self._readings.tell
         context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
@@ -167,7 +173,7 @@ class _ScriptTakeover:
             put(torch, "save", self._saved(torch.save))
             for name in METHODS:
                 put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
-            randoms = ScriptRandoms(self._comm.rank, self._context)
+            randoms = ScriptRandoms(self._comm.rank, self._context, lambda: self._ranks.parameters)
             stack.enter_context(randoms.installed())
 
             def known() -> None:
@@ -176,6 +182,11 @@ class _ScriptTakeover:
 
             compiled = around_compile(torch.compile, known, self._forward, randoms.inside)
             put(torch, "compile", compiled)
+            kind = torch.Tensor
+            put(kind, "register_hook", self._hooks.around_register(kind.register_hook))
+            name = "register_post_accumulate_grad_hook"
+            put(kind, name, self._hooks.around_register_after(getattr(kind, name)))
+            put(torch.autograd, "grad", self._grad(torch.autograd.grad))
             weighed = self._losses.around_backward(torch.autograd.backward)
             put(torch.autograd, "backward", self._backward(weighed))
             put(
@@ -295,7 +306,7 @@ class _ScriptTakeover:
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Synchronise an optimizer's parameters from now on, starting from rank 0's. Collective."""
         self._context.guard.meet("the making of an optimizer")
-        fresh = [p for p in parameters_of(optimizer) if p.requires_grad]
+        fresh = trained_by(optimizer)
         named = self._named([p for p in fresh if self._ranks.exchange_of(p) is None])
         uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
         self._ranks.add(optimizer, named)
@@ -320,6 +331,22 @@ class _ScriptTakeover:
         for number, parameter in enumerate(self._ranks.parameters):
             name = getattr(parameter, _NAME, f"number {number}")
             yield f"parameter {name} of shape {tuple(parameter.shape)}", parameter
+
+    def _unowned(self) -> Iterator[tuple[str, torch.Tensor]]:
+        of_place = {
+            getattr(each, _PLACE): each
+            for module in self._computed
+            for each in module.parameters(recurse=False)
+            # A copy of a model has no places; it is an average of weights, or the best ones.
+            if each.requires_grad
+            and self._ranks.exchange_of(each) is None
+            and has_shape(each)
+            and hasattr(each, _PLACE)
+        }
+        for place, parameter in sorted(of_place.items(), key=lambda item: item[0]):
+            # Only the place tells apart those of one kind of module.
+            name = f"{getattr(parameter, _NAME, '')} of shape {tuple(parameter.shape)}"
+            yield f"parameter {place} ({name})", parameter
 
     def _script_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for module, name in self._holders.items():
@@ -361,7 +388,10 @@ class _ScriptTakeover:
                 return
             keeps_graph = bool(options.get("retain_graph") or options.get("create_graph"))
             keeps_graph |= any(args[1:3])  # In torch's order, after the gradients of `tensors`.
-            with self._context.guard.backward(tensors, keeps_graph) as losses:
+            with (
+                self._hooks.backward(),
+                self._context.guard.backward(tensors, keeps_graph) as losses,
+            ):
                 original(tensors, *args, **options)
             if losses and losses[0] in self._context.whole_losses:
                 self._context.whole_losses.update(dict.fromkeys(losses, True))
@@ -369,6 +399,26 @@ class _ScriptTakeover:
                 self._context.mixed_losses.update(dict.fromkeys(losses, True))
 
         return backward
+
+    def _has_means(self, parameter: torch.Tensor) -> bool:
+        exchange = self._ranks.exchange_of(parameter)
+        return exchange is not None and exchange.alike and not self._context.aside
+
+    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `torch.autograd.grad`, whose gradients of parameters nobody averages."""
+
+        def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            several = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+            if any(self._context.places()) and any(map(self._has_means, several)):
+                self._context.say(
+                    f"{script_line()}: torch.autograd.grad gives the gradient of each rank's part "
+                    "of a batch there. Ranks average what is assigned to .grad, and the gradients "
+                    "of losses that are made of it: one process's, where all between is linear; "
+                    "lengths, signs and angles of such gradients are those of the parts"
+                )
+            return original(outputs, several, *args, **options)
+
+        return grad
 
     def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(*args: Any, **options: Any) -> Any:
@@ -463,7 +513,10 @@ class _ScriptTakeover:
                 "batch norm uses the statistics of each rank's share of a batch, and rank 0's are "
                 "saved: the loss curve differs slightly from that of one process"
             )
-        own = {self._ranks.exchange_of(p) for p in module.parameters(recurse=False)}
+        mine = list(module.parameters(recurse=False))
+        if mine:
+            self._computed.add(module)
+        own = {self._ranks.exchange_of(p) for p in mine}
         exchanges = tuple(exchange for exchange in own if exchange is not None)
         for exchange in exchanges:
             if (module, exchange) not in self._watched:
@@ -516,7 +569,12 @@ class _ScriptTakeover:
             act = once_on_rank_0(self._comm, lambda: original(*args, **options))
             uniform(self._comm, act)
             # Names with a time in them differ between ranks.
-            self._files.saved(name, uniform(self._comm, lambda: self._comm.tell(name)))
+            own = (name, self._files.is_temporary(name))
+            real, is_temporary = uniform(self._comm, lambda: self._comm.tell(own))
+            if is_temporary:
+                uniform(self._comm, lambda: self._files.spread(name))
+            else:
+                self._files.saved(name, real)
 
         return save
 

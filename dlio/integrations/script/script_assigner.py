@@ -104,7 +104,7 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
                 rank = members.index(self.groups.me)
                 if len(shares.counts) != len(members):
                     shares = RankShares((1,) * len(members), self._fewest)
-            yield ScriptAssignment(self, whole, shares, members, rank)
+            yield ScriptAssignment(self, whole, shares, members, rank, largest)
         whole.over = True
 
     def use(self, batch: ScriptBatch) -> None:
@@ -153,27 +153,33 @@ class ScriptAssignment:
         shares: RankShares,
         members: tuple[int, ...],
         rank: int,
+        largest: int,
     ) -> None:
-        self._assigner, self._whole = assigner, whole
-        self._shares, self._members = shares, members
+        self._assigner, self._whole, self._members = assigner, whole, members
         self.divided = whole.use.trains
         """False if every rank gets all of each batch."""
         self._places: deque[range] = deque()
-        self._first: deque[RankShares] = deque()
-        """Shares of the first batches."""
+        self._shares: deque[RankShares] = deque()
+        """Shares of each batch."""
         self.mine: list[list[int]] = []
         """This rank's samples of each batch; some of others where it has none."""
         self.weights: list[float] = []
         """Number of this rank's samples in each batch: the weight of its gradients."""
+        first: Sequence[RankShares] = ()
         if self.divided and not whole.use.plans.begun:
             whole.use.plans.begun = True
-            self._first.extend(_uneven(shares, [len(batch) for batch in islice(whole.left, 2)]))
+            first = _uneven(shares, [len(batch) for batch in islice(whole.left, 2)])
+        # A last batch is not dealt as single samples where others are not: of one sample,
+        # `squeeze()` takes the dimension away.
+        last = replace(shares, fewest=2) if largest >= 2 * len(shares.counts) else shares
         for number, batch in enumerate(whole.left):
-            of_ranks = self._first[number] if number < len(self._first) else shares
+            of_ranks = first[number] if number < len(first) else shares
+            of_ranks = last if len(batch) < largest else of_ranks
+            self._shares.append(of_ranks)
             part = of_ranks.part(len(batch), rank) if self.divided else range(len(batch))
             self.weights.append(float(len(part)) if self.divided else 1.0)
             # A rank without a sample computes on some of weight 0.
-            place = part if len(part) else range(len(batch))[: max(1, shares.fewest)]
+            place = part if len(part) else range(len(batch))[: max(1, of_ranks.fewest)]
             self._places.append(place)
             self.mine.append(batch[place.start : place.stop])
 
@@ -182,7 +188,7 @@ class ScriptAssignment:
         self._assigner.groups.taken += 1
         batch = self._whole.left.popleft()
         place = self._places.popleft()
-        shares = self._first.popleft() if self._first else self._shares
+        shares = self._shares.popleft()
         return ScriptBatch(weight, self._whole, batch, shares, self._members, place, self.divided)
 
     def is_over(self) -> bool:

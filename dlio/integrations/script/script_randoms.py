@@ -102,10 +102,16 @@ class ScriptRandoms:
 
     Args:
         rank: number of this rank.
+        parameters: returns those that optimizers have, whose noise is the same on all ranks.
     """
 
-    def __init__(self, rank: int, context: ScriptContext) -> None:
-        self._rank, self._context = rank, context
+    def __init__(
+        self,
+        rank: int,
+        context: ScriptContext,
+        parameters: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> None:
+        self._rank, self._context, self._parameters = rank, context, parameters
         self._is_inside = False
         self._thread = threading.get_ident()
         self._generators = _ThreadGenerators()
@@ -257,6 +263,20 @@ class ScriptRandoms:
                     return dim, place, [*shape[:dim], size, *shape[dim + 1 :]]
         return None
 
+    def _whole_of(self, tensor: torch.Tensor) -> tuple[int, range, list[int]] | None:
+        """Return the same of a tensor: None also for a parameter, its values or its gradient."""
+        sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape)
+        if sized is not None and not tensor.requires_grad and tensor.is_leaf:
+            for parameter in self._parameters():
+                gradient = parameter.grad
+                if gradient is tensor or (
+                    parameter.shape == tensor.shape
+                    and tensor.data_ptr()
+                    in (parameter.data_ptr(), 0 if gradient is None else gradient.data_ptr())
+                ):
+                    return None
+        return sized
+
     def _part(self, whole: torch.Tensor, dim: int, place: range) -> torch.Tensor:
         part = whole.detach().narrow(dim, place.start, len(place)).clone()
         return part.requires_grad_(whole.requires_grad)
@@ -294,7 +314,7 @@ class ScriptRandoms:
     def _like(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(original)
         def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape)
+            sized = self._whole_of(tensor)
             if sized is None:
                 return original(tensor, *args, **options)
             dim, place, whole = sized
@@ -306,7 +326,7 @@ class ScriptRandoms:
     def _in_place(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(original)
         def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape)
+            sized = self._whole_of(tensor)
             if sized is None:
                 return original(tensor, *args, **options)
             if any(isinstance(each, torch.Tensor) for each in (*args, *options.values())):
@@ -330,7 +350,7 @@ class ScriptRandoms:
             tensors = [x for x in (*args, *options.values()) if isinstance(x, torch.Tensor)]
             if self._is_left() or not tensors or not any(self._context.places()):
                 return original(*args, **options)
-            if by_shape and all(self._whole(each.shape) is None for each in tensors):
+            if by_shape and all(self._whole_of(each) is None for each in tensors):
                 return original(*args, **options)
             with self._own_state(tensors[0].device):
                 return original(*args, **options)

@@ -2,10 +2,12 @@
 
 import contextlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,8 +26,18 @@ from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.loss_terms import batch_dim
 from dlio.integrations.script.mixed_inputs import MixedInputs
+from dlio.integrations.script.own_sampler import (
+    DrawnAhead,
+    FollowingSampler,
+    copied_sampler,
+    has_own_sampler,
+)
 from dlio.integrations.script.pass_use import PassMemory, PassUse
-from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
+from dlio.integrations.script.script_assigner import (
+    ScriptAssigner,
+    ScriptAssignment,
+    ScriptBatch,
+)
 from dlio.integrations.script.script_lines import loops_at
 from dlio.loader.contract import CollateFn, Sample
 from dlio.loader.dataloader import DataLoader
@@ -81,6 +93,8 @@ class ScriptContext:
         """True if a note says why a loader's batches are not divided."""
         self.divides_now = False
         """True while the script has numbers of divided batches, in their pass and after it."""
+        self.is_outside = False
+        """True within `outside`."""
         self.last_divided: ScriptBatch | None = None
         """The batch of which this rank got a part last."""
         self.between_passes: Callable[[], None] = lambda: None
@@ -133,9 +147,10 @@ class ScriptContext:
         return len(self._current) <= 1
 
     @property
-    def has_dummy(self) -> bool:
-        """True if this rank has no sample of one of the latest batches, but a stand-in."""
-        return any(not batch.weight for batch in self._current.values())
+    def dummies(self) -> set[int]:
+        """Numbers of stand-ins that this rank has for the latest batches of which it has no
+        sample."""
+        return {len(batch.place) for batch in self._current.values() if not batch.weight}
 
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
@@ -178,6 +193,16 @@ class ScriptContext:
         new = [line for line, was_told in self._sizes.items() if not was_told]
         self._sizes.update(dict.fromkeys(new, True))
         return new
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Have the `with` block read and draw numbers that are not of a divided batch."""
+        before, self.divides_now = self.divides_now, False
+        self.is_outside = True
+        try:
+            yield
+        finally:
+            self.divides_now, self.is_outside = before, False
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
@@ -277,6 +302,17 @@ def use(context: ScriptContext | None) -> None:
     _context = context
 
 
+@dataclass(frozen=True, slots=True)
+class _PassBatches:
+    """The batches of a pass."""
+
+    first: list[list[int]]
+    """All of them, or the first ones if they are drawn `ahead`."""
+    ahead: DrawnAhead | None
+    follows: FollowingSampler | None
+    """The sampler itself, if a copy of it is drawn from."""
+
+
 class _ShareBalance:
     """Shares of one loader's batches by measured speed.
 
@@ -346,6 +382,14 @@ class SharingLoader(DataLoader[_T_co]):
         if context.aside:
             return DataLoader.__iter__(self)
         self._is_shared = False
+        if context.comm.size > 1 and threading.current_thread() is not threading.main_thread():
+            # Its batches come at other moments of the training on each rank.
+            context.undivided = True
+            context.note(
+                "a thread of the script takes batches of a loader: every rank computed all of "
+                "them; the result is correct, but no faster than one process"
+            )
+            return _alone(self)
         if context.comm.size == 1 or not torch.is_grad_enabled() or not context.divides:
             return self._whole()
         per_rank = context.batch == "per-rank"
@@ -377,6 +421,10 @@ class SharingLoader(DataLoader[_T_co]):
         drawn = self._drawn_seed()
         return self._shares(use, before, drawn, self._begun() if self.num_workers else None)
 
+    def follows_formula(self) -> bool:
+        """False, as the script's sampler makes the order, until a framework distributes."""
+        return self._context.aside and super().follows_formula()
+
     def _drawn_seed(self) -> int:
         """Draw a seed for workers, as torch's loader does before the sampler draws."""
         threads, options = self._engines.threads, self._options()
@@ -405,7 +453,7 @@ class SharingLoader(DataLoader[_T_co]):
         return _alone(self)
 
     def _shares(
-        self, use: PassUse, before: torch.Tensor | None, drawn: int, batches: list[list[int]] | None
+        self, use: PassUse, before: torch.Tensor | None, drawn: int, batches: "_PassBatches | None"
     ) -> Iterator[Any]:
         """Yield this rank's shares of the batches that rank 0's sampler draws, or whole batches
         until it is known that the pass trains.
@@ -415,14 +463,25 @@ class SharingLoader(DataLoader[_T_co]):
         """
         generator = self.generator
         taken, is_over = 0, False
+        batches = self._begun() if batches is None else batches
+        follows = batches.follows
         try:
-            for data in self._dealt(use, drawn, batches):
+            dealt = self._dealt(use, drawn, batches)
+            while True:
+                if follows is not None:
+                    with self._context.outside():
+                        follows.step()
+                try:
+                    data = next(dealt)
+                except StopIteration:
+                    break
                 taken += 1
                 yield data
             is_over = True
         finally:
             self._context.ended(use)
-            if not is_over and generator is not None and before is not None:
+            ends_early = not is_over and follows is None
+            if ends_early and generator is not None and before is not None:
                 generator.set_state(before)
                 self._draw_some(taken)
 
@@ -437,28 +496,45 @@ class SharingLoader(DataLoader[_T_co]):
             pass
         torch.set_rng_state(states)
 
-    def _begun(self) -> list[list[int]]:
+    def _begun(self) -> "_PassBatches":
         """Begin a pass; returns its batches. Collective."""
-        self._context.guard.meet("the start of a pass over a loader")
-        self._context.between_passes()
-        return self._batches_of_root()
+        context = self._context
+        context.guard.meet("the start of a pass over a loader")
+        context.between_passes()
+        ahead = None
+        is_own = has_own_sampler(self)
+        # A generator's state is read, too, and by the next pass: torch's sampler draws at its end.
+        if is_own or self.generator is not None:
+            copied = copied_sampler(self)
+            if copied is not None:
+                ahead = DrawnAhead(copied)
+            elif is_own:
+                context.say(
+                    f"{type(self.batch_sampler).__name__} cannot be copied: its state while the "
+                    "script is in a pass is that of the pass's end, and is not to be saved"
+                )
+        if ahead is None:
+            return _PassBatches(self._batches_of_root(None), None, None)
+        first = self._batches_of_root(ahead)
+        each = context.comm.size if context.batch == "per-rank" else 1
+        with context.outside():
+            return _PassBatches(first, ahead, FollowingSampler(self, each))
 
-    def _dealt(self, use: PassUse, drawn: int, batches: list[list[int]] | None) -> Iterator[Any]:
+    def _dealt(self, use: PassUse, drawn: int, batches: "_PassBatches") -> Iterator[Any]:
         context = self._context
         comm = context.comm
         self._passes += 1
         seed = rank_seed(comm.rank, drawn, self._passes)
         randoms = FetchRandoms(seed)
-        batches = self._begun() if batches is None else batches
         shares, nothing = RankShares.even(1, comm.size), contextlib.nullcontext()
         if context.balance:
-            shares = self._balance.shares(max(map(len, batches), default=0))
+            shares = self._balance.shares(max(map(len, batches.first), default=0))
         if not use.trains:
             end_step()  # An evaluation in the midst of a pass may take any time.
         registration = None
         if "accelerate.state" in sys.modules:  # Of this loader: that of a deal is not prepared.
-            registration = accelerate.Registration(self, len(batches))
-        for deal in context.assigner.deals(batches, shares, use):
+            registration = accelerate.Registration(self, len(batches.first))
+        for deal in self._deals(batches, shares, use):
             context.shared += deal.divided
             collate = self._collates if deal.divided else self.collate_fn
             inner = _with_batches(self, deal.mine, collate)
@@ -487,18 +563,32 @@ class SharingLoader(DataLoader[_T_co]):
             registration.step(ended=True)
         context.guard.note("the end of a pass over a loader")
 
-    def _batches_of_root(self) -> list[list[int]]:
-        """Return the batches of a pass that rank 0's sampler draws. Collective.
+    def _deals(
+        self, batches: "_PassBatches", shares: RankShares, use: PassUse
+    ) -> Iterator[ScriptAssignment]:
+        run = batches.first
+        while run:
+            yield from self._context.assigner.deals(run, shares, use)
+            run = [] if batches.ahead is None else self._batches_of_root(batches.ahead)
+
+    def _batches_of_root(self, ahead: DrawnAhead | None) -> list[list[int]]:
+        """Return the batches of a pass that rank 0's sampler draws, or the next of them that are
+        drawn ahead. Collective.
 
         With `--batch per-rank`, each entry joins as many batches as there are ranks.
         """
-        comm, sampler = self._context.comm, self.batch_sampler
+        comm, sampler, dataset = self._context.comm, self.batch_sampler, cast(Any, self.dataset)
         assert sampler is not None
         before = _random_states(self.generator)
 
         def tell() -> list[list[int]]:
             _set_random_states(self.generator, before)  # Another rank may be rank 0 by now.
-            drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
+            if ahead is not None:
+                # Two passes' samples at once: with no end in sight there is one more run.
+                with self._context.outside():
+                    drawn = ahead.run(2 * len(dataset)) if comm.rank == 0 else []
+            else:
+                drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
             lengths = comm.tell([len(each) for each in drawn])
             # An array, not JSON: an epoch has millions of indices.
             flat = np.zeros(sum(lengths), np.int64)

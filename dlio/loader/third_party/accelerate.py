@@ -168,7 +168,11 @@ def skipped(loader: Any, count: int) -> Any:
     one of dlio's leaves them out of its next pass."""
     ask = getattr(loader, "skip_first_batches", None)
     if ask is None or not loader.follows_formula():
-        return _originals["skip"](loader, count)
+        rest = _originals["skip"](loader, count)
+        if ask is not None and hasattr(rest, "follows_formula"):
+            # Accelerate hears of its last batch as it did of the loader's.
+            rest._is_accelerate_prepared = loader._is_accelerate_prepared
+        return rest
     ask(count)
     return loader
 

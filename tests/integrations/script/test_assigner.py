@@ -67,3 +67,13 @@ def test_parts_of_a_first_batch_differ_if_they_have_two_samples(size: int, ranks
     assert sizes[1] == [size - more, *[size] * (ranks - 2), size + more]  # Their sums are even.
     assert sizes[2] == [size] * ranks
     assert sorted(chain(*parts[::3])) == batches[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("count", range(1, 8))
+def test_a_last_batch_is_not_dealt_as_single_samples(count: int, ranks: int) -> None:
+    whole = list(range(2 * ranks + 2))
+    batches = [whole, whole, whole[:count]]
+    parts = _dealt(batches, ranks, lambda: nn.Linear(3, 3))[2::3]
+    assert list(chain(*parts)) == whole[:count]
+    assert all(len(part) != 1 for part in parts) or count == 1

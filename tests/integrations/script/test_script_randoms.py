@@ -28,8 +28,30 @@ class _HalfBatch:
         yield range(4 * self._rank, 4 * self._rank + 4), 8
 
 
-def _installed(rank: int) -> ScriptRandoms:
-    return ScriptRandoms(rank, _HalfBatch(rank))  # type: ignore[arg-type]
+def _installed(rank: int, *parameters: torch.Tensor) -> ScriptRandoms:
+    return ScriptRandoms(rank, _HalfBatch(rank), lambda: parameters)  # type: ignore[arg-type]
+
+
+def test_noise_of_weights_and_gradients_is_the_same_on_all_ranks() -> None:
+    weight = nn.Parameter(torch.ones(3, 4))  # The samples of a rank are as many as its columns.
+    torch.autograd.backward(weight.sum())
+
+    def drawn() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        gradient = weight.grad
+        assert gradient is not None
+        return [
+            torch.randn_like(gradient),
+            torch.rand_like(weight.data),
+            torch.randn_like(gradient.detach()),
+            gradient.clone().copy_(gradient.normal_()),
+        ]
+
+    whole = drawn()
+    for rank in range(2):
+        with _installed(rank, weight).installed():
+            for one, own in zip(whole, drawn(), strict=True):
+                assert torch.equal(one, own)
 
 
 def test_tensors_of_samples_are_parts_of_one_process_s() -> None:

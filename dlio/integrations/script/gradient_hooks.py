@@ -1,0 +1,103 @@
+"""Hooks of a script on the gradients of parameters: they get those of the whole batch.
+
+Autograd calls a hook with the gradient of this rank's part. One that clips, normalises or counts
+would do so to each part, which is not what one process does. Called once the mean over all ranks is
+in `.grad`, it does the same as there. So does an optimizer's step in such a hook.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(slots=True)
+class _HookCall:
+    """A call of a hook that waits for the end of a backward."""
+
+    parameter: torch.Tensor
+    hook: Callable[[torch.Tensor], torch.Tensor | None]
+    before: torch.Tensor | None
+    """What earlier backwards had left in `.grad`."""
+
+
+class GradientHooks:
+    """Has hooks on parameters called at the end of `backward`.
+
+    Args:
+        waits: tells of a parameter whether its gradient is a mean over all ranks then.
+    """
+
+    def __init__(self, waits: Callable[[torch.Tensor], bool]) -> None:
+        self._waits = waits
+        self._is_inside = False
+        self._changes: list[_HookCall] = []
+        """Calls of hooks that may change a gradient before it is added to `.grad`."""
+        self._after: list[_HookCall] = []
+        """Calls of hooks of the sum in `.grad`."""
+
+    def around_register(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Tensor.register_hook`."""
+        return self._around(original, self._changes)
+
+    def around_register_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Tensor.register_post_accumulate_grad_hook`."""
+        return self._around(original, self._after)
+
+    def _around(self, original: Callable[..., Any], calls: list[_HookCall]) -> Callable[..., Any]:
+        is_change = calls is self._changes
+
+        @wraps(original)
+        def register(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            own = str(getattr(hook, "__module__", "")).startswith("dlio.")
+            if own or not isinstance(tensor, nn.Parameter):
+                return original(tensor, hook)
+
+            def waiting(argument: torch.Tensor) -> torch.Tensor | None:
+                if not self._is_inside or not self._waits(tensor):
+                    result: torch.Tensor | None = hook(argument)
+                    return result
+                before = tensor.grad
+                if is_change and before is not None:
+                    before = before.detach().clone()
+                calls.append(_HookCall(tensor, hook, before))
+                return None
+
+            return original(tensor, waiting)
+
+        return register
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Call the hooks of a backward that runs inside the `with` block after it."""
+        if self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        try:
+            yield
+            changes, after = self._changes[:], self._after[:]
+        finally:
+            self._is_inside = False
+            self._changes.clear()
+            self._after.clear()
+        with torch.no_grad():
+            for call in changes:
+                _change(call)
+        for call in after:
+            call.hook(call.parameter)
+
+
+def _change(call: _HookCall) -> None:
+    """Call a hook with what a backward has added to `.grad`, and put its result there."""
+    total = call.parameter.grad
+    if total is None:
+        return
+    added = total if call.before is None else total - call.before
+    result = call.hook(added)
+    if result is not None:
+        total.copy_(result if call.before is None else call.before + result)
