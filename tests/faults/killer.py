@@ -267,7 +267,9 @@ def _judge(
         return [f"exit code {code}: {' '.join(said)[-300:]}"]
     if case.script:
         return _judge_script(case, folder, killed)
-    wrong = []
+    wrong = _lost_alone(folder, killed)
+    # On a busy machine a kill may come when its rank has done all that it had to do.
+    killed = [rank for rank in killed if rank in _lost(folder)]
     last = case.epochs - 1
     copies = {
         int(path.name.rsplit("-", 1)[1]): np.frombuffer(path.read_bytes()).reshape(STEPS, SAMPLES)
@@ -285,7 +287,6 @@ def _judge(
     for place, weights in _every_copy(case, folder, living):
         complaints = _compare(case, weights, ledger, rates, folder=folder)
         wrong += [f"{place}: {each}" for each in complaints]
-    wrong += _lost_alone(folder, killed)
     wrong += _held_out(folder, killed, case)
     wrong += _checked(folder, data)
     if case.checkpoint:
@@ -449,10 +450,15 @@ def _even(
     return wrong
 
 
+def _lost(folder: Path) -> set[int]:
+    """The ranks that the job has lost, as its report says."""
+    report = json.loads((folder / "report.json").read_text())
+    return {rank for each in report["losses"] for rank in each["ranks"]}
+
+
 def _lost_alone(folder: Path, killed: Sequence[int]) -> list[str]:
     """No rank is lost by itself."""
-    report = json.loads((folder / "report.json").read_text())
-    others = {rank for each in report["losses"] for rank in each["ranks"]} - set(killed)
+    others = _lost(folder) - set(killed)
     return [f"ranks {sorted(others)} were lost, and nobody has killed them"] if others else []
 
 
