@@ -25,7 +25,7 @@ from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import DataRoot, check_descent
 from dlio.data.requests import pread, pread_into, request
-from dlio.errors import DlioError, SourceError, UsageError, printable
+from dlio.errors import DlioError, SourceError, UsageError, printable, redact
 from dlio.util.limits import check_regular
 from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
 from dlio.util.units import counted
@@ -504,8 +504,10 @@ def local_path(url: str) -> str | None:
 
 
 def own_name(url: str) -> str:
-    """Return the first link of a chained URL in lower case, to compare its suffix."""
-    return url.split("::")[0].lower()
+    """Return the first link of a chained URL in lower case, to compare its suffix: without the
+    query of a web server's URL, such as its signature."""
+    own = url.split("::")[0].lower()
+    return own.partition("?")[0] if own.startswith(("http://", "https://")) else own
 
 
 def last_name(url: str) -> str:
@@ -574,12 +576,6 @@ def inside(url: str, name: str) -> str:
         )
     own, mark, chain = url.partition("::")
     return f"{own.rstrip('/')}/{name}{mark}{chain}"
-
-
-def redact(text: str) -> str:
-    """Return a URL, or a message with URLs, without passwords and signatures."""
-    text = re.sub(r"://[^/\s]*@", "://***@", text)
-    return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?***", text, flags=re.IGNORECASE)
 
 
 def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceError:

@@ -1,8 +1,10 @@
-"""Names from files, made safe for terminals and logs."""
+"""Names from files and URLs, made safe for terminals and logs."""
 
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, TextIO
 
 from dlio.errors import printable
@@ -43,3 +45,35 @@ def log_line(level: int, text: str, *values: object) -> None:
 def warn_user(text: str, kind: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
     """Warn by `warnings.warn`, with names in the text escaped. `stacklevel` 1 is the caller."""
     warnings.warn(printable(text), kind, stacklevel=stacklevel + 1)
+
+
+@contextmanager
+def escaping_libraries() -> Iterator[None]:
+    """Have warnings of libraries, and lines of theirs that no log handler takes, shown on one line
+    each within the block, as `printable` has it."""
+    shown, last = warnings.formatwarning, logging.lastResort
+
+    def format_warning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        return shown(printable(str(message)), category, filename, lineno, line)
+
+    warnings.formatwarning = format_warning
+    before = None if last is None else last.formatter
+    if last is not None:
+        last.setFormatter(_EscapedLine())
+    try:
+        yield
+    finally:
+        warnings.formatwarning = shown
+        if last is not None:
+            last.setFormatter(before)
+
+
+class _EscapedLine(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return printable(super().formatMessage(record))

@@ -15,7 +15,7 @@ import torch
 
 from dlio.data.reader_contract import SampleName, data_bytes
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError
+from dlio.errors import CorruptBlock, SourceError, printable
 from dlio.image.decoder import Decoder, decode_whole
 from dlio.loader.gallery.value_html import figure, named_values, rows_of, shortened, value_html
 from dlio.loader.picture_targets import Companion
@@ -94,7 +94,7 @@ class SamplePage:
         return (
             f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width">{HEAD}'
-            f'<title>{escape(self.title)}</title></head><body class="dlio-page">{self.body}'
+            f'<title>{_escaped(self.title)}</title></head><body class="dlio-page">{self.body}'
             "</body></html>\n"
         )
 
@@ -169,8 +169,12 @@ def _toggles(recipe: Recipe) -> str:
     return f'<nav class="marks">{inputs}</nav>' if inputs else ""
 
 
+def _escaped(text: str) -> str:
+    return escape(printable(text))
+
+
 def _table(rows: Sequence[tuple[str, str]]) -> str:
-    inner = "".join(f"<tr><th>{escape(name)}</th><td>{text}</td></tr>" for name, text in rows)
+    inner = "".join(f"<tr><th>{_escaped(name)}</th><td>{text}</td></tr>" for name, text in rows)
     return f'<table class="about">{inner}</table>' if inner else ""
 
 
@@ -230,7 +234,7 @@ def _made(
         image = made[companion.image]
     pixels = _pixels(image)
     if pixels is None:
-        return f"<div><i>{escape(caption)}</i><br>{value_html(made)}</div>"
+        return f"<div><i>{_escaped(caption)}</i><br>{value_html(made)}</div>"
     return figure(pixels, caption, own, classes)
 
 
