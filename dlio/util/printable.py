@@ -1,5 +1,6 @@
 """Names from files and URLs, made safe for terminals and logs."""
 
+import html
 import logging
 import sys
 import warnings
@@ -13,6 +14,11 @@ from dlio.errors import printable
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text; the name of its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def as_html(text: str) -> str:
+    """Return a text as HTML, in one line, whatever names are in it."""
+    return html.escape(printable(text))
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:

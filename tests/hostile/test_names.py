@@ -17,6 +17,9 @@ import pytest
 from dlio.cli import main
 from dlio.errors import printable, redact
 from dlio.util.printable import escaping_libraries
+from dlio_bench.results.html.document import page
+from dlio_bench.results.report_values import Figure, PlotCurve
+from dlio_bench.results.saved_report import SavedReport
 from tests.hostile.linked_sets import picture
 
 NAMES: Final = {
@@ -149,6 +152,18 @@ def test_no_command_shows_or_writes_a_name_as_it_is(
         text = path.read_text(encoding="utf-8")
         assert _is_shown(text), path
         assert "<script>alert" not in text
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_pages_of_reports_show_no_name_as_it_is(name: str) -> None:
+    figures = [Figure(name, name, (1.0, 2.0), {name: name})]
+    curves = [PlotCurve(name, kind, name, name, (0.0, 1.0), (0.0, 1.0)) for kind in ("cdf", "time")]
+    report = SavedReport(
+        name, curves=curves, figures=figures, path=name, command=name, notes=[name]
+    )
+    text = page([report], name).encode("utf-8", "surrogateescape").decode("utf-8")
+    assert _is_shown(text)
+    assert "<script>alert" not in text
 
 
 @pytest.mark.parametrize(
