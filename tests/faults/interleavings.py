@@ -37,7 +37,7 @@ class LostAtTheEnd(Callback):
     rank 0 is about to leave its last batch, knowing that all are to meet."""
 
     def __init__(self, step: int) -> None:
-        """Of the last batch, counted from 1."""
+        """`step` is the number of the last batch, from 1."""
         self._step = step
 
     def begins(self, run: Run) -> None:
@@ -80,9 +80,9 @@ class LostWhileCollected(Callback):
             if (FOLDER / f"at-collected-{RANK}").exists():
                 return state(exchange)
             if RANK == 0:
-                found = state(exchange)
+                tensors = state(exchange)
                 _come("collected")
-                return found
+                return tensors
             _await_place("collected", 0)
             if RANK == 1:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -79,7 +79,8 @@ def _arrays(name: str, root: Path) -> None:
     for k in range(2):
         with open(root / f"{name}{k}.npz", "wb") as file:
             field = name.encode("utf-8", "replace").decode()
-            np.savez(file, **{field: np.ones((3, 4), np.float32)})
+            fields: dict[str, Any] = {field: np.ones((3, 4), np.float32)}
+            np.savez(file, **fields)
 
 
 KINDS: Final[dict[str, Callable[[str, Path], None]]] = {
