@@ -15,6 +15,8 @@ Each message names the error, its place (path, block, sample, rank) and the reme
 of printable characters, even if names in it are not: see `printable`.
 """
 
+import re
+
 __all__ = [
     "CommError",
     "CommTimeout",
@@ -27,18 +29,28 @@ __all__ = [
     "TierFull",
     "UsageError",
     "printable",
+    "redact",
 ]
+
+
+def redact(text: str) -> str:
+    """Return a URL, or a message with URLs, without users, passwords and signatures."""
+    if "://" not in text:
+        return text
+    text = re.sub(r"://[^/\s]*@", "://***@", text)
+    return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?***", text, flags=re.IGNORECASE)
 
 
 def printable(text: str | bytes) -> str:
     """Escape what a terminal would obey instead of show: control characters, line ends and so on,
-    and invalid bytes.
+    and invalid bytes; and leave out the secrets of URLs.
 
     Names of files, classes and columns come from data that others have made. Everything that shows
     them passes through here, most of it as the text of a DlioError.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8", "surrogateescape")
+    text = redact(text)
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from dlio.errors import CommError, DlioError, UsageError
 from dlio.util.child_processes import die
+from dlio.util.printable import escaping_libraries
 from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
 
 _FAILED = 2
@@ -157,9 +158,11 @@ def _run_with_umask(tokens: list[str]) -> None:
     """Run a command so that no library, such as Optuna or TensorBoard, makes files that all users
     may write. Programs of users keep their umask."""
     before = os.umask(0)
-    os.umask(before if tokens[:1] in (["run"], ["launch"]) else before | 0o002)
+    is_of_user = tokens[:1] in (["run"], ["launch"])
+    os.umask(before if is_of_user else before | 0o002)
     try:
-        run_command(tokens)
+        with contextlib.nullcontext() if is_of_user else escaping_libraries():
+            run_command(tokens)
     finally:
         os.umask(before)
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
-from dlio.data.source import redact
 from dlio.data.splits import FormatChoice, SplitChoice, reading_options
-from dlio.errors import printable
+from dlio.errors import printable, redact
 from dlio.util.json_output import json_text
 from dlio.util.options import Option
 from dlio.util.printable import print_line

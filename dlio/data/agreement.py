@@ -6,8 +6,7 @@ from typing import Final
 
 from dlio.comm import Communicator
 from dlio.data.reader_contract import Reader, data_bytes
-from dlio.data.source import redact
-from dlio.errors import UsageError
+from dlio.errors import UsageError, redact
 from dlio.util.units import counted, format_bytes
 
 _SHOWN: Final = 4

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dlio.data.reader_contract import Fit, path_rules_of
-from dlio.data.source import Source, inside, is_remote, last_name, redact
+from dlio.data.source import Source, inside, is_remote, last_name
 from dlio.data.splits import (
     SPLITS,
     WHOLE,
@@ -20,7 +20,7 @@ from dlio.data.splits import (
     split_folders,
     splits_among,
 )
-from dlio.errors import SourceError, UsageError
+from dlio.errors import SourceError, UsageError, redact
 from dlio.util.limits import LFS_POINTER, is_lfs_pointer
 from dlio.util.printable import tell_once
 from dlio.util.units import counted

@@ -25,16 +25,7 @@ from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
-from dlio.data.source import (
-    Source,
-    expand,
-    inside,
-    is_remote,
-    last_name,
-    listed_once,
-    redact,
-    split_fields,
-)
+from dlio.data.source import Source, expand, inside, is_remote, last_name, listed_once, split_fields
 from dlio.data.splits import (
     WHOLE,
     chosen_split,
@@ -43,7 +34,7 @@ from dlio.data.splits import (
     split_column,
     splits_among,
 )
-from dlio.errors import DlioError, SourceError, UsageError
+from dlio.errors import DlioError, SourceError, UsageError, redact
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing, trusting

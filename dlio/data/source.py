@@ -25,7 +25,7 @@ from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import DataRoot, check_descent
 from dlio.data.requests import pread, pread_into, request
-from dlio.errors import DlioError, SourceError, UsageError, printable
+from dlio.errors import DlioError, SourceError, UsageError, printable, redact
 from dlio.util.limits import check_regular
 from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
 from dlio.util.units import counted
@@ -150,8 +150,10 @@ class Source(FsspecHandle):
 
     def file_at(self, name: str) -> "FilePlace":
         """Return a file below the root, to be opened."""
-        root = self._place if self._files is None else None
-        return FilePlace(inside(self.url, name) if name else self.url, root)
+        if self._files is not None:
+            return FilePlace(inside(self.url, name) if name else self.url, None)
+        # A name below a local folder is never a URL, whatever is in it.
+        return FilePlace(f"{self.url.rstrip('/')}/{name}" if name else self.url, self._place)
 
     def inner(self, name: str) -> str:
         """Return the path or URL of a folder below the root, to be read as a data set of its own.
@@ -322,7 +324,8 @@ class Source(FsspecHandle):
 class File(FsspecHandle):
     """One file, local or behind fsspec. Thread-safe; stays closed between calls.
 
-    `root` is the folder by which a local file is judged, None for files that the user has named.
+    `root` is the folder by which a local file is judged: `url` is then a path, whatever is in it.
+    Without one, the user has named it.
 
     Raises SourceError when there is not a file at `url`, or if it is a link out of the root.
     """
@@ -336,7 +339,7 @@ class File(FsspecHandle):
         self.times = self._changed = ""
         """Text of the time of change."""
         with ReadErrors(url):
-            if is_remote(url):
+            if root is None and is_remote(url):
                 self._opened, self._path = fsspec().core.url_to_fs(url)
                 info = self._files.info(self._path)
                 if info["type"] != "file" or info["size"] is None:
@@ -351,6 +354,11 @@ class File(FsspecHandle):
                 self.size = status.st_size
                 self.times = f"{status.st_mtime_ns}"
                 self._changed = f"{status.st_ctime_ns} {status.st_ino}"
+
+    @property
+    def own_name(self) -> str:
+        """The path or URL in lower case, of a chained URL its first link, to compare suffixes."""
+        return own_name(self.name) if self.local_path is None else self.name.lower()
 
     @cached_property
     def stamp(self) -> str:
@@ -456,7 +464,7 @@ class FilePlace:
     @property
     def name(self) -> str:
         """The name without its folder."""
-        return last_name(self.url)
+        return last_name(self.url) if self.root is None else self.url.rpartition("/")[2]
 
     def opened(self) -> File:
         """Return the file. Raises SourceError when there is none."""
@@ -499,8 +507,10 @@ def local_path(url: str) -> str | None:
 
 
 def own_name(url: str) -> str:
-    """Return the first link of a chained URL in lower case, to compare its suffix."""
-    return url.split("::")[0].lower()
+    """Return the first link of a chained URL in lower case, to compare its suffix: without the
+    query of a web server's URL, such as its signature."""
+    own = url.split("::")[0].lower()
+    return own.partition("?")[0] if own.startswith(("http://", "https://")) else own
 
 
 def last_name(url: str) -> str:
@@ -559,15 +569,16 @@ def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> l
 
 
 def inside(url: str, name: str) -> str:
-    """Return the path or URL of an entry of a folder, also in a chained URL (`zip://a::b.zip`)."""
+    """Return the path or URL of an entry of a folder, also in a chained URL (`zip://a::b.zip`).
+
+    Raises SourceError for a name that would make another URL of it: data sets choose their names.
+    """
+    if "::" in name or "://" in name:
+        raise SourceError(
+            f"{redact(url)}: the name {name} has :: or ://, which stand for URLs: rename it"
+        )
     own, mark, chain = url.partition("::")
     return f"{own.rstrip('/')}/{name}{mark}{chain}"
-
-
-def redact(text: str) -> str:
-    """Return a URL, or a message with URLs, without passwords and signatures."""
-    text = re.sub(r"://[^/@\s:]+:[^/@\s]+@", "://***@", text)
-    return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?***", text)
 
 
 def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceError:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from dlio.errors import UsageError
@@ -421,6 +422,21 @@ def shell_words(words: Sequence[str]) -> str:
 
 
 def _quoted(word: str) -> str:
+    # Parts that a terminal would obey, such as line ends, are written as bash's $'\\n'.
+    return (
+        "".join(
+            _quoted_part("".join(part)) if shown else f"$'{_octal(''.join(part))}'"
+            for shown, part in groupby(word, str.isprintable)
+        )
+        or "''"
+    )
+
+
+def _octal(text: str) -> str:
+    return "".join(f"\\{byte:03o}" for byte in os.fsencode(text))
+
+
+def _quoted_part(word: str) -> str:
     if not _VARIABLE.search(word):
         return shlex.quote(word)
     kept = _VARIABLE.sub(lambda match: f"\0{match[0][1:]}\1", word)

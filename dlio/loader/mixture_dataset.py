@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from dlio.data.concatenation import MixtureReader
 from dlio.data.reader import Reader, open_reader
-from dlio.data.source import redact
-from dlio.errors import UsageError
+from dlio.errors import UsageError, redact
 from dlio.loader.contract import State, Transform
 from dlio.loader.dataset import Dataset, check_options
 from dlio.plan.mixture import MixtureRule, Weights

@@ -1,8 +1,11 @@
-"""Names from files, made safe for terminals and logs."""
+"""Names from files and URLs, made safe for terminals and logs."""
 
+import html
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, TextIO
 
 from dlio.errors import printable
@@ -11,6 +14,11 @@ from dlio.errors import printable
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text; the name of its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def as_html(text: str) -> str:
+    """Return a text as HTML, in one line, whatever names are in it."""
+    return html.escape(printable(text))
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
@@ -43,3 +51,35 @@ def log_line(level: int, text: str, *values: object) -> None:
 def warn_user(text: str, kind: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
     """Warn by `warnings.warn`, with names in the text escaped. `stacklevel` 1 is the caller."""
     warnings.warn(printable(text), kind, stacklevel=stacklevel + 1)
+
+
+@contextmanager
+def escaping_libraries() -> Iterator[None]:
+    """Have warnings of libraries, and lines of theirs that no log handler takes, shown on one line
+    each within the block, as `printable` has it."""
+    shown, last = warnings.formatwarning, logging.lastResort
+
+    def format_warning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        return shown(printable(str(message)), category, filename, lineno, line)
+
+    warnings.formatwarning = format_warning
+    before = None if last is None else last.formatter
+    if last is not None:
+        last.setFormatter(_EscapedLine())
+    try:
+        yield
+    finally:
+        warnings.formatwarning = shown
+        if last is not None:
+            last.setFormatter(before)
+
+
+class _EscapedLine(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return printable(super().formatMessage(record))

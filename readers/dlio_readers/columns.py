@@ -34,8 +34,8 @@ from dlio.data.schema import (
     array_kind,
     parse_kind,
 )
-from dlio.data.source import File, ReadErrors, redact
-from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.data.source import File, ReadErrors
+from dlio.errors import CorruptBlock, SourceError, UsageError, redact
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.arguments import nearest

@@ -69,7 +69,7 @@ def nifti_array(file: File) -> ChunkedArray:
         raise UsageError(
             f"{file.name}: NIfTI files need nibabel: {how_to_install('medical', 'nibabel')}"
         ) from error
-    packed = own_name(file.name).endswith(".gz")
+    packed = file.own_name.endswith(".gz")
     data = b"" if packed else file.read(0, _HEAD_BYTES)
     with parsing(file.name):
         if packed:
@@ -216,7 +216,7 @@ class FilesReader(PathReader):
         kind = "-".join(["files", *self._sides_named])
         self._files = files = concurrently(FilePlace.opened, self._found, self._urls[0])
         concurrently(lambda file: file.stamp, files, self._urls[0])  # Kept by the files.
-        hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
+        hdf5 = [file for file in files if file.own_name.endswith(HDF5_SUFFIXES)]
         if hdf5:
             rehearse("files", "h5py", path, hdf5)
         self._lock = new_lock()
@@ -362,7 +362,7 @@ class FilesReader(PathReader):
     def ranges_of(self, sample: int) -> list[tuple[File, int, int]]:
         """Return the whole NumPy files of a sample; none for other formats."""
         files = self._files[sample * self._sides : (sample + 1) * self._sides]
-        numpy = all(own_name(file.name).endswith(_NUMPY) for file in files)
+        numpy = all(file.own_name.endswith(_NUMPY) for file in files)
         return [(file, 0, file.size) for file in files] if numpy else []
 
     def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes | memoryview:
@@ -489,7 +489,7 @@ class FilesReader(PathReader):
 
 def _opened(file: File) -> tuple[dict[str, ChunkedArray], Hdf5File | None]:
     """Return (arrays of a file by name, the file if it stays open). Raises SourceError."""
-    name = own_name(file.name)
+    name = file.own_name
     if name.endswith(NIFTI_SUFFIXES):
         return {"image": nifti_array(file)}, None
     if not name.lower().endswith(_SUFFIXES) or name.endswith(DICOM_SUFFIXES):

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.npy import NpyHead, read_npy_head
-from dlio.data.source import File, ReadErrors, own_name
+from dlio.data.source import File, ReadErrors
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import check_claim
 from dlio.util.printable import tell_once
@@ -25,7 +25,7 @@ def numpy_arrays(file: File, names: Sequence[str] = ()) -> Mapping[str, Arrays]:
 
     Raises SourceError, also for arrays that samples cannot have; UsageError for unknown names.
     """
-    return {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file, names)
+    return {"data": _npy(file)} if file.own_name.endswith(".npy") else _npz(file, names)
 
 
 def chunked_array(array: Arrays, where: str) -> ChunkedArray:

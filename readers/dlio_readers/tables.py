@@ -14,7 +14,6 @@ from dlio.data.source import (
     expand,
     file_at,
     files_below,
-    last_name,
     own_name,
     split_fields,
 )
@@ -98,7 +97,7 @@ class TablesReader(ColumnReader):
             if places and texts_beside:
                 tell_once(
                     f"{self.path}: read as arrays; left out: "
-                    f"{named_files([last_name(each.url) for each in texts_beside])}, whose labels "
+                    f"{named_files([each.name for each in texts_beside])}, whose labels "
                     "would be read out of an array, such as y.npy"
                 )
             places = places or texts_beside
@@ -109,7 +108,7 @@ class TablesReader(ColumnReader):
         concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
         stamps = [f"{file.url} {file.stamp}" for file in files]
         stamps += [repr(select), repr(columns), repr(separator)]
-        texts = [own_name(file.name).endswith(_TEXTS) for file in files]
+        texts = [file.own_name.endswith(_TEXTS) for file in files]
         if any(texts) != all(texts):
             raise UsageError(f"{self.path}: arrays and tables of text: open them one by one")
         if texts[0]:

@@ -38,7 +38,7 @@ from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import IMAGES, LABEL, Schema, array_kind
-from dlio.data.source import File, files_below, own_name
+from dlio.data.source import File, files_below
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import is_plausible, parsing
 from dlio.util.memory import new_memory
@@ -444,7 +444,7 @@ def _decompressed(files: Sequence[File]) -> list[File]:
     """
     made, total = [], 0
     for file in files:
-        if own_name(file.name).endswith(_WHOLE):
+        if file.own_name.endswith(_WHOLE):
             file = in_memory(file)
             total += file.size
             if not is_plausible(total, 0):
@@ -518,7 +518,7 @@ def _build(file: File, fields: tuple[str, ...]) -> Arrays:
     """Index one tar: offset and size of each field of each sample."""
     extra: Arrays = {}
     size, read = file.size, file.read
-    if own_name(file.name).endswith(".lz4"):
+    if file.own_name.endswith(".lz4"):
         extra = frames_index(file)
         frames = Lz4Frames(file, extra)
         size = frames.size

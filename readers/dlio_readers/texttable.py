@@ -27,7 +27,7 @@ from dlio.data.labels import (
     label_names,
 )
 from dlio.data.schema import WholeNumbers
-from dlio.data.source import File, own_name
+from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_objects
 from dlio.util.printable import tell_once
@@ -209,9 +209,9 @@ def _tell_of_numbers(
 
 def _part(file: File, separator: str | None, texts: frozenset[str] = frozenset()) -> _TableFile:
     """Open a file; its index has the sizes of the columns `texts`, and of its own texts."""
-    if separator is None and ".tsv" in own_name(file.name)[-8:]:
+    if separator is None and ".tsv" in file.own_name[-8:]:
         separator = "\t"
-    if own_name(file.name).endswith(COMPRESSED):
+    if file.own_name.endswith(COMPRESSED):
         file = in_memory(file)
     kind = "table" if separator is None else f"table{ord(separator)}"
     if texts:

@@ -10,17 +10,9 @@ import numpy as np
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.identity import store_sample
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import (
-    ReadErrors,
-    Source,
-    file_at,
-    is_remote,
-    own_name,
-    redact,
-    split_fields,
-)
+from dlio.data.source import ReadErrors, Source, file_at, is_remote, own_name, split_fields
 from dlio.data.splits import no_splits
-from dlio.errors import SourceError, UsageError
+from dlio.errors import SourceError, UsageError, redact
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
 from dlio.util.units import counted

@@ -165,10 +165,12 @@ class RemoteFiles(FsspecStore):
         if self.archived:
             # A member is decompressed as a whole when it is read.
             try:
-                size = int((await self.fs._info(f"{self.path}/{key}".lstrip("/")))["size"])
+                about = await self.fs._info(f"{self.path}/{key}".lstrip("/"))
             except FileNotFoundError:
                 self.limits.check_absent(key, key)
                 return None
+            # Memory is taken for the bytes that the archive says it has of it, before they come.
+            size = max(int(about["size"]), int(about.get("compress_size") or 0) - _SLACK)
             if size > self.limits.most(key):
                 raise SourceError(f"{key} of {size} bytes is larger than a chunk: refused")
         data = await super().get(key, prototype, byte_range)

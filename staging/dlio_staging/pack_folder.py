@@ -34,8 +34,7 @@ from dlio.comm import Communicator, world
 from dlio.data.agreement import check_same_data
 from dlio.data.reader import open_reader
 from dlio.data.schema import Buffer, Schema
-from dlio.data.source import redact
-from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
+from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError, redact
 from dlio.storage.block import NO_ROOM, check_block
 from dlio.storage.shard_file import read_footer
 from dlio.util.arguments import path_in

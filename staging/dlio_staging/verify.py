@@ -14,9 +14,16 @@ import numpy.typing as npt
 
 from dlio.data.reader_contract import Reader, SampleName
 from dlio.data.schema import Buffer
-from dlio.data.source import redact
 from dlio.data.splits import FormatChoice, SplitChoice, reading_options
-from dlio.errors import CorruptBlock, DlioError, SourceError, TierError, UsageError, printable
+from dlio.errors import (
+    CorruptBlock,
+    DlioError,
+    SourceError,
+    TierError,
+    UsageError,
+    printable,
+    redact,
+)
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.arguments import PathText, path_in
 from dlio.util.json_output import json_text

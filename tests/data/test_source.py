@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.data.index import Names, cached_index, fingerprint_of
-from dlio.data.source import File, Source, expand, redact, split_fields
-from dlio.errors import SourceError, UsageError
+from dlio.data.source import File, Source, expand, split_fields
+from dlio.errors import SourceError, UsageError, redact
 
 
 def test_braces_globs_and_lists_stand_for_files(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -60,6 +60,9 @@ class Case:
     on_loss: str = "keep"
     script: bool = False
     """True for `dlio run` of `named_script`."""
+    callback: str = ""
+    """Of `interleavings`, if it is what ends ranks; `lost` has their numbers."""
+    lost: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -164,6 +167,7 @@ def run_case(
                         os.kill(pid, signal.SIGKILL)
                 job.wait()
             time.sleep(_POLL_S)
+    killer.killed += case.lost
     verdict.killed, verdict.seconds = killer.killed, time.monotonic() - began
     verdict.output = (folder / "output").read_text(errors="replace")
     if not verdict.wrong:
@@ -185,6 +189,8 @@ def _train_options(case: Case, data: Path) -> list[str]:
     options += ["--pretend-nodes", str(case.nodes)] if case.nodes > 1 else []
     options += ["--on-loss", case.on_loss] if case.on_loss != "keep" else []
     options += ["--checkpoint", "ckpt", "--checkpoint-every", "2"] if case.checkpoint else []
+    of_tests = f"tests.faults.interleavings:{case.callback}"
+    options += ["--callback", of_tests] if case.callback else []
     return options
 
 
@@ -261,7 +267,9 @@ def _judge(
         return [f"exit code {code}: {' '.join(said)[-300:]}"]
     if case.script:
         return _judge_script(case, folder, killed)
-    wrong = []
+    wrong = _lost_alone(folder, killed)
+    # On a busy machine a kill may come when its rank has done all that it had to do.
+    killed = [rank for rank in killed if rank in _lost(folder)]
     last = case.epochs - 1
     copies = {
         int(path.name.rsplit("-", 1)[1]): np.frombuffer(path.read_bytes()).reshape(STEPS, SAMPLES)
@@ -442,6 +450,18 @@ def _even(
     return wrong
 
 
+def _lost(folder: Path) -> set[int]:
+    """The ranks that the job has lost, as its report says."""
+    report = json.loads((folder / "report.json").read_text())
+    return {rank for each in report["losses"] for rank in each["ranks"]}
+
+
+def _lost_alone(folder: Path, killed: Sequence[int]) -> list[str]:
+    """No rank is lost by itself."""
+    others = _lost(folder) - set(killed)
+    return [f"ranks {sorted(others)} were lost, and nobody has killed them"] if others else []
+
+
 def _held_out(folder: Path, killed: Sequence[int], case: Case) -> list[str]:
     """Survivors say one held-out loss in each epoch, the report's."""
     wrong = []
@@ -495,9 +515,18 @@ def _checkpoint(
     if len(named) != STEPS:
         return [f"the checkpoint has {len(named)} rows: {[n for n, _ in _flat(state)][:5]}"]
     if not case.alike:
-        return []
+        names = {name for name, _ in _flat(state)}
+        return _without_weights(paths[-1], names)
     weights = np.stack([named[k] for k in range(STEPS)])
     return [f"checkpoint: {each}" for each in _compare(case, weights, ledger, rates, until)]
+
+
+def _without_weights(path: Path, names: Collection[str]) -> list[str]:
+    """Each rank that has written a checkpoint has its own weights in it."""
+    ranks = json.loads((path / "about.json").read_text())["ranks"]
+    wanted = [f"rank{rank}/model/rows.{k}" for rank in range(ranks) for k in range(STEPS)]
+    missing = [name for name in wanted if name not in names]
+    return [f"checkpoint: {len(missing)} tensors are missing: {missing[:1]}"] if missing else []
 
 
 def _flat(state: object, at: str = "") -> list[tuple[str, Any]]:

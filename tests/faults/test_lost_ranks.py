@@ -98,6 +98,24 @@ def test_what_a_rank_that_joined_has_merged_alone_counts(
     assert _check(Case(exchange, "mpi", 2, kills, spares=2), named_pictures, tmp_path / "job") == 2
 
 
+def test_ranks_meet_after_the_last_round_wherever_a_loss_has_found_them(
+    named_pictures: Path, tmp_path: Path
+) -> None:
+    """A spare joins, although a rank has been in the epoch's last round already."""
+    case = Case("diloco(3)", "mpi", 3, spares=1, callback="LostAtTheEnd(step=4)", lost=(1,))
+    _check(case, named_pictures, tmp_path / "job")
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_ranks_save_a_checkpoint_in_one_generation(
+    backend: str, named_pictures: Path, tmp_path: Path
+) -> None:
+    """One of them learns of a loss while it collects what to save, and has another number then."""
+    more: dict[str, Any] = {"checkpoint": True, "epochs": 1}
+    case = Case("gossip", backend, 3, callback="LostWhileCollected", lost=(1,), **more)
+    _check(case, named_pictures, tmp_path / "job")
+
+
 @pytest.mark.nightly
 def test_three_hundred_drawn_kills(named_pictures: Path, tmp_path: Path) -> None:
     killed, seed = 0, 20_000

@@ -13,6 +13,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,7 @@ from tests.hostile.commands import (
 )
 from tests.hostile.users import Machine, User
 
-_DRAWN = 100
+_DRAWN = 180
 
 
 def _ledger(path: Path) -> None:
@@ -161,6 +162,18 @@ def _free_file(path: Path, _: Machine) -> None:
     path.chmod(0o666)
 
 
+def _socket(path: Path, _: Machine) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def _huge_file(path: Path, _: Machine) -> None:
+    """A sparse file: reading all of it would take the machine's memory."""
+    path.touch()
+    path.chmod(0o666)
+    os.truncate(path, 1 << 40)
+
+
 PLANTS: dict[str, Callable[[Path, Machine], object]] = {
     "link home": lambda path, machine: path.symlink_to(machine.alice.home / "thesis"),
     "link file": lambda path, machine: path.symlink_to(machine.alice.home / "profile"),
@@ -169,6 +182,12 @@ PLANTS: dict[str, Callable[[Path, Machine], object]] = {
     "fifo": lambda path, _: os.mkfifo(path, 0o666),
     "folder": _free_folder,
     "file": _free_file,
+    "socket": _socket,
+    "hard link": lambda path, machine: path.hardlink_to(machine.mallory.home / "profile"),
+    "link process": lambda path, _: path.symlink_to("/proc/self/root/dev/zero"),
+    "link fd": lambda path, _: path.symlink_to("/proc/self/fd/0"),
+    "link itself": lambda path, _: path.symlink_to(path.name),
+    "huge": _huge_file,
 }
 
 

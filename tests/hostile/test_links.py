@@ -127,6 +127,37 @@ def test_a_part_that_is_exchanged_while_it_is_read_gives_nothing_else(
             assert bytes(reader.read(np.array([sample]))[0]) == before[sample]
 
 
+@pytest.mark.parametrize("name", ["hdf5", "arrow", "parquet", "tar", "arrays", "classes"])
+def test_a_name_that_looks_like_a_url_is_a_name(name: str, tmp_path: Path) -> None:
+    """`way::part` next to a link `way`: fsspec would take it for the link, and judges none."""
+    made = tmp_path / "made"
+    made.mkdir()
+    options = FORMATS[name](made)
+    for number, place in enumerate(parts_of(made)):
+        outcomes = []
+        for mark in ("..", "::"):
+            root = copied(made, tmp_path / f"{number}{mark}")
+            part, other = root / place, next(p for p in reversed(parts_of(made)) if p != place)
+            outside = root.parent / "outside"
+            (shutil.copytree if (made / other).is_dir() else shutil.copy)(made / other, outside)
+            part.rename(part.with_name(f"way{mark}{part.name}"))
+            if mark == "::":
+                part.with_name("way").symlink_to(outside)
+            outcomes.append(outcome(root, options))
+        assert isinstance(outcomes[1], str) or outcomes[1] == outcomes[0], place
+
+
+@pytest.mark.parametrize("mark", ["::", "://"])
+def test_names_of_lists_that_look_like_urls_are_names(mark: str, tmp_path: Path) -> None:
+    (tmp_path / "secret.jpg").write_bytes(picture(1))
+    root = tmp_path / "data"
+    FORMATS["coco"](root)
+    file = root / "annotations/instances_train2017.json"
+    evil = f"x{mark}file://{tmp_path}/secret.jpg"
+    file.write_text(file.read_text().replace("in/b.jpg", evil))
+    assert isinstance(outcome(root, {}), str)
+
+
 def test_links_out_are_followed_if_the_user_wants_it(tmp_path: Path) -> None:
     root = tmp_path / "data"
     FORMATS["classes"](root)

@@ -53,6 +53,15 @@ def test_wrong_keys_and_values_are_refused(text: str, said: str) -> None:
         parse_slurm([text])
 
 
+def test_words_that_a_terminal_would_obey_are_shown_and_mean_the_same() -> None:
+    words = ["a\nb", "$HOME/x\x1b[2J", "a\u202eb", "it's", "--x=\u2028", os.fsdecode(b"\xff"), ""]
+    text = shell_words(["printf", "%s\\0", *words])
+    assert all(line.isprintable() for line in text.splitlines())
+    said = subprocess.run(["bash", "-c", text], capture_output=True, check=True).stdout
+    home = os.environ["HOME"]
+    assert said.split(b"\0")[:-1] == [os.fsencode(w.replace("$HOME", home)) for w in words]
+
+
 @pytest.mark.parametrize(
     ("text", "warning"),
     [

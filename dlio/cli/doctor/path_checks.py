@@ -12,8 +12,8 @@ import numpy as np
 
 from dlio.cli.doctor.findings import Finding, FindingTopic
 from dlio.data.reader import Reader, open_reader
-from dlio.data.source import local_path, redact
-from dlio.errors import DlioError
+from dlio.data.source import local_path
+from dlio.errors import DlioError, redact
 from dlio.storage.file_system_kind import FileSystemKind, file_system_of
 from dlio.storage.tier_spec import TierSpec
 from dlio.util.folders import open_private, remove_bare, unlink

@@ -193,7 +193,9 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
             die()
         # After a loss MPI_Finalize waits for the lost rank for ever.
         if not self.lost:
-            MPI.Finalize()
+            # Another rank may be lost at its end, where nobody needs it any more.
+            with contextlib.suppress(MPI.Exception):
+                MPI.Finalize()
         elif mpi4py.rc.finalize is not False:
             # The script has imported mpi4py before dlio: it would finalize, and hang.
             sys.stdout.flush()

@@ -1,6 +1,5 @@
 """A search on the terminal and as a page: the table of trials, the best one, Optuna's plots."""
 
-import html
 import shlex
 import sys
 import warnings
@@ -14,7 +13,7 @@ from dlio.train.tasks.metrics import show_metric
 from dlio.util.extras import how_to_install
 from dlio.util.json_output import json_text
 from dlio.util.live_figures import publish
-from dlio.util.printable import print_line
+from dlio.util.printable import as_html, print_line
 from dlio.util.units import counted, format_bytes
 from dlio.util.whole_files import write_whole
 
@@ -183,10 +182,10 @@ def show_results(
 def write_page(study: Study, path: str, command: Callable[[TrialRecord], Sequence[str]]) -> None:
     """Write the plots of a search, and its best trials, as one file without links."""
     parts = [
-        f"<h1>dlio search: {html.escape(study.folder)}</h1>",
+        f"<h1>dlio search: {as_html(study.folder)}</h1>",
         *(
-            f"<p>best: trial {record.number}, {html.escape(_values(record, study.objectives))}"
-            f"<br><code>{html.escape(shlex.join(command(record)))}</code></p>"
+            f"<p>best: trial {record.number}, {as_html(_values(record, study.objectives))}"
+            f"<br><code>{as_html(shlex.join(command(record)))}</code></p>"
             for record in study.best()
         ),
     ]

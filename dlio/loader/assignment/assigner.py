@@ -150,6 +150,7 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         end_step()
         groups.evaluates = not torch.is_grad_enabled()
         if schedule.has_begun:
+            self._meet()
             if not self._continue_epoch():
                 return
         else:
@@ -177,6 +178,11 @@ class BatchAssigner(RecoveryPart[BatchReport]):
                     recovery.recover()
                 if groups.members != span.members or groups.meets:
                     break
+            # After the last batch the exchange is finished before ranks meet: another rank may have
+            # been in it already when the meeting was called, and waits there for all others.
+            if self._is_over():
+                return
+            self._meet()
             if not self._continue_epoch():
                 return
 
@@ -326,23 +332,27 @@ class BatchAssigner(RecoveryPart[BatchReport]):
 
     def _continue_epoch(self) -> bool:
         """Assign the rest of the epoch to those that share it now; False if nothing is left."""
-        self._meet()
-        schedule, members = self._schedule, self._groups.members
-        missing = schedule.missing(self._survivors(members))
-        schedule.requeue(missing)
-        if self._recovery is not None:
-            for (_, member), samples in missing.items():
-                self._recovery.count_requeued(member, len(samples))
-        if schedule.is_over():
-            self._assign_to(members)
+        if self._is_over():
+            self._assign_to(self._groups.members)
             return False
         if self._has_no_pass:
             self._has_no_pass = False  # This rank has made no pass of this epoch.
         else:
             self._earlier_stats.append(self._loader.stats())
-        self._assign_to(members, schedule.next_batch())
+        schedule = self._schedule
+        self._assign_to(self._groups.members, schedule.next_batch())
         self._loader.resume_at(schedule.position, schedule.requeued, schedule.first_members)
         return True
+
+    def _is_over(self) -> bool:
+        """True if no batch of the epoch is left. Samples of lost ranks are requeued first."""
+        schedule = self._schedule
+        missing = schedule.missing(self._survivors(self._groups.members))
+        schedule.requeue(missing)
+        if self._recovery is not None:
+            for (_, member), samples in missing.items():
+                self._recovery.count_requeued(member, len(samples))
+        return schedule.is_over()
 
 
 class ElasticIterator(Iterator[BatchData]):

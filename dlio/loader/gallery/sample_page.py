@@ -6,7 +6,6 @@ escaped. It needs no script.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +20,7 @@ from dlio.loader.gallery.value_html import figure, named_values, rows_of, shorte
 from dlio.loader.picture_targets import Companion
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample_recipes import MappedRecipe
+from dlio.util.printable import as_html
 from dlio.util.units import counted, format_bytes
 from dlio.util.whole_files import write_whole
 
@@ -94,7 +94,7 @@ class SamplePage:
         return (
             f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width">{HEAD}'
-            f'<title>{escape(self.title)}</title></head><body class="dlio-page">{self.body}'
+            f'<title>{as_html(self.title)}</title></head><body class="dlio-page">{self.body}'
             "</body></html>\n"
         )
 
@@ -170,7 +170,7 @@ def _toggles(recipe: Recipe) -> str:
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
-    inner = "".join(f"<tr><th>{escape(name)}</th><td>{text}</td></tr>" for name, text in rows)
+    inner = "".join(f"<tr><th>{as_html(name)}</th><td>{text}</td></tr>" for name, text in rows)
     return f'<table class="about">{inner}</table>' if inner else ""
 
 
@@ -230,7 +230,7 @@ def _made(
         image = made[companion.image]
     pixels = _pixels(image)
     if pixels is None:
-        return f"<div><i>{escape(caption)}</i><br>{value_html(made)}</div>"
+        return f"<div><i>{as_html(caption)}</i><br>{value_html(made)}</div>"
     return figure(pixels, caption, own, classes)
 
 

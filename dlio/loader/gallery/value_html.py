@@ -4,16 +4,15 @@ import base64
 import colorsys
 import json
 from collections.abc import Sequence
-from html import escape
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.errors import printable
 from dlio.image.decoder import opencv, shrunk
 from dlio.loader.picture_targets import Target
+from dlio.util.printable import as_html
 
 _MOST_TEXT: Final = 400
 _MOST_BYTES: Final = 32
@@ -130,7 +129,7 @@ def outlines(
             at = top - 0.3 * size if top > 1.3 * size else top + size
             parts.append(
                 f'<text x="{left + 0.2 * size:.2f}" y="{at:.2f}" font-size="{size:.2f}" '
-                f'fill="{paint}">{escape(printable(names[k]))}</text>'
+                f'fill="{paint}">{as_html(names[k])}</text>'
             )
         parts.append("</g>")
         for x, y, seen in keypoints[k].tolist() if keypoints is not None else ():
@@ -169,8 +168,8 @@ def line_plot(values: npt.NDArray[np.generic]) -> str:
 def shortened(text: str, most: int = _MOST_TEXT) -> str:
     """Return a text as HTML: escaped, on one line, shortened in its end."""
     if len(text) > most:
-        return escape(printable(text[:most])) + f"&hellip; <i>({len(text):,} characters)</i>"
-    return escape(printable(text))
+        return as_html(text[:most]) + f"&hellip; <i>({len(text):,} characters)</i>"
+    return as_html(text)
 
 
 def figure(
@@ -197,15 +196,15 @@ def figure(
         drawn.append(
             f'<rect class="part" x="{left}" y="{top}" width="{across}" height="{down}"/>'
             f'<text class="part" x="{left + 0.3 * letters:.2f}" '
-            f'y="{top + down - 0.4 * letters:.2f}" font-size="{letters:.2f}">{escape(name)}</text>'
+            f'y="{top + down - 0.4 * letters:.2f}" font-size="{letters:.2f}">{as_html(name)}</text>'
         )
     if drawn:
         inner = "".join(drawn)
         view = f'viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
         layers.append(f"<svg {view}>{inner}</svg>")
-    lines = [escape(caption), f"{width} &times; {height}"]
+    lines = [as_html(caption), f"{width} &times; {height}"]
     if note:
-        lines.append(f"{escape(str(pixels.dtype))}, {escape(note)}")
+        lines.append(f"{as_html(str(pixels.dtype))}, {as_html(note)}")
     return (
         f'<figure><div class="stack" style="width:{shown_px}px">{"".join(layers)}</div>'
         f"<figcaption>{' &middot; '.join(lines)}</figcaption></figure>"
@@ -323,7 +322,7 @@ def _array_html(array: npt.NDArray[Any]) -> str:
     if array.ndim == 0:
         return shortened(str(array[()]))
     if array.dtype.kind not in "biufc" or not array.size:
-        return f"<code>{escape(kind)}</code>"
+        return f"<code>{as_html(kind)}</code>"
     image = _as_image(array)
     if image is not None:
         return figure(image, kind)
@@ -331,9 +330,9 @@ def _array_html(array: npt.NDArray[Any]) -> str:
         return _slices(array.reshape(-1, *array.shape[-3:])[0], kind)
     if array.ndim == 1 and len(array) > _MOST_ITEMS:
         _, note = stretched(np.asarray(array, np.float64) if array.dtype.kind != "c" else array)
-        return f"{line_plot(array)}<br><i>{escape(kind)}, {escape(note)}</i>"
+        return f"{line_plot(array)}<br><i>{as_html(kind)}, {as_html(note)}</i>"
     text = np.array2string(array, precision=4, threshold=64, edgeitems=3, separator=", ")
-    return f"<code>{shortened(' '.join(text.split()))}</code> <i>({escape(kind)})</i>"
+    return f"<code>{shortened(' '.join(text.split()))}</code> <i>({as_html(kind)})</i>"
 
 
 def _as_image(array: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
@@ -355,4 +354,4 @@ def _slices(volume: npt.NDArray[Any], kind: str) -> str:
     for axis, count in enumerate(volume.shape):
         middle = np.take(volume, count // 2, axis=axis)
         figures.append(figure(middle, f"axis {axis}, slice {count // 2} of {count}"))
-    return f"<div class='row'>{''.join(figures)}</div><i>{escape(kind)}</i>"
+    return f"<div class='row'>{''.join(figures)}</div><i>{as_html(kind)}</i>"

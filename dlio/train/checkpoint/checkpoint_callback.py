@@ -3,8 +3,11 @@
 import math
 import time
 
+import torch
+
 from dlio.comm.board import off_the_record
 from dlio.comm.survival.membership import AllLeave
+from dlio.comm.survival.recovery import uniform
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.checkpoint.checkpoint_store import Checkpoints
 from dlio.train.checkpoint.state import about, changed_by_updates, tensors_of
@@ -64,7 +67,18 @@ class CheckpointCallback(Callback):
         if run.updates != self._checkpoints.last:
             self._due = time.monotonic() + self._period_s
             with off_the_record():
-                self._checkpoints.wait()  # Ranks may have other numbers afterwards.
-                tensors = tensors_of(self._worker)
+                self._checkpoints.wait()
+                # All ranks save in one generation: to collect waits for others, and a rank that
+                # learns of a loss there has another number afterwards, and other partners.
+                tensors = uniform(run.comm, self._collected)
                 later = changed_by_updates(self._worker, tensors)
                 self._checkpoints.save(run.updates, tensors, about(self._worker), later)
+
+    def _collected(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to save, with the names of the rank's present number."""
+        recovery = self._worker.recovery
+        while True:
+            number = 0 if recovery is None else recovery.number
+            tensors = tensors_of(self._worker)
+            if recovery is None or recovery.number == number:
+                return tensors

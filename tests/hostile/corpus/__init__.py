@@ -20,6 +20,7 @@ from tests.hostile.corpus import (
     tfrecords,
     tiers,
     zarrs,
+    zips,
 )
 from tests.hostile.corpus.case import Case
 
@@ -42,6 +43,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     annotated,
     scans,
     compressed,
+    zips,
 )
 
 

@@ -1,12 +1,11 @@
 """The page: an overview of all reports, and a section for each.
 
-Names, labels and notes of reports may hold anything: all go through `html.escape`. The page needs
-no network and runs no script, which its content security policy also forbids.
+Names, labels and notes of reports may hold anything: all go through `dlio.util.printable.as_html`.
+The page needs no network and runs no script, which its content security policy also forbids.
 """
 
 import base64
 import hashlib
-import html
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Annotated, Final
 
 from dlio.errors import UsageError, printable
 from dlio.util.options import Option, check
+from dlio.util.printable import as_html
 from dlio.util.units import counted
 from dlio.util.whole_files import check_writable, write_whole
 from dlio_bench.results.html.plots import format_number, plain_labels, plot, strip, waterfall
@@ -41,8 +41,8 @@ def page(reports: Sequence[SavedReport], title: str) -> str:
         f"style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{style}</style></head>\n"
-        f'<body><header id="top"><h1>{html.escape(title)}</h1>{_overview(reports)}</header>\n'
+        f"<title>{as_html(title)}</title>\n<style>{style}</style></head>\n"
+        f'<body><header id="top"><h1>{as_html(title)}</h1>{_overview(reports)}</header>\n'
         f"<main>{sections}</main></body></html>\n"
     )
 
@@ -63,11 +63,11 @@ def _overview(reports: Sequence[SavedReport]) -> str:
             f"{environment.get('processor', '')}, {_cores(environment.get('cores'))}",
             str(environment.get("commit") or ""),
         )
-        link = f'<a href="#r{k}">{html.escape(report.name)}</a>'
-        rows.append([link, *(html.escape(cell) for cell in cells)])
+        link = f'<a href="#r{k}">{as_html(report.name)}</a>'
+        rows.append([link, *(as_html(cell) for cell in cells)])
     heads = ("report", "benchmark", "started", "took", "machine", "commit")
     notes = "".join(
-        f'<p class="note"><a href="#r{k}">{html.escape(report.name)}</a>: {html.escape(note)}</p>'
+        f'<p class="note"><a href="#r{k}">{as_html(report.name)}</a>: {as_html(note)}</p>'
         for k, report in enumerate(reports)
         for note in report.notes
     )
@@ -76,13 +76,13 @@ def _overview(reports: Sequence[SavedReport]) -> str:
 
 def _section(number: int, report: SavedReport, numbers: Iterator[int]) -> str:
     parts = [
-        f'<section aria-labelledby="r{number}"><h2 id="r{number}">{html.escape(report.name)}</h2>',
-        f'<p class="muted">benchmark {html.escape(report.benchmark)} '
+        f'<section aria-labelledby="r{number}"><h2 id="r{number}">{as_html(report.name)}</h2>',
+        f'<p class="muted">benchmark {as_html(report.benchmark)} '
         '<a class="back" href="#top">back to the overview</a></p>',
     ]
     if report.command:
-        parts.append(f'<p class="command">{html.escape(report.command)}</p>')
-    parts += [f'<p class="note">{html.escape(note)}</p>' for note in report.notes]
+        parts.append(f'<p class="command">{as_html(report.command)}</p>')
+    parts += [f'<p class="note">{as_html(note)}</p>' for note in report.notes]
     if report.old:
         parts.append('<p class="note">An old report: repeats may be missing.</p>')
     if report.ratios:
@@ -118,10 +118,10 @@ def _figures(figures: Sequence[Figure]) -> str:
             forecast = ' <span class="forecast">forecast</span>' if figure.forecast else ""
             rows.append(
                 (
-                    html.escape(name) + forecast,
-                    html.escape(plain_labels(figure.labels)),
+                    as_html(name) + forecast,
+                    as_html(plain_labels(figure.labels)),
                     _median(figure.values),
-                    html.escape(unit),
+                    as_html(unit),
                     figure.better,
                     strip(figure.values, low, high),
                     str(len(figure.values)),
@@ -143,8 +143,8 @@ def _ratios(ratios: Sequence[Ratio]) -> str:
         text = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}{mark}"
         rows.append(
             (
-                html.escape(ratio.name),
-                html.escape(plain_labels(ratio.labels)),
+                as_html(ratio.name),
+                as_html(plain_labels(ratio.labels)),
                 _median(ratio.values),
                 text,
                 strip(ratio.values, low, high, interval),
@@ -165,7 +165,7 @@ def _environment(report: SavedReport) -> str:
     rows += [(f"seed: {key}", value) for key, value in report.seeds.items()]
     rows += [(f"setting: {key}", value) for key, value in report.settings.items()]
     items = "".join(
-        f"<dt>{html.escape(str(key).replace('_', ' '))}</dt><dd>{html.escape(_text(value))}</dd>"
+        f"<dt>{as_html(str(key).replace('_', ' '))}</dt><dd>{as_html(_text(value))}</dd>"
         for key, value in rows
         if value not in (None, "", [], {})
     )

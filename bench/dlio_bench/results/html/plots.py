@@ -4,13 +4,13 @@ Colours come from the page's style sheet by classes, so that both modes and prin
 Texts are escaped here; nothing else of a report gets into the page's tags.
 """
 
-import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from dlio.util.printable import as_html
 from dlio_bench.results.report_values import PlotCurve, Waterfall, labels_text
 
 _MOST_TICKS = 7
@@ -98,7 +98,7 @@ def plot(curves: Sequence[PlotCurve], numbers: Iterator[int]) -> str:
     the page's elements have `numbers`."""
     kind = curves[0].kind
     drawn = [(curve, points) for curve in curves if (points := _points(curve))]
-    title = html.escape(curves[0].name)
+    title = as_html(curves[0].name)
     if not drawn:
         return f'<figure><figcaption>{title}</figcaption><p class="muted">no points</p></figure>'
     xs = [x for _, points in drawn for x, _ in points]
@@ -121,7 +121,7 @@ def plot(curves: Sequence[PlotCurve], numbers: Iterator[int]) -> str:
         elif number >= COLORS:
             look += " dotted"
         places = [(x_scale.place(x), y_scale.place(y)) for x, y in points]
-        name, shown = html.escape(_title(curve)), html.escape(_title(curve, repeats=False))
+        name, shown = as_html(_title(curve)), as_html(_title(curve, repeats=False))
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         marks = ""
         if len(points) <= _MARKED:
@@ -149,7 +149,7 @@ def waterfall(shown: Waterfall, numbers: Iterator[int]) -> str:
     title = ", ".join(filter(None, (shown.name, plain_labels(shown.labels))))
     if not parts:
         return (
-            f"<figure><figcaption>{html.escape(title)}</figcaption>"
+            f"<figure><figcaption>{as_html(title)}</figcaption>"
             '<p class="muted">no parts</p></figure>'
         )
     total, drawn, at = sum(parts.values()), [], 0.0
@@ -158,16 +158,16 @@ def waterfall(shown: Waterfall, numbers: Iterator[int]) -> str:
         top = number * _ROW
         text = f"{name}: {format_number(value)} s, {100 * value / total:.0f} %"
         drawn.append(
-            f'<text x="2" y="{top + 14}">{html.escape(text)}</text>'
+            f'<text x="2" y="{top + 14}">{as_html(text)}</text>'
             f'<rect x="2" y="{top + 19}" width="{room}" height="12" class="track"/>'
             f'<rect x="{2 + room * at / total:.1f}" y="{top + 19}" '
             f'width="{max(1.0, room * value / total):.1f}" height="12" '
-            f'class="bar c{number % COLORS}"><title>{html.escape(text)}</title></rect>'
+            f'class="bar c{number % COLORS}"><title>{as_html(text)}</title></rect>'
         )
         at += value
     about = ", ".join(f"{name} {format_number(value)} s" for name, value in parts.items())
     svg = _svg(_ROW * len(parts) + 2, title, about, "".join(drawn), numbers)
-    total_text = f"{html.escape(title)}: {format_number(total)} s"
+    total_text = f"{as_html(title)}: {format_number(total)} s"
     return f"<figure><figcaption>{total_text}</figcaption>{svg}</figure>"
 
 
@@ -229,9 +229,9 @@ def _axes(x: Scale, y: Scale, curve: PlotCurve) -> str:
     center = (_TOP + _HEIGHT - _BOTTOM) / 2
     parts.append(
         f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 8}" class="name middle-text">'
-        f"{html.escape(curve.x_name)}</text>"
+        f"{as_html(curve.x_name)}</text>"
         f'<text transform="translate(12 {center}) rotate(-90)" class="name middle-text">'
-        f"{html.escape(curve.y_name)}</text>"
+        f"{as_html(curve.y_name)}</text>"
     )
     return "".join(parts)
 
@@ -240,8 +240,8 @@ def _svg(height: int, title: str, about: str, content: str, numbers: Iterator[in
     name, text = f"n{next(numbers)}", f"n{next(numbers)}"
     return (
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="{name} {text}">'
-        f'<title id="{name}">{html.escape(title)}</title>'
-        f'<desc id="{text}">{html.escape(about)}</desc>{content}</svg>'
+        f'<title id="{name}">{as_html(title)}</title>'
+        f'<desc id="{text}">{as_html(about)}</desc>{content}</svg>'
     )
 
 

@@ -1,0 +1,99 @@
+"""Callbacks that bring ranks to chosen places before one of them is lost; they run inside ranks."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dlio.comm.survival.recovery import recovery_of
+from dlio.errors import PeerLost
+from dlio.exchange.gossip import Gossip
+from dlio.exchange.local_sgd import LocalSgd
+from dlio.train.callbacks import Callback, Run
+from tests.faults.named_weights import FOLDER, RANK
+
+_DEADLINE_S = 60.0
+
+
+def _come(place: str) -> None:
+    (FOLDER / f"at-{place}-{RANK}").touch()
+
+
+def _await(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"rank {RANK} has not seen {what}")
+        time.sleep(0.002)
+
+
+def _await_place(place: str, rank: int) -> None:
+    _await((FOLDER / f"at-{place}-{rank}").exists, f"rank {rank} at {place}")
+
+
+class LostAtTheEnd(Callback):
+    """Rank 1 is lost when rank 2 has finished its last batch, and waits in the last round, and
+    rank 0 is about to leave its last batch, knowing that all are to meet."""
+
+    def __init__(self, step: int) -> None:
+        """`step` is the number of the last batch, from 1."""
+        self._step = step
+
+    def begins(self, run: Run) -> None:
+        finish = LocalSgd.finish
+
+        def finishing(exchange: LocalSgd) -> None:
+            if RANK == 2 and run.updates == self._step:
+                _come("finish")
+            finish(exchange)
+
+        patched: Any = LocalSgd
+        patched.finish = finishing
+
+    def after_step(self, run: Run) -> None:
+        if run.updates != self._step or RANK > 1:
+            return
+        _await_place("finish", 2)
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        recovery = recovery_of(run.comm)
+        assert recovery is not None
+        assert recovery.elastic is not None
+        elastic = recovery.elastic
+
+        def is_asked() -> bool:
+            run.comm.poke()  # MPI tells of a loss only when it is called.
+            return elastic.asked
+
+        _await(is_asked, "that all are to meet")
+
+
+class LostWhileCollected(Callback):
+    """Rank 1 is lost when rank 0 has collected the tensors of a checkpoint, and rank 2, which has
+    not, learns of it."""
+
+    def begins(self, run: Run) -> None:
+        state = Gossip.state
+
+        def collecting(exchange: Gossip) -> dict[str, Any]:
+            if (FOLDER / f"at-collected-{RANK}").exists():
+                return state(exchange)
+            if RANK == 0:
+                tensors = state(exchange)
+                _come("collected")
+                return tensors
+            _await_place("collected", 0)
+            if RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _come("collected")
+            recovery = recovery_of(run.comm)
+            assert recovery is not None
+            try:
+                run.comm.barrier()
+            except PeerLost:
+                recovery.recover()
+            return state(exchange)
+
+        patched: Any = Gossip
+        patched.state = collecting
