@@ -371,10 +371,12 @@ class _ScriptTakeover:
         return backward
 
     def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(*args: Any, **options: Any) -> Any:
+        def clip(parameters: Any, *args: Any, **options: Any) -> Any:
+            # An iterator can be read once.
+            several = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if not self._context.aside:
-                self._ranks.take_assigned()  # The mean is clipped, not each rank's own gradients.
-            norm = original(*args, **options)
+                self._ranks.take_clipped(several)
+            norm = original(several, *args, **options)
             if isinstance(norm, torch.Tensor):
                 self._context.whole_losses[norm] = True
             return norm

@@ -3,13 +3,13 @@
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import TypeVar
 
@@ -498,7 +498,8 @@ class SharingLoader(DataLoader[_T_co]):
 
         def tell() -> list[list[int]]:
             _set_random_states(self.generator, before)  # Another rank may be rank 0 by now.
-            drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
+            # By every rank: a sampler may keep a state of its own, or draw from the script's.
+            drawn = [list(each) for each in sampler]
             lengths = comm.tell([len(each) for each in drawn])
             # An array, not JSON: an epoch has millions of indices.
             flat = np.zeros(sum(lengths), np.int64)
@@ -554,10 +555,3 @@ def _with_batches(loader: DataLoader, batches: list[list[int]], collate: Collate
     made._data = loader._data  # Share its open tiers.
     return made
 
-
-def _draw(sampler: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Draw as rank 0 does, to keep random states alike; the result is rank 0's."""
-    inner: Iterable[object] = sampler.sampler if type(sampler) is BatchSampler else sampler
-    for _ in iter(inner):
-        break
-    return []

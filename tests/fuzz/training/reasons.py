@@ -144,7 +144,7 @@ def _is_resumed_at_the_end(choices: Choices) -> bool:
 _KNOWN: Final = (
     _Notice(
         re.compile("the loss compares samples of a batch .*another loss than that of one process"),
-        _is("loss", "pairs"),
+        lambda choices: choices.get("loss") == "pairs" or choices.get("habit") == "hardest",
         (WEIGHTS,),
     ),
     _Notice(
