@@ -153,9 +153,9 @@ class ScriptContext:
             use.plans.has_pairs |= len(batch.samples) > self.comm.size
             if len(batch.samples) > 1 and not use.plans.has_pairs:
                 self.say(
-                    "a batch leaves one sample to each rank: whether a loss compares samples, or "
-                    "divides by a constant, cannot be seen in that; --batch per-rank, or larger "
-                    "batches, or fewer ranks"
+                    "a batch leaves one sample to each rank: whether the script compares or mixes "
+                    "samples, or divides by a constant, cannot be seen in that; --batch per-rank, "
+                    "or larger batches, or fewer ranks"
                 )
             dim = batch_dim(tensors[0].shape, len(batch.place)) if tensors else 0
             # The loop that asks for a batch: the pass may have begun on another line.

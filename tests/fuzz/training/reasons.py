@@ -93,7 +93,8 @@ def _read_sizes(text: str, choices: Choices, script: str, said: Said) -> None:
 
 def _read_single(text: str, choices: Choices, script: str, said: Said) -> None:
     """Take the notice that parts of one sample do not show some losses."""
-    if choices.get("loss") in ("pairs", "sum"):
+    meets = choices.get("habit") in ("mixed", "centred", "hardest")
+    if meets or choices.get("loss") in ("pairs", "sum"):
         said.excused |= {WEIGHTS, "train loss", "last loss", "step loss"}
 
 
@@ -178,7 +179,7 @@ _KNOWN: Final = (
         reads=_read_lines,
     ),
     _Notice(
-        re.compile("a batch leaves one sample to each rank: whether a loss compares samples, or"),
+        re.compile("a batch leaves one sample to each rank: whether the script compares or mixes samples"),
         lambda choices: True,
         reads=_read_single,
     ),
