@@ -14,6 +14,7 @@ from enum import Enum, auto
 from functools import wraps
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -55,6 +56,8 @@ class _Kind(Enum):
     """All on all samples of the batch, such as their mean."""
     MIXED = auto()
     """Each on a sample and on others."""
+    ORDER = auto()
+    """All are places of samples, in an order that was drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,11 @@ class MixedInputs(TorchFunctionMode):
         self._samples, self._is_on = samples, True
         self._states.update(dict.fromkeys(tensors, _Knowledge(_Kind.SAMPLES)))
         torch._C._push_on_torch_function_stack(self)
+
+    def knows_order(self, order: torch.Tensor) -> None:
+        """Note a random order of this rank's samples: some of it are a choice of samples."""
+        if self._is_on:
+            self._states[order] = _Knowledge(_Kind.ORDER)
 
     def close(self) -> None:
         """End, also while modes of the script's own are on."""
@@ -190,6 +198,11 @@ class MixedInputs(TorchFunctionMode):
         results: Sequence[torch.Tensor],
     ) -> _Knowledge | None:
         """Return what the results of a function depend on; None for nothing of this batch."""
+        if all(state.kind is _Kind.ORDER for state in known):
+            if self._samples in results[0].shape[:2]:
+                return known[0]
+            return _Knowledge(_Kind.MIXED, None, "a random choice", script_line())
+        known = [state for state in known if state.kind is not _Kind.ORDER]
         for kind in (_Kind.MIXED, _Kind.STATISTIC):
             of_kind = [state for state in known if state.kind is kind]
             if of_kind:
@@ -282,9 +295,16 @@ def _several(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
+def _as_tensor(key: Any) -> Any:
+    """Return a key as it is, or a tensor for an array or a list of numbers."""
+    is_list = isinstance(key, list) and all(isinstance(each, int) for each in key)
+    is_array = isinstance(key, np.ndarray) and key.dtype.kind == "i"
+    return torch.as_tensor(key, dtype=torch.int64) if is_list or is_array else key
+
+
 def _only_index(key: Any, dim: int) -> torch.Tensor | None:
     """Return the tensor that alone selects among samples; None for another key."""
-    keys = list(key) if isinstance(key, tuple) else [key]
+    keys = [_as_tensor(each) for each in (key if isinstance(key, tuple) else [key])]
     tensors = [each for each in keys if isinstance(each, torch.Tensor)]
     is_place = len(tensors) == 1 and len(keys) > dim and keys[dim] is tensors[0]
     if not is_place or tensors[0].dtype != torch.int64 or tensors[0].ndim != 1:

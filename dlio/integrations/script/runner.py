@@ -143,7 +143,8 @@ class _ScriptTakeover:
         context.guard.buffers = self._script_buffers
         self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
         self._readings = Readings(context)
-        context.between_passes = self._readings.tell
+        self._randoms = ScriptRandoms(comm.rank, context)
+        context.between_passes = self._tell
         context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
@@ -167,7 +168,7 @@ class _ScriptTakeover:
             put(torch, "save", self._saved(torch.save))
             for name in METHODS:
                 put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
-            randoms = ScriptRandoms(self._comm.rank, self._context)
+            randoms = self._randoms
             stack.enter_context(randoms.installed())
 
             def known() -> None:
@@ -204,6 +205,10 @@ class _ScriptTakeover:
                 put(builtins, "__import__", _without_writers(builtins.__import__))
             yield
 
+    def _tell(self) -> None:
+        self._readings.tell()
+        self._randoms.tell()
+
     def _by_rank_0(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wrap a function that prints the same on every rank."""
 
@@ -235,7 +240,7 @@ class _ScriptTakeover:
         self._ranks.finish()
         if not self._context.aside:
             self._context.end_passes()
-            self._readings.tell()
+            self._tell()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         if self._comm.size > 1:
             self._files.hand_over()

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from itertools import islice
 from typing import Any
 
@@ -91,6 +91,8 @@ class ScriptContext:
         """Seconds that this rank has waited for others so far."""
         self.assigner = ScriptAssigner(comm)
         self.mixed_inputs = MixedInputs(self.say)
+        self.batches = 0
+        """Batches that the script has got."""
         self._steps: Counter[tuple[str, int]] = Counter()
         """Divided batches by the place of the loop that has taken them."""
         self.last_shares: RankShares | None = None
@@ -141,6 +143,7 @@ class ScriptContext:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = self._current[use] = batch
         use.takes()
+        self.batches += 1
         self.divides_now = batch.divided
         self._samples += batch.weight
         tensors = list(tensors_of(data))
@@ -554,4 +557,3 @@ def _with_batches(loader: DataLoader, batches: list[list[int]], collate: Collate
     )
     made._data = loader._data  # Share its open tiers.
     return made
-

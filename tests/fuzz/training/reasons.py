@@ -179,7 +179,7 @@ _KNOWN: Final = (
         reads=_read_lines,
     ),
     _Notice(
-        re.compile("a batch leaves one sample to each rank: whether the script compares or mixes samples"),
+        re.compile("a batch leaves one sample to each rank: whether the script compares or mixes"),
         lambda choices: True,
         reads=_read_single,
     ),
