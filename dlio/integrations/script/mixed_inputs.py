@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.exchange.batch_share import tensors_of
+from dlio.integrations.script.batch_origins import take_mode_off
 from dlio.integrations.script.script_lines import script_line
 
 _Order: TypeAlias = tuple[int, ...]
@@ -107,13 +108,7 @@ class MixedInputs(TorchFunctionMode):
         if not self._is_on:
             return
         self._is_on = False
-        above = []
-        while torch._C._len_torch_function_stack():
-            if (mode := torch._C._pop_torch_function_stack()) is self:
-                break
-            above.append(mode)
-        for mode in reversed(above):
-            torch._C._push_on_torch_function_stack(mode)
+        take_mode_off(self)
         self._states.clear()
 
     def around_collate(self, collate: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
 from dlio.exchange.batch_share import tensors_of
+from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.batch_tensors import sizes_of
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
@@ -91,6 +92,7 @@ class ScriptContext:
         """Seconds that this rank has waited for others so far."""
         self.assigner = ScriptAssigner(comm)
         self.mixed_inputs = MixedInputs(self.say)
+        self.origins = BatchOrigins(self._of_tensor.get)
         self.batches = 0
         """Batches that the script has got."""
         self._steps: Counter[tuple[str, int]] = Counter()
@@ -135,9 +137,11 @@ class ScriptContext:
         return len(self._current) <= 1
 
     @property
-    def has_dummy(self) -> bool:
-        """True if this rank has no sample of one of the latest batches, but a stand-in."""
-        return any(not batch.weight for batch in self._current.values())
+    def has_others(self) -> bool:
+        """True if one of several latest batches is not this rank's part of it: a stand-in where it
+        has no sample, or a whole one."""
+        batches = self._current.values()
+        return not self.is_alone and any(not each.weight or not each.divided for each in batches)
 
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
@@ -150,6 +154,9 @@ class ScriptContext:
         counts = batch.divided and batch.weight
         self.guard.sizes = sizes_of(data, len(batch.place)) if counts else 0
         self._of_tensor.update(dict.fromkeys(tensors, batch))
+        self.origins.close()
+        if self.has_others and not self.mixed_inputs.is_left:
+            self.origins.start()
         if batch.divided:
             if batch.weight < len(batch.samples):
                 self.last_divided = batch
@@ -203,6 +210,7 @@ class ScriptContext:
         self.divides_now = use.trains
         use.is_under_way = False
         self._current.pop(use, None)
+        self.origins.close()
 
     def begin(self, dataset: Any) -> PassUse:
         """Return the use of a pass over a data set that begins."""

@@ -62,6 +62,8 @@ def read(notices: Iterable[str], choices: Choices, script: str) -> Said:
 def _read_lines(text: str, choices: Choices, script: str, said: Said) -> None:
     marks = marked(script)
     lines = {int(number) for number in _PLACE.findall(text.partition(": numbers that")[0])}
+    if choices.get("habit") == "branch by data":
+        lines &= marks.keys()  # What follows from the branch differs, too.
     if not lines or not lines <= marks.keys():
         said.untrue.append(text)
         return
@@ -187,6 +189,7 @@ _KNOWN: Final = (
         re.compile("the loss read there, or one that it is a part of, adds up terms that count"),
         lambda choices: (
             choices.get("loss") == "two terms"
+            or (choices.get("loss") == "sum" and choices.get("habit") == "learned weight")
             or choices.get("gradient") in ("penalty", "two backwards")
             or choices.get("several") in ("teacher", "loaders")
         ),
@@ -222,7 +225,7 @@ _KNOWN: Final = (
         re.compile("iterable data set gives every rank all samples"), _is("loader", "iterable")
     ),
     _Notice(
-        re.compile("a batch has fewer samples than there are ranks, next to one of another loader"),
+        re.compile("a batch has fewer samples than there are ranks, or is whole on each, next to"),
         _is("several", "loaders"),
         (WEIGHTS,),
     ),
