@@ -297,9 +297,9 @@ class ScriptLossWeights:
         if not totals.alike:
             batch.of.use.plans.divergent.add(line)
             self._context.say(
-                f"{line}: ranks add up different terms of a loss in one step, because an "
-                "`if` depends on their part of the batch: the gradient is not that of one process. "
-                "Let a term without elements be 0 of the same operation"
+                f"{line}: ranks add up different terms of a loss in one step, because an `if` or "
+                "a loop depends on their part of the batch: the gradient is that of one process "
+                "only if the loss is a mean over samples, with an equal weight for each"
             )
             return [], None
         counts = [
@@ -471,6 +471,13 @@ class ScriptLossWeights:
             context.say(
                 f"{where}: the loss comes from {parts.hidden[0]}, which nothing sees into: it is "
                 "taken for a mean over the samples of each rank's part"
+            )
+        if any(term.may_be_kept for term in parts.terms):
+            context.say(
+                f"{where}: a sum over a rank's part of a batch is divided by 1 there, which "
+                "clamp(min=1) makes of a part without any element that counts, too: if so, the "
+                "gradient of such a step is not that of one process",
+                any_rank=True,
             )
         if len(parts.terms) > _TERMS:
             context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")

@@ -155,7 +155,7 @@ class MixedInputs(TorchFunctionMode):
             x.requires_grad and x not in self._states for x in inputs
         )
         if is_trained:
-            self._meets_gradient(inputs)
+            self._meets_gradient(inputs, [options.get(each) for each in ("weight", "pos_weight")])
             known = [_Knowledge(_Kind.SAMPLES)] if self._is_detached(inputs, results) else []
         if not known or name.strip("_") in _CREATES:
             return
@@ -172,11 +172,14 @@ class MixedInputs(TorchFunctionMode):
             x.grad_fn is not None and self._samples in x.shape[:2] for x in inputs
         )
 
-    def _meets_gradient(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _meets_gradient(
+        self, inputs: Sequence[torch.Tensor], weights: Sequence[object] = ()
+    ) -> None:
         for each in inputs:
             state = self._states.get(each)
             # A single number may be the divisor of a mean, which counts (see `loss_terms`).
-            is_statistic = state is not None and state.kind is _Kind.STATISTIC and each.numel() > 1
+            is_many = each.numel() > 1 or any(each is weight for weight in weights)
+            is_statistic = state is not None and state.kind is _Kind.STATISTIC and is_many
             if state is not None and (is_statistic or state.kind is _Kind.MIXED):
                 self._say(
                     f"{state.line}: samples of a batch meet there ({state.function} over the "

@@ -348,7 +348,7 @@ class ScriptRandoms:
         numpy: Any = np.random
         torchs = torch.get_rng_state()
         state = repr((random.getstate(), numpy.get_state(), torchs.numpy().tobytes()))
-        own = [mine, zlib.crc32(state.encode())]
+        own = mine, zlib.crc32(state.encode())
         everyone: list[tuple[dict[str, int], int]] = uniform(comm, lambda: comm.allgather(own))
         amounts = [each[0] for each in everyone]
         lines = [
