@@ -50,30 +50,30 @@ class BatchOrigins(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        found: set[ScriptBatch] = set()
+        batches: set[ScriptBatch] = set()
         for each in tensors_of((args, kwargs or {})):
             batch = self._batch_of(each)
-            found.update(self._of_tensor.get(each, ()) if batch is None else (batch,))
-        if found:
+            batches.update(self._of_tensor.get(each, ()) if batch is None else (batch,))
+        if batches:
             for each in tensors_of(result):
-                self._of_tensor[each] = frozenset(found)
+                self._of_tensor[each] = frozenset(batches)
                 if each.grad_fn is not None:
-                    self._of_node[each.grad_fn] = frozenset(found)
+                    self._of_node[each.grad_fn] = frozenset(batches)
         return result
 
     def of(self, node: Any) -> frozenset[ScriptBatch]:
         """Return the batches that a node of a loss's graph is computed from, as far as is seen."""
-        found: set[ScriptBatch] = set()
+        batches: set[ScriptBatch] = set()
         stack, seen = [node], {node}
         while stack and len(seen) < _NODES:
             last = stack.pop()
             if (known := self._of_node.get(last)) is not None:
-                found.update(known)
+                batches.update(known)
                 continue
             below = [f for f, _ in last.next_functions if f is not None and f not in seen]
             seen.update(below)
             stack += below
-        return frozenset(found)
+        return frozenset(batches)
 
 
 def take_mode_off(mode: TorchFunctionMode) -> None:

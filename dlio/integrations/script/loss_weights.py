@@ -322,12 +322,12 @@ class ScriptLossWeights:
         ratio = totals.samples / batch.weight
         of_sum = ratio if self._context.batch == "global" else 1.0
         factors = []
-        for row, count, of in zip(rows, counts, origins, strict=False):
+        for row, count, of, total in zip(rows, counts, origins, totals.terms, strict=False):
             if not row[3]:
                 factors.append(0.0)
             elif count is None:
                 is_whole = bool(of) and not any(each.divided for each in of)
-                factors.append(of_sum / self._comm.size if is_whole else of_sum)
+                factors.append(of_sum / total[3] if is_whole else of_sum)
             else:
                 factors.append(count.own / count.whole * ratio if count.whole else 1.0)
         return factors, value

@@ -231,7 +231,7 @@ class ScriptRandoms:
 
             return draw
 
-        class Kind(type):
+        class SubclassOfGenerators(type):
             """Takes all generators of the class for instances of the subclass."""
 
             def __instancecheck__(cls, instance: object) -> bool:
@@ -240,7 +240,7 @@ class ScriptRandoms:
         names = [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
         methods = {name: method(name) for name in names if name not in _STATES}
         about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-        return Kind(kind.__name__, (kind,), {**methods, **about})
+        return SubclassOfGenerators(kind.__name__, (kind,), {**methods, **about})
 
     def _drawn(
         self, original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -363,8 +363,18 @@ class ScriptRandoms:
         if any(each[1] != everyone[0][1] for each in everyone):
             version, words, gauss = random.getstate()
             kind, keys, *rest = numpy.get_state()
-            told = [version, list(words), gauss, kind, keys.tolist(), rest, torchs.tolist()]
-            version, words, gauss, kind, keys, rest, states = uniform(comm, lambda: comm.tell(told))
+            states_of_root = [
+                version,
+                list(words),
+                gauss,
+                kind,
+                keys.tolist(),
+                rest,
+                torchs.tolist(),
+            ]
+            version, words, gauss, kind, keys, rest, states = uniform(
+                comm, lambda: comm.tell(states_of_root)
+            )
             random.setstate((version, tuple(words), gauss))
             numpy.set_state((kind, np.asarray(keys, np.uint32), *rest))
             torch.set_rng_state(torch.tensor(states, dtype=torch.uint8))
