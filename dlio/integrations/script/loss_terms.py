@@ -471,7 +471,8 @@ def _selects(node: Any) -> bool:
 
 def has_mask(node: Any) -> bool:
     """True if a node reduces elements some of which a mask has made 0, or selected ones."""
-    return _selects(node) or any(not bool(each.all()) for each in _masks_below(node))
+    fills = any(name_of(each).startswith("MaskedFill") for each in _below(node))
+    return fills or _selects(node) or any(not bool(each.all()) for each in _masks_below(node))
 
 
 def selects_nothing(node: Any) -> bool:

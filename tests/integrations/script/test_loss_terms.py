@@ -153,6 +153,12 @@ def test_a_divisor_of_1_may_stand_for_no_element(
     assert term.may_be_kept == expected
 
 
+def test_labels_that_are_ignored_are_a_mask() -> None:
+    target = torch.where(torch.arange(_N) == 2, _y, -100)
+    loss = functional.cross_entropy(_out(), target, ignore_index=-100, label_smoothing=0.1)
+    assert not any(term.may_be_kept for term in find_terms([loss], GraphStates(_N)).terms)
+
+
 def test_losses_of_single_samples_compare_none() -> None:
     square = nn.Sequential(nn.Linear(6, _N), nn.ReLU(), nn.Linear(_N, _N), nn.BatchNorm1d(_N))
     attention = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
