@@ -171,18 +171,31 @@ class ExchangeHandle(Closable):
         """Find the exchanges of an optimizer whose parameters have changed."""
         fresh = [p for p in trained if p not in self._of_parameter]
         if fresh:
-            named = naming(fresh)
-            uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
-            exchange = self._begin(named)
-            exchange.hold(self._held)
-            if self._announce is not None:
-                self._announce(exchange)
-            if self.batches is not None:
-                self.batches.use_again()
-            if self._added is not None:
-                self._added(exchange)
+            self._begin_later(naming(fresh))
         mine = [self._of_parameter[p] for p in trained]
         followed.exchanges = list(dict.fromkeys([*followed.exchanges, *mine]))
+
+    def _begin_later(self, named: Named) -> None:
+        uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
+        exchange = self._begin(named)
+        exchange.hold(self._held)
+        if self._announce is not None:
+            self._announce(exchange)
+        if self.batches is not None:
+            self.batches.use_again()
+        if self._added is not None:
+            self._added(exchange)
+
+    def take_clipped(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Have the gradients of some parameters be the mean before they are clipped together: also
+        assigned ones, and those of parameters that no optimizer has. Collective."""
+        if self.alike and self._naming is not None:
+            known = self._of_parameter
+            fresh = [p for p in parameters if p.grad is not None and p not in known]
+            leaves = [p for p in fresh if p.is_leaf and isinstance(p, nn.Parameter)]
+            if leaves:
+                self._begin_later(self._naming(leaves))
+        self.take_assigned()
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:

@@ -96,6 +96,15 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"habit": "mixed", "optimizer": "adam"}, "run", 2, "said"),
     ({"habit": "centred", "optimizer": "adam", "layout": "time first"}, "run", 3, "said"),
     ({"habit": "branch by data", "optimizer": "adam"}, "run", 2, "said"),
+    # The clipped norm had gradients of parameters that no optimizer has yet.
+    ({"clip": "norm", "stage": "optimizer", "habit": "endless"}, "run", 2, "same"),
+    # Ranks other than 0 had drawn less from the generator when all batches are read whole.
+    (
+        {"order": "generator", "precision": "bfloat16", "inner": "train set", "batch": "16"},
+        "run",
+        2,
+        "same",
+    ),
 )
 
 

@@ -5,7 +5,7 @@ these, the loss has to be linear for a sum over ranks to equal the value of the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
@@ -60,6 +60,13 @@ class LossTerm:
         divisor = self.divisors[number]
         is_kept = divisor.is_tensor and divisor.value == 1 and selects_nothing(self.reduces)
         return NEARLY_NONE if is_kept else divisor.value
+
+    @property
+    def may_be_kept(self) -> bool:
+        """True if a sum is divided by a 1 that may stand for no element, and has no mask that tells
+        how many there are."""
+        ones = any(each.is_tensor and each.value == 1 for each in self.divisors)
+        return ones and self.is_sum and math.prod(self.shape) > 1 and not has_mask(self.reduces)
 
     def counts(self, value: float, samples: int) -> bool:
         """True if a number is that of the samples, or of the elements of the leading dimensions."""
@@ -462,19 +469,35 @@ def _selects(node: Any) -> bool:
     return False
 
 
+def has_mask(node: Any) -> bool:
+    """True if a node reduces elements some of which a mask has made 0, or selected ones."""
+    fills = any(name_of(each).startswith("MaskedFill") for each in _below(node))
+    return fills or _selects(node) or any(not bool(each.all()) for each in _masks_below(node))
+
+
 def selects_nothing(node: Any) -> bool:
     """True if a node reduces no element that counts: there are none, or a mask is zero throughout.
 
     Takes time in proportion to the mask.
     """
+    for below in _below(node):
+        if not math.prod(shape_of(below)):
+            return True
+    return any(not each.any() for each in _masks_below(node))
+
+
+def _below(node: Any) -> Iterator[Any]:
+    """Yield the nodes below one that lead to a single other each, the nearest first."""
     for _ in range(_STEPS):
         below = _inputs(node)
         if len(below) != 1:
-            return False
+            return
         node = below[0]
-        if not math.prod(shape_of(node)):
-            return True
-        saved = [getattr(node, name, None) for name in _MASKS.get(name_of(node), ())]
-        if any(isinstance(each, torch.Tensor) and not each.any() for each in saved):
-            return True
-    return False
+        yield node
+
+
+def _masks_below(node: Any) -> Iterator[torch.Tensor]:
+    """Yield what may be masks of the elements that a node reduces."""
+    for below in _below(node):
+        saved = [getattr(below, name, None) for name in _MASKS.get(name_of(below), ())]
+        yield from (each for each in saved if isinstance(each, torch.Tensor))

@@ -192,7 +192,10 @@ class ScriptLossWeights:
                         self._context.guard.of_loss = factors[0]
         elif exchanges and batch.weight:
             factors = self._alone(batch, parts)
-        if loss is None and exchanges and len(parts.terms) > 1:
+        joins = len(parts.terms) > 1 or (
+            parts.has_constants and any(term.is_sum for term in parts.terms)
+        )
+        if loss is None and exchanges and joins:
             self._context.mixed_losses.update(dict.fromkeys(roots, True))
         handles = []
         try:
@@ -278,9 +281,12 @@ class ScriptLossWeights:
         self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, line: str
     ) -> tuple[Sequence[float], float | None]:
         """Return the factor of each term, and the loss of the whole batch if it is known."""
+        origins = [frozenset[ScriptBatch]()] * len(parts.terms)
+        if self._context.has_others:
+            origins = [self._context.origins.of(term.reduces) for term in parts.terms]
         rows = [
-            _row(term, batch, not self._context.dummies.isdisjoint(term.shape[:1]))
-            for term in parts.terms[:_TERMS]
+            _row(term, batch, bool(of) and not any(each.weight for each in of))
+            for term, of in zip(parts.terms[:_TERMS], origins, strict=False)
         ]
         loss = 0.0
         if len(roots) == 1 and roots[0].numel() == 1 and batch.weight:
@@ -291,9 +297,9 @@ class ScriptLossWeights:
         if not totals.alike:
             batch.of.use.plans.divergent.add(line)
             self._context.say(
-                f"{line}: ranks add up different terms of a loss in one step, because an "
-                "`if` depends on their part of the batch: the gradient is not that of one process. "
-                "Let a term without elements be 0 of the same operation"
+                f"{line}: ranks add up different terms of a loss in one step, because an `if` or "
+                "a loop depends on their part of the batch: the gradient is that of one process "
+                "only if the loss is a mean over samples, with an equal weight for each"
             )
             return [], None
         counts = [
@@ -303,10 +309,11 @@ class ScriptLossWeights:
         if self._context.is_alone:
             self._tell_padding(parts, totals, counts)
             self._learn(roots, parts, batch, totals, counts, line)
-        elif batch.weight and not any(row[3] for row in rows):
+        elif self._context.has_others and any(map(_is_unclear, origins)):
             self._context.say(
-                f"{line}: a batch has fewer samples than there are ranks, next to one of "
-                "another loader with one sample for a rank: this step leaves that rank out",
+                f"{line}: a batch has fewer samples than there are ranks, or is whole on each, "
+                "next to one of another loader, and a term of the loss joins them: it is not quite "
+                "that of one process in this step",
                 any_rank=True,
             )
         value = self._value(roots, parts, totals, counts)
@@ -315,11 +322,12 @@ class ScriptLossWeights:
         ratio = totals.samples / batch.weight
         of_sum = ratio if self._context.batch == "global" else 1.0
         factors = []
-        for row, count in zip(rows, counts, strict=False):
+        for row, count, of, total in zip(rows, counts, origins, totals.terms, strict=False):
             if not row[3]:
                 factors.append(0.0)
             elif count is None:
-                factors.append(of_sum)
+                is_whole = bool(of) and not any(each.divided for each in of)
+                factors.append(of_sum / total[3] if is_whole else of_sum)
             else:
                 factors.append(count.own / count.whole * ratio if count.whole else 1.0)
         return factors, value
@@ -464,6 +472,13 @@ class ScriptLossWeights:
                 f"{where}: the loss comes from {parts.hidden[0]}, which nothing sees into: it is "
                 "taken for a mean over the samples of each rank's part"
             )
+        if any(term.may_be_kept for term in parts.terms):
+            context.say(
+                f"{where}: a sum over a rank's part of a batch is divided by 1 there, which "
+                "clamp(min=1) makes of a part without any element that counts, too: if so, the "
+                "gradient of such a step is not that of one process",
+                any_rank=True,
+            )
         if len(parts.terms) > _TERMS:
             context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")
         look = "/".join([where, *(term.key for term in parts.terms), *parts.unknown])
@@ -536,6 +551,11 @@ def _is_round(value: float) -> bool:
     """True for a number such as 2, 5, 10 or 400, whose inverse is a usual coefficient."""
     digits = f"{value:.0f}".rstrip("0")
     return len(digits) <= 1 or digits == "25"
+
+
+def _is_unclear(origins: frozenset[ScriptBatch]) -> bool:
+    """True if a term is not of one batch alone, or of one that is not known."""
+    return len(origins) != 1
 
 
 def _likely_count(parts: LossTerms) -> float:

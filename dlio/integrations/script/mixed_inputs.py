@@ -14,11 +14,13 @@ from enum import Enum, auto
 from functools import wraps
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.exchange.batch_share import tensors_of
+from dlio.integrations.script.batch_origins import take_mode_off
 from dlio.integrations.script.script_lines import script_line
 
 _Order: TypeAlias = tuple[int, ...]
@@ -55,6 +57,8 @@ class _Kind(Enum):
     """All on all samples of the batch, such as their mean."""
     MIXED = auto()
     """Each on a sample and on others."""
+    ORDER = auto()
+    """All are places of samples, in an order that was drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +98,17 @@ class MixedInputs(TorchFunctionMode):
         self._states.update(dict.fromkeys(tensors, _Knowledge(_Kind.SAMPLES)))
         torch._C._push_on_torch_function_stack(self)
 
+    def knows_order(self, order: torch.Tensor) -> None:
+        """Note a random order of this rank's samples: some of it are a choice of samples."""
+        if self._is_on:
+            self._states[order] = _Knowledge(_Kind.ORDER)
+
     def close(self) -> None:
         """End, also while modes of the script's own are on."""
         if not self._is_on:
             return
         self._is_on = False
-        above = []
-        while torch._C._len_torch_function_stack():
-            if (mode := torch._C._pop_torch_function_stack()) is self:
-                break
-            above.append(mode)
-        for mode in reversed(above):
-            torch._C._push_on_torch_function_stack(mode)
+        take_mode_off(self)
         self._states.clear()
 
     def around_collate(self, collate: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +155,7 @@ class MixedInputs(TorchFunctionMode):
             x.requires_grad and x not in self._states for x in inputs
         )
         if is_trained:
-            self._meets_gradient(inputs)
+            self._meets_gradient(inputs, [options.get(each) for each in ("weight", "pos_weight")])
             known = [_Knowledge(_Kind.SAMPLES)] if self._is_detached(inputs, results) else []
         if not known or name.strip("_") in _CREATES:
             return
@@ -169,11 +172,14 @@ class MixedInputs(TorchFunctionMode):
             x.grad_fn is not None and self._samples in x.shape[:2] for x in inputs
         )
 
-    def _meets_gradient(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _meets_gradient(
+        self, inputs: Sequence[torch.Tensor], weights: Sequence[object] = ()
+    ) -> None:
         for each in inputs:
             state = self._states.get(each)
             # A single number may be the divisor of a mean, which counts (see `loss_terms`).
-            is_statistic = state is not None and state.kind is _Kind.STATISTIC and each.numel() > 1
+            is_many = each.numel() > 1 or any(each is weight for weight in weights)
+            is_statistic = state is not None and state.kind is _Kind.STATISTIC and is_many
             if state is not None and (is_statistic or state.kind is _Kind.MIXED):
                 self._say(
                     f"{state.line}: samples of a batch meet there ({state.function} over the "
@@ -190,6 +196,11 @@ class MixedInputs(TorchFunctionMode):
         results: Sequence[torch.Tensor],
     ) -> _Knowledge | None:
         """Return what the results of a function depend on; None for nothing of this batch."""
+        if all(state.kind is _Kind.ORDER for state in known):
+            if self._samples in results[0].shape[:2]:
+                return known[0]
+            return _Knowledge(_Kind.MIXED, None, "a random choice", script_line())
+        known = [state for state in known if state.kind is not _Kind.ORDER]
         for kind in (_Kind.MIXED, _Kind.STATISTIC):
             of_kind = [state for state in known if state.kind is kind]
             if of_kind:
@@ -282,9 +293,16 @@ def _several(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
+def _as_tensor(key: Any) -> Any:
+    """Return a key as it is, or a tensor for an array or a list of numbers."""
+    is_list = isinstance(key, list) and all(isinstance(each, int) for each in key)
+    is_array = isinstance(key, np.ndarray) and key.dtype.kind == "i"
+    return torch.as_tensor(key, dtype=torch.int64) if is_list or is_array else key
+
+
 def _only_index(key: Any, dim: int) -> torch.Tensor | None:
     """Return the tensor that alone selects among samples; None for another key."""
-    keys = list(key) if isinstance(key, tuple) else [key]
+    keys = [_as_tensor(each) for each in (key if isinstance(key, tuple) else [key])]
     tensors = [each for each in keys if isinstance(each, torch.Tensor)]
     is_place = len(tensors) == 1 and len(keys) > dim and keys[dim] is tensors[0]
     if not is_place or tensors[0].dtype != torch.int64 or tensors[0].ndim != 1:

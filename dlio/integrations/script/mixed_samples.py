@@ -126,6 +126,8 @@ def _selection(node: Any, samples: int) -> str | None:
     first = indices[0] if indices else None
     if not isinstance(first, torch.Tensor) or first.dtype != torch.int64 or first.ndim != 1:
         return None
+    if len(first) > samples and bool((first[1:] >= first[:-1]).all()):
+        return None  # Each sample some times, such as once for each of its boxes.
     below = node.next_functions[0][0]
     is_other = node._saved_self_sym_sizes[0] == samples and len(first) != samples
     if is_other and below is not None and not is_parameter(below):

@@ -149,7 +149,8 @@ class _ScriptTakeover:
         self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
         self._hooks = GradientHooks(self._has_means)
         self._readings = Readings(context)
-        context.between_passes = self._readings.tell
+        self._randoms = ScriptRandoms(comm.rank, context, lambda: self._ranks.parameters)
+        context.between_passes = self._tell
         context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
@@ -173,7 +174,7 @@ class _ScriptTakeover:
             put(torch, "save", self._saved(torch.save))
             for name in METHODS:
                 put(torch.Tensor, name, self._readings.around(getattr(torch.Tensor, name)))
-            randoms = ScriptRandoms(self._comm.rank, self._context, lambda: self._ranks.parameters)
+            randoms = self._randoms
             stack.enter_context(randoms.installed())
 
             def known() -> None:
@@ -215,6 +216,10 @@ class _ScriptTakeover:
                 put(builtins, "__import__", _without_writers(builtins.__import__))
             yield
 
+    def _tell(self) -> None:
+        self._readings.tell()
+        self._randoms.tell()
+
     def _by_rank_0(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wrap a function that prints the same on every rank."""
 
@@ -246,7 +251,7 @@ class _ScriptTakeover:
         self._ranks.finish()
         if not self._context.aside:
             self._context.end_passes()
-            self._readings.tell()
+            self._tell()
         uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
         if self._comm.size > 1:
             self._files.hand_over()
@@ -421,10 +426,12 @@ class _ScriptTakeover:
         return grad
 
     def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(*args: Any, **options: Any) -> Any:
+        def clip(parameters: Any, *args: Any, **options: Any) -> Any:
+            # An iterator can be read once.
+            several = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if not self._context.aside:
-                self._ranks.take_assigned()  # The mean is clipped, not each rank's own gradients.
-            norm = original(*args, **options)
+                self._ranks.take_clipped(several)
+            norm = original(several, *args, **options)
             if isinstance(norm, torch.Tensor):
                 self._context.whole_losses[norm] = True
             return norm

@@ -4,7 +4,9 @@ All ranks draw from equal states, so that they decide alike. The samples of thei
 numbers of their own all the same, as in one process:
 
 - A tensor with a dimension of this rank's samples, such as noise or the time steps of a diffusion,
-  is drawn for the whole batch, and the rank takes its part: one process draws the same.
+  is drawn for the whole batch, and the rank takes its part: one process draws the same. So are
+  arrays, lists and orders of that length, from all generators of NumPy and Python.
+- What else depends on the number of samples, such as a draw for each sample in a loop, is told.
 - Threads of a loader, which stand for torch's worker processes, draw from generators of their own,
   also by Python's `random` and by NumPy.
 - Operations that draw inside (dropout, a distribution's parameters) draw from a state of the rank,
@@ -15,15 +17,18 @@ numbers of their own all the same, as in one process:
 import contextlib
 import random
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import cache, partial, wraps
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
+from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.fetch_randoms import rank_seed
+from dlio.integrations.script.script_lines import line_of, script_frame
 from dlio.integrations.script.share import ScriptContext
 
 _BY_SIZE: Final = ("rand", "randn")
@@ -64,13 +69,11 @@ _GENERATED: Final = (
     "poisson",
 )
 """Functions of torch that take a generator."""
-_OF_NUMPY: Final = {
-    **dict.fromkeys(("rand", "randn"), -1),
-    **dict.fromkeys(("random", "random_sample", "standard_normal"), 0),
-    **dict.fromkeys(("exponential", "poisson"), 1),
-    **dict.fromkeys(("normal", "uniform", "randint", "beta", "binomial", "laplace"), 2),
-}
-"""Functions of `np.random`, with the number of the argument that is a size; -1: all are sizes."""
+_OF_POPULATION: Final = ("choice", "dirichlet", "multinomial", "multivariate_normal")
+"""Functions of NumPy whose first argument is not one for each number that is drawn."""
+_STATES: Final = ("seed", "getstate", "setstate", "get_state", "set_state", "spawn")
+"""Functions of generators that draw nothing."""
+_LINES: Final = 6
 _BOUND: Final = (random, np.random)
 """Modules whose functions are methods of one generator."""
 
@@ -82,6 +85,38 @@ def _with_size(
     if "size" in options:
         return args, {**options, "size": size}
     return (*args[:at], size, *args[at + 1 :]), options
+
+
+@cache
+def _doc_size(doc: str) -> int | None:
+    """Return which argument is a size, of a method of NumPy whose documentation begins with its
+    signature; -1 if all are, None if none is."""
+    names = [each.strip() for each in doc.partition("(")[2].partition(")")[0].split(",")]
+    if names[0] == "d0":
+        return -1
+    return names.index("size=None") if "size=None" in names else None
+
+
+def _size_at(method: Callable[..., Any]) -> int | None:
+    return _doc_size((method.__doc__ or "").strip().partition("\n")[0])
+
+
+def _parameters(options: dict[str, Any]) -> list[Any]:
+    """Return the arguments by name that may be one for each number that is drawn."""
+    return [value for name, value in options.items() if name not in ("size", "dtype", "out")]
+
+
+def _length(value: Any) -> int:
+    """Return how many a number, or a sequence, stands for."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, int | np.integer):
+        return int(value)
+    return len(value) if hasattr(value, "__len__") and np.ndim(value) else 0
+
+
+def _is_sequence(value: Any, count: int) -> bool:
+    return isinstance(value, list | np.ndarray) and len(value) == count
 
 
 class _ThreadGenerators(threading.local):
@@ -115,6 +150,9 @@ class ScriptRandoms:
         self._is_inside = False
         self._thread = threading.get_ident()
         self._generators = _ThreadGenerators()
+        self._amounts: dict[str, int] = {}
+        """Lines of the script that draw while it has a part of a batch, with a digest of how
+        much."""
         self._all = list(self._replacements())
         self._originals = _present(self._all)
 
@@ -182,9 +220,170 @@ class ScriptRandoms:
         def draw(*args: Any, **options: Any) -> Any:
             if self._is_worker():
                 return getattr(self._generators.bound[module], original.__name__)(*args, **options)
-            return original(*args, **options)
+            return self._drawn(original, args, options)
 
         return draw
+
+    def _of_class(self, kind: type[Any]) -> type[Any]:
+        """Return a subclass of a class of generators, in whose place it is put."""
+
+        def method(name: str) -> Callable[..., Any]:
+            original = getattr(kind, name)
+
+            @wraps(original)
+            def draw(generator: Any, *args: Any, **options: Any) -> Any:
+                bound = wraps(original)(partial(original, generator))
+                return self._drawn(bound, args, options)
+
+            return draw
+
+        class SubclassOfGenerators(type):
+            """Takes all generators of the class for instances of the subclass."""
+
+            def __instancecheck__(cls, instance: object) -> bool:
+                return isinstance(instance, kind)
+
+        names = [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
+        methods = {name: method(name) for name in names if name not in _STATES}
+        about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        return SubclassOfGenerators(kind.__name__, (kind,), {**methods, **about})
+
+    def _drawn(
+        self, original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Call a method of a generator of Python or NumPy: for the whole batch if it draws for this
+        rank's samples, which get their part."""
+        name = original.__name__
+        if self._is_left() or name in _STATES or not any(self._context.places()):
+            return original(*args, **options)
+        self._is_inside = True  # Methods call others.
+        try:
+            part = self._of_whole(name, original, args, options)
+            if part is not None:
+                return part[0]
+            result = original(*args, **options)
+            self._note(name, args, result)
+            return result
+        finally:
+            self._is_inside = False
+
+    def _of_whole(
+        self,
+        name: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> tuple[Any] | None:
+        """Draw for the whole batch, and take this rank's part; None if that is not asked for."""
+        for place, size in self._context.places():
+            count = len(place)
+            if name == "shuffle" and args and _is_sequence(args[0], count):
+                order = np.arange(size) if isinstance(args[0], np.ndarray) else list(range(size))
+                original(order)
+                mine = [k - place.start for k in order if k in place]
+                is_array = isinstance(args[0], np.ndarray)
+                args[0][:] = args[0][mine] if is_array else [args[0][k] for k in mine]
+                return (None,)
+            if name == "permutation" and args and _length(args[0]) == count:
+                order = original(size)
+                mine = order[(order >= place.start) & (order < place.stop)] - place.start
+                return (mine if isinstance(args[0], int) else np.asarray(args[0])[mine],)
+            given = args[1:2] if name == "sample" else ()
+            several = options.get("k", *given) if len(given) == 1 else options.get("k")
+            population = _length(args[0]) if args else 0
+            can = population >= size if name == "sample" else name == "choices"
+            if several == count and can and population != count:
+                keeps = args[:1] if name == "sample" else args
+                whole = original(*keeps, **{**options, "k": size})
+                return (whole[place.start : place.stop],)
+        at = _size_at(original)
+        return None if at is None else self._array(name, original, at, args, options)
+
+    def _array(
+        self,
+        name: str,
+        original: Callable[..., Any],
+        at: int,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> tuple[Any] | None:
+        """Draw an array, of a size that is argument number `at`; -1 if all are sizes."""
+        given = args if at < 0 else args[at : at + 1]
+        shape = options.get("size", given if at < 0 else (given or [None])[0])
+        shape = (shape,) if isinstance(shape, int | np.integer) else shape
+        if shape is None or not isinstance(shape, tuple | list):
+            return None
+        if name in _OF_POPULATION:
+            population = _length(args[0]) if args else 0
+            is_within = any(population == len(place) for place, _ in self._context.places())
+            replaces = options.get("replace", args[2] if len(args) > 2 else True)
+            if name == "choice" and (is_within or (not replaces and population < self._most())):
+                return None
+        elif at > 0 and any(np.ndim(each) for each in (*args[:at], *_parameters(options))):
+            return None
+        self._is_inside = False
+        sized = self._whole(tuple(shape))
+        self._is_inside = True
+        if sized is None:
+            return None
+        dim, place, whole = sized
+        if at < 0 and "size" not in options:
+            args = tuple(whole)
+        else:
+            args, options = _with_size(args, options, at, whole)
+        return (original(*args, **options).take(place, dim),)
+
+    def _most(self) -> int:
+        return max((size for _, size in self._context.places()), default=0)
+
+    def _note(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Note a draw: where ranks draw other amounts, these are for the samples of their parts."""
+        if threading.get_ident() != self._thread or not any(self._context.places()):
+            return
+        if frame := script_frame():
+            lengths = [_length(each) for each in (*args, result)]
+            text = f"{self._context.batches} {name} {lengths}"
+            line = line_of(frame)
+            self._amounts[line] = zlib.crc32(text.encode(), self._amounts.get(line, 0))
+
+    def tell(self) -> None:
+        """Tell of lines where ranks have drawn other amounts of random numbers since the last call,
+        and let all go on with the states of rank 0. Collective."""
+        comm, mine = self._context.comm, self._amounts
+        self._amounts = {}
+        numpy: Any = np.random
+        torchs = torch.get_rng_state()
+        state = repr((random.getstate(), numpy.get_state(), torchs.numpy().tobytes()))
+        own = mine, zlib.crc32(state.encode())
+        everyone: list[tuple[dict[str, int], int]] = uniform(comm, lambda: comm.allgather(own))
+        amounts = [each[0] for each in everyone]
+        lines = [
+            line for line in mine if any(each.get(line) != amounts[0].get(line) for each in amounts)
+        ]
+        if lines:
+            self._context.say(
+                f"{', '.join(lines[:_LINES])}: the random numbers that the script draws there "
+                "depend on how many samples a batch has, and each rank draws for its part: they "
+                "are not those of one process"
+            )
+        if any(each[1] != everyone[0][1] for each in everyone):
+            version, words, gauss = random.getstate()
+            kind, keys, *rest = numpy.get_state()
+            states_of_root = [
+                version,
+                list(words),
+                gauss,
+                kind,
+                keys.tolist(),
+                rest,
+                torchs.tolist(),
+            ]
+            version, words, gauss, kind, keys, rest, states = uniform(
+                comm, lambda: comm.tell(states_of_root)
+            )
+            random.setstate((version, tuple(words), gauss))
+            numpy.set_state((kind, np.asarray(keys, np.uint32), *rest))
+            torch.set_rng_state(torch.tensor(states, dtype=torch.uint8))
 
     def _replacements(self) -> Iterator[_Place]:
         made = {name: self._by_thread(getattr(torch, name)) for name in _GENERATED}
@@ -205,50 +404,37 @@ class ScriptRandoms:
             of: Any = vars(module)
             for name, function in list(of.items()):
                 if getattr(function, "__self__", None) is of["random"].__self__:
-                    drawn = self._of_module(module, function)
-                    if module is np.random and name in _OF_NUMPY:
-                        drawn = self._arrays(drawn, _OF_NUMPY[name])
-                    elif module is np.random and name == "permutation":
-                        drawn = self._permutation(drawn)
-                    yield module, name, drawn
+                    yield module, name, self._of_module(module, function)
+        generators = self._of_class(np.random.Generator)
+
+        @wraps(np.random.default_rng)
+        def default_rng(*args: Any, **options: Any) -> np.random.Generator:
+            made = original_rng(*args, **options)
+            is_plain = type(made) is np.random.Generator
+            return generators(made.bit_generator) if is_plain else made
+
+        original_rng = np.random.default_rng
+        yield np.random, "default_rng", default_rng
+        yield np.random, "RandomState", self._of_class(np.random.RandomState)
+        yield random, "Random", self._of_class(random.Random)
         for owner, name in _DROPS:
             yield owner, name, self._inside(getattr(owner, name), by_shape=False)
 
     def _permutation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `torch.randperm` or `np.random.permutation`."""
+        """Wrap `torch.randperm`."""
 
         @wraps(original)
         def draw(n: Any, *args: Any, **options: Any) -> Any:
             can = isinstance(n, int) and options.get("out") is None
             sized = self._whole((n,)) if can else None
             if sized is None:
-                return original(n, *args, **options)
+                return self._noted(original(n, *args, **options))
             _, place, (size,) = sized
             # Of the whole batch, as one process draws it; of its order this rank's samples.
             whole = original(size, *args, **options)
-            return whole[(whole >= place.start) & (whole < place.stop)] - place.start
-
-        return draw
-
-    def _arrays(self, original: Callable[..., Any], size_at: int) -> Callable[..., Any]:
-        """Wrap a function of `np.random` whose argument number `size_at` is a size; -1 for one
-        whose arguments are all sizes."""
-
-        @wraps(original)
-        def draw(*args: Any, **options: Any) -> Any:
-            given = args if size_at < 0 else args[size_at : size_at + 1]
-            shape = options.get("size", given if size_at < 0 else (given or [None])[0])
-            shape = (shape,) if isinstance(shape, int) else shape
-            scalars = size_at < 0 or all(np.ndim(each) == 0 for each in args[:size_at])
-            sized = self._whole(tuple(shape)) if scalars and shape else None
-            if sized is None:
-                return original(*args, **options)
-            dim, place, whole = sized
-            if size_at < 0 and "size" not in options:
-                args = tuple(whole)
-            else:
-                args, options = _with_size(args, options, size_at, whole)
-            return original(*args, **options).take(place, dim)
+            part = whole[(whole >= place.start) & (whole < place.stop)] - place.start
+            self._context.mixed_inputs.knows_order(part)
+            return part
 
         return draw
 
@@ -277,6 +463,11 @@ class ScriptRandoms:
                     return None
         return sized
 
+    def _noted(self, drawn: torch.Tensor) -> torch.Tensor:
+        if not self._is_left():
+            self._note("torch", (), drawn)
+        return drawn
+
     def _part(self, whole: torch.Tensor, dim: int, place: range) -> torch.Tensor:
         part = whole.detach().narrow(dim, place.start, len(place)).clone()
         return part.requires_grad_(whole.requires_grad)
@@ -290,7 +481,7 @@ class ScriptRandoms:
             shape = options.get("size", several)
             sized = None if options.get("out") is not None else self._whole(shape)
             if sized is None:
-                return original(*args, **options)
+                return self._noted(original(*args, **options))
             dim, place, whole = sized
             return self._part(original(**{**options, "size": whole}), dim, place)
 
@@ -304,7 +495,7 @@ class ScriptRandoms:
             shape = options["size"] if "size" in options else args[-1]
             sized = None if options.get("out") is not None else self._whole(shape)
             if sized is None:
-                return original(*args, **options)
+                return self._noted(original(*args, **options))
             dim, place, whole = sized
             args, options = _with_size(args, options, len(args) - 1, whole)
             return self._part(original(*args, **options), dim, place)
@@ -316,7 +507,7 @@ class ScriptRandoms:
         def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
             sized = self._whole_of(tensor)
             if sized is None:
-                return original(tensor, *args, **options)
+                return self._noted(original(tensor, *args, **options))
             dim, place, whole = sized
             drawn = original(tensor.detach().new_empty(whole), *args, **options)
             return self._part(drawn, dim, place)
@@ -328,7 +519,7 @@ class ScriptRandoms:
         def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
             sized = self._whole_of(tensor)
             if sized is None:
-                return original(tensor, *args, **options)
+                return self._noted(original(tensor, *args, **options))
             if any(isinstance(each, torch.Tensor) for each in (*args, *options.values())):
                 with self._own_state(tensor.device):
                     return original(tensor, *args, **options)
@@ -351,7 +542,7 @@ class ScriptRandoms:
             if self._is_left() or not tensors or not any(self._context.places()):
                 return original(*args, **options)
             if by_shape and all(self._whole_of(each) is None for each in tensors):
-                return original(*args, **options)
+                return self._noted(original(*args, **options))
             with self._own_state(tensors[0].device):
                 return original(*args, **options)
 

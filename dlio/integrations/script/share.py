@@ -4,14 +4,14 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import TypeVar
 
@@ -19,6 +19,7 @@ from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
 from dlio.exchange.batch_share import tensors_of
+from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.batch_tensors import sizes_of
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
@@ -105,6 +106,9 @@ class ScriptContext:
         """Seconds that this rank has waited for others so far."""
         self.assigner = ScriptAssigner(comm)
         self.mixed_inputs = MixedInputs(self.say)
+        self.origins = BatchOrigins(self._of_tensor.get)
+        self.batches = 0
+        """Batches that the script has got."""
         self._steps: Counter[tuple[str, int]] = Counter()
         """Divided batches by the place of the loop that has taken them."""
         self.last_shares: RankShares | None = None
@@ -147,30 +151,35 @@ class ScriptContext:
         return len(self._current) <= 1
 
     @property
-    def dummies(self) -> set[int]:
-        """Numbers of stand-ins that this rank has for the latest batches of which it has no
-        sample."""
-        return {len(batch.place) for batch in self._current.values() if not batch.weight}
+    def has_others(self) -> bool:
+        """True if one of several latest batches is not this rank's part of it: a stand-in where it
+        has no sample, or a whole one."""
+        batches = self._current.values()
+        return not self.is_alone and any(not each.weight or not each.divided for each in batches)
 
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = self._current[use] = batch
         use.takes()
+        self.batches += 1
         self.divides_now = batch.divided
         self._samples += batch.weight
         tensors = list(tensors_of(data))
         counts = batch.divided and batch.weight
         self.guard.sizes = sizes_of(data, len(batch.place)) if counts else 0
         self._of_tensor.update(dict.fromkeys(tensors, batch))
+        self.origins.close()
+        if self.has_others and not self.mixed_inputs.is_left:
+            self.origins.start()
         if batch.divided:
             if batch.weight < len(batch.samples):
                 self.last_divided = batch
             use.plans.has_pairs |= len(batch.samples) > self.comm.size
             if len(batch.samples) > 1 and not use.plans.has_pairs:
                 self.say(
-                    "a batch leaves one sample to each rank: whether a loss compares samples, or "
-                    "divides by a constant, cannot be seen in that; --batch per-rank, or larger "
-                    "batches, or fewer ranks"
+                    "a batch leaves one sample to each rank: whether the script compares or mixes "
+                    "samples, or divides by a constant, cannot be seen in that; --batch per-rank, "
+                    "or larger batches, or fewer ranks"
                 )
             dim = batch_dim(tensors[0].shape, len(batch.place)) if tensors else 0
             # The loop that asks for a batch: the pass may have begun on another line.
@@ -225,6 +234,7 @@ class ScriptContext:
         self.divides_now = use.trains
         use.is_under_way = False
         self._current.pop(use, None)
+        self.origins.close()
 
     def begin(self, dataset: Any) -> PassUse:
         """Return the use of a pass over a data set that begins."""
@@ -588,7 +598,8 @@ class SharingLoader(DataLoader[_T_co]):
                 with self._context.outside():
                     drawn = ahead.run(2 * len(dataset)) if comm.rank == 0 else []
             else:
-                drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
+                # By every rank: a sampler may keep a state of its own, or draw from the script's.
+                drawn = [list(each) for each in sampler]
             lengths = comm.tell([len(each) for each in drawn])
             # An array, not JSON: an epoch has millions of indices.
             flat = np.zeros(sum(lengths), np.int64)
@@ -643,11 +654,3 @@ def _with_batches(loader: DataLoader, batches: list[list[int]], collate: Collate
     )
     made._data = loader._data  # Share its open tiers.
     return made
-
-
-def _draw(sampler: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Draw as rank 0 does, to keep random states alike; the result is rank 0's."""
-    inner: Iterable[object] = sampler.sampler if type(sampler) is BatchSampler else sampler
-    for _ in iter(inner):
-        break
-    return []

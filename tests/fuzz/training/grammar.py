@@ -464,13 +464,18 @@ for number, item in enumerate(loader):
     for group in optimizer.param_groups:
         group["lr"] = 1e-3 * 2**number
     optimizer.zero_grad()
-    loss_of(model(a), b).backward()
+    loss_of(model(a), b{self._own}).backward()
     optimizer.step()
     if number == 2:
         break
 model.load_state_dict(kept[0])
 optimizer.load_state_dict(kept[1])
 """)
+
+    @property
+    def _own(self) -> str:
+        """Argument of a loss: 1 if this rank has samples of the batch, in a loop over slices."""
+        return ", float(counts[number] > 0)" if self._way == "slices" else ""
 
     def _unpacked(self) -> str:
         return (
@@ -530,8 +535,7 @@ optimizer.load_state_dict(kept[1])
         self._put(f"out = model({mixed})", extra)
         if is_["gradient"] == "noise":
             self._put("out = out + 0.1 * torch.randn_like(out)", extra)
-        own = ", float(counts[number] > 0)" if self._way == "slices" else ""
-        self._put(f"loss = loss_of(out, b{own})", extra)
+        self._put(f"loss = loss_of(out, b{self._own})", extra)
         more = {
             "mixed": f"loss = 0.7 * loss + 0.3 * loss_of(out, b.flip({batch}))",
             "hardest": f"loss = loss + out.square().mean(-1).amax({batch}).mean()",
@@ -549,7 +553,7 @@ optimizer.load_state_dict(kept[1])
             self._put("with torch.no_grad():\n    goal = teacher(a)", extra)
             self._put("loss = loss + 0.5 * F.mse_loss(out, goal)", extra)
         if is_["several"] == "loaders":
-            self._put(f"loss = loss + 0.5 * loss_of(model(c), d{own})", extra)
+            self._put(f"loss = loss + 0.5 * loss_of(model(c), d{self._own})", extra)
         if is_["skip"] == "nan":
             self._put("if not torch.isfinite(loss):  # reads skip\n    continue", 2)
         if is_["skip"] == "loss":
@@ -616,10 +620,10 @@ if number == 1:
         many = int(is_["accumulate"])
         if is_["optimizer"].startswith("lbfgs"):
             self._put(
-                """
+                f"""
 def closure():
     optimizer.zero_grad()
-    again = loss_of(model(a), b)
+    again = loss_of(model(a), b{self._own})
     again.backward()
     return again
 optimizer.step(closure)
@@ -634,14 +638,14 @@ optimizer.step(closure)
         self._put(self._backward(many), indent)
         if is_["habit"] == "sam":
             self._put(
-                """
+                f"""
 with torch.no_grad():
     ways = [(p, 0.05 * p.grad / (p.grad.norm() + 1e-6)) for p in model.parameters()
             if p.grad is not None]
     for p, way in ways:
         p.add_(way)
 model.zero_grad()
-loss_of(model(a), b).backward()
+loss_of(model(a), b{self._own}).backward()
 with torch.no_grad():
     for p, way in ways:
         p.sub_(way)

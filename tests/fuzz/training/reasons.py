@@ -62,6 +62,8 @@ def read(notices: Iterable[str], choices: Choices, script: str) -> Said:
 def _read_lines(text: str, choices: Choices, script: str, said: Said) -> None:
     marks = marked(script)
     lines = {int(number) for number in _PLACE.findall(text.partition(": numbers that")[0])}
+    if choices.get("habit") == "branch by data":
+        lines &= marks.keys()  # What follows from the branch differs, too.
     if not lines or not lines <= marks.keys():
         said.untrue.append(text)
         return
@@ -93,7 +95,8 @@ def _read_sizes(text: str, choices: Choices, script: str, said: Said) -> None:
 
 def _read_single(text: str, choices: Choices, script: str, said: Said) -> None:
     """Take the notice that parts of one sample do not show some losses."""
-    if choices.get("loss") in ("pairs", "sum"):
+    meets = choices.get("habit") in ("mixed", "centred", "hardest")
+    if meets or choices.get("loss") in ("pairs", "sum"):
         said.excused |= {WEIGHTS, "train loss", "last loss", "step loss"}
 
 
@@ -144,7 +147,7 @@ def _is_resumed_at_the_end(choices: Choices) -> bool:
 _KNOWN: Final = (
     _Notice(
         re.compile("the loss compares samples of a batch .*another loss than that of one process"),
-        _is("loss", "pairs"),
+        lambda choices: choices.get("loss") == "pairs" or choices.get("habit") == "hardest",
         (WEIGHTS,),
     ),
     _Notice(
@@ -178,7 +181,7 @@ _KNOWN: Final = (
         reads=_read_lines,
     ),
     _Notice(
-        re.compile("a batch leaves one sample to each rank: whether a loss compares samples, or"),
+        re.compile("a batch leaves one sample to each rank: whether the script compares or mixes"),
         lambda choices: True,
         reads=_read_single,
     ),
@@ -186,6 +189,7 @@ _KNOWN: Final = (
         re.compile("the loss read there, or one that it is a part of, adds up terms that count"),
         lambda choices: (
             choices.get("loss") == "two terms"
+            or (choices.get("loss") == "sum" and choices.get("habit") == "learned weight")
             or choices.get("gradient") in ("penalty", "two backwards")
             or choices.get("several") in ("teacher", "loaders")
         ),
@@ -221,7 +225,7 @@ _KNOWN: Final = (
         re.compile("iterable data set gives every rank all samples"), _is("loader", "iterable")
     ),
     _Notice(
-        re.compile("a batch has fewer samples than there are ranks, next to one of another loader"),
+        re.compile("a batch has fewer samples than there are ranks, or is whole on each, next to"),
         _is("several", "loaders"),
         (WEIGHTS,),
     ),

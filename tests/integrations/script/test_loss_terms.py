@@ -134,6 +134,31 @@ def test_losses_that_compare_samples_are_found(make: Loss) -> None:
     assert _mixed(make) is not None
 
 
+def test_a_sample_may_be_selected_several_times() -> None:
+    boxes = torch.arange(_N).repeat_interleave(2)
+    assert _mixed(lambda: (_out()[boxes] - 1).abs().sum() / 9) is None
+    assert _mixed(lambda: (_out()[boxes.flip(0)] - 1).abs().sum() / 9) is not None
+
+
+@pytest.mark.parametrize(
+    ("positives", "is_masked", "expected"),
+    [(0, False, True), (1, False, True), (3, False, False), (0, True, False), (1, True, False)],
+)
+def test_a_divisor_of_1_may_stand_for_no_element(
+    positives: int, is_masked: bool, expected: bool
+) -> None:
+    chosen = (torch.arange(_N) < positives).float()[:, None]
+    each = _out().square() * chosen if is_masked else _out().square()
+    (term,) = find_terms([each.sum() / chosen.sum().clamp(min=1)], GraphStates(_N)).terms
+    assert term.may_be_kept == expected
+
+
+def test_labels_that_are_ignored_are_a_mask() -> None:
+    target = torch.where(torch.arange(_N) == 2, _y, -100)
+    loss = functional.cross_entropy(_out(), target, ignore_index=-100, label_smoothing=0.1)
+    assert not any(term.may_be_kept for term in find_terms([loss], GraphStates(_N)).terms)
+
+
 def test_losses_of_single_samples_compare_none() -> None:
     square = nn.Sequential(nn.Linear(6, _N), nn.ReLU(), nn.Linear(_N, _N), nn.BatchNorm1d(_N))
     attention = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)

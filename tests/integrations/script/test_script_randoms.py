@@ -1,7 +1,9 @@
 """Ranks draw numbers of their own for their samples, and go on with equal random states."""
 
+import copy
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ from torch.nn import functional
 
 import dlio
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
+from dlio.integrations.script.mixed_inputs import MixedInputs
 from dlio.integrations.script.script_randoms import ScriptRandoms
+from tests.conftest import MpiRun
 
 _numpy: Any = np.random
 """Its global generator, from which data sets draw."""
@@ -23,6 +27,7 @@ class _HalfBatch:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.mixed_inputs, self.batches = MixedInputs(print), 1
 
     def places(self) -> Iterator[tuple[range, int]]:
         yield range(4 * self._rank, 4 * self._rank + 4), 8
@@ -90,6 +95,15 @@ def test_arrays_of_samples_are_parts_of_one_process_s() -> None:
             _numpy.random((2, count)).T,
             _numpy.normal(np.zeros(3), 1.0).repeat(count).reshape(3, count).T,
             np.full(count, _numpy.rand()),
+            _numpy.choice(90, count),
+            _numpy.choice(90, size=(count, 2), replace=True),
+            _numpy.gamma(2.0, 0.1, count),
+            _numpy.dirichlet([1.0, 2.0], count),
+            np.random.default_rng(3).normal(0, 1, (count, 2)),
+            np.random.default_rng(3).integers(0, 9, size=count),
+            np.random.RandomState(3).uniform(size=(count,)),
+            np.array(random.Random(3).sample(range(90), count)),
+            np.array(random.Random(3).choices("ab", [1, 3], k=count)),
         ]
 
     whole, parts = drawn(8), []
@@ -114,6 +128,74 @@ def test_a_part_is_permuted_by_the_order_of_the_whole() -> None:
             assert torch.randperm(5).tolist() != list(range(5))
         for part, order in zip(mine, orders, strict=True):
             assert part == [k - 4 * rank for k in order if k // 4 == rank]
+
+
+def test_samples_are_shuffled_in_the_order_of_the_whole() -> None:
+    def shuffled(count: int) -> list[list[int]]:
+        _numpy.seed(0)
+        array, several, own = np.arange(count), list(range(count)), np.arange(count)
+        _numpy.shuffle(array)
+        random.Random(0).shuffle(several)
+        np.random.default_rng(0).shuffle(own)
+        other = np.random.default_rng(0).permutation(np.arange(count))
+        return [array.tolist(), several, own.tolist(), other.tolist()]
+
+    orders = shuffled(8)
+    for rank in range(2):
+        with _installed(rank).installed():
+            parts = shuffled(4)
+        for part, order in zip(parts, orders, strict=True):
+            assert part == [k - 4 * rank for k in order if k // 4 == rank]
+
+
+def test_generators_stay_what_they_are() -> None:
+    made = np.random.RandomState(1), random.Random(1)
+    with _installed(0).installed():
+        assert isinstance(made[0], np.random.RandomState)
+        assert isinstance(made[1], random.Random)
+        rng = np.random.default_rng(2)
+        assert isinstance(rng, np.random.Generator)
+        assert np.random.default_rng(rng) is rng
+        # More than there are: a constant of the script, which is a part's size by chance.
+        assert sorted(rng.choice(6, 4, replace=False).tolist()) != []
+        copied = copy.deepcopy(random.Random(2))
+        assert copied.random() == random.Random(2).random()
+
+
+_PER_SAMPLE = """
+import random
+import numpy as np, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in DataLoader(TensorDataset(torch.randn(32, 4), torch.randn(32, 1)), 8):
+    for row in x:
+        if random.random() < 0.5:
+            row.neg_()
+    scale = 0.9 + 0.2 * np.random.rand()
+    kept = torch.randperm(len(x))[:3]
+    chosen = np.random.choice(len(x), len(x) // 2, replace=False)
+    order = np.random.permutation(len(x))
+    far = scale * model(x) - y
+    mixed = model(0.5 * x + 0.5 * x[order]) - y
+    loss = far.square().mean() + far[kept].mean() + far[chosen].mean() + mixed.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(random.random(), np.random.rand())
+"""
+
+
+@pytest.mark.mpi
+def test_draws_by_the_number_of_samples_are_told(tmp_path: Path, mpirun: MpiRun) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PER_SAMPLE, encoding="utf-8")
+    done = mpirun(2, "-m", "dlio.cli", "run", str(script))
+    assert done.returncode == 0, done.stderr
+    assert "train.py:10, train.py:14: the random numbers that the script draws" in done.stderr
+    assert "train.py:17: samples of a batch meet there (an index over" in done.stderr
+    assert "train.py:13: samples of a batch meet there (a random choice" in done.stderr
 
 
 def test_a_parameter_has_no_dimension_of_samples() -> None:

@@ -1,0 +1,87 @@
+"""The batches that the terms of a loss come from, where several loaders' meet in a step.
+
+A rank whose batch of one loader is a stand-in, or is whole on every rank, does not count its terms
+as those of its part of another loader's batch. Calls of torch's functions are followed from the
+batches to the loss, in such steps alone.
+"""
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dlio.exchange.batch_share import tensors_of
+from dlio.integrations.script.script_assigner import ScriptBatch
+
+_NODES = 2_000
+"""Nodes of a term that are looked at."""
+
+
+class BatchOrigins(TorchFunctionMode):
+    """Follows batches between `start` and `close`.
+
+    Args:
+        batch_of: returns the batch that a tensor of a loader is from.
+    """
+
+    def __init__(self, batch_of: Callable[[torch.Tensor], ScriptBatch | None]) -> None:
+        super().__init__()
+        self._batch_of = batch_of
+        self._of_tensor: MutableMapping[torch.Tensor, frozenset[ScriptBatch]]
+        self._of_tensor = WeakIdKeyDictionary()
+        self._of_node: dict[Any, frozenset[ScriptBatch]] = {}
+        self._is_on = False
+
+    def start(self) -> None:
+        """Begin to follow the batches of a step."""
+        if not self._is_on:
+            self._is_on = True
+            torch._C._push_on_torch_function_stack(self)
+
+    def close(self) -> None:
+        """End, also while modes of the script's own are on."""
+        if self._is_on:
+            self._is_on = False
+            take_mode_off(self)
+        self._of_tensor.clear()
+        self._of_node.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        batches: set[ScriptBatch] = set()
+        for each in tensors_of((args, kwargs or {})):
+            batch = self._batch_of(each)
+            batches.update(self._of_tensor.get(each, ()) if batch is None else (batch,))
+        if batches:
+            for each in tensors_of(result):
+                self._of_tensor[each] = frozenset(batches)
+                if each.grad_fn is not None:
+                    self._of_node[each.grad_fn] = frozenset(batches)
+        return result
+
+    def of(self, node: Any) -> frozenset[ScriptBatch]:
+        """Return the batches that a node of a loss's graph is computed from, as far as is seen."""
+        batches: set[ScriptBatch] = set()
+        stack, seen = [node], {node}
+        while stack and len(seen) < _NODES:
+            last = stack.pop()
+            if (known := self._of_node.get(last)) is not None:
+                batches.update(known)
+                continue
+            below = [f for f, _ in last.next_functions if f is not None and f not in seen]
+            seen.update(below)
+            stack += below
+        return frozenset(batches)
+
+
+def take_mode_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off torch's stack, wherever it is there."""
+    above = []
+    while torch._C._len_torch_function_stack():
+        if (last := torch._C._pop_torch_function_stack()) is mode:
+            break
+        above.append(last)
+    for each in reversed(above):
+        torch._C._push_on_torch_function_stack(each)
