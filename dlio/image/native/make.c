@@ -50,12 +50,14 @@ void dlio_thread_end(Thread *thread) {
     free(thread->pixels), free(thread->sums), free(thread->crop);
 }
 
-/* Read and check a payload, into `into` unless it is in memory; `at` gets where it lies. */
-static int fetch(const Sample *sample, Thread *thread, uint8_t *into, const uint8_t **at) {
+/* Read and check a payload, of which so many bytes are wanted, into `into` unless it is in memory; `at`
+ * gets where it lies. */
+static int fetch(const Sample *sample, int64_t wanted, Thread *thread, uint8_t *into,
+                 const uint8_t **at) {
     size_t stored = (size_t)sample->stored, raw = (size_t)sample->raw;
     const uint8_t *data = sample->descriptor == IN_MEMORY
                               ? (const uint8_t *)(uintptr_t)sample->offset
-                              : dlio_in_place(sample, sample->stored, thread);
+                              : dlio_in_place(sample, wanted, thread);
     if (!data) {
         int file = dlio_file_of(sample, thread);
         if (file < 0) return UNREADABLE;
@@ -428,7 +430,7 @@ static int cut(const Job *job, const Sample *sample, Thread *thread) {
     thread->whole.raw = 0;
     if (!reserve(&thread->raw, &thread->raw_size, (size_t)sample->raw)) return UNREADABLE;
     const uint8_t *payload = NULL;
-    int state = fetch(sample, thread, thread->raw, &payload);
+    int state = fetch(sample, span, thread, thread->raw, &payload);
     if (state != MADE) return state;
     if (intact && sample->checked) __atomic_store_n(intact, 1, __ATOMIC_RELAXED);
     if (payload == thread->raw && sample->checked) thread->whole = *sample;
@@ -447,7 +449,7 @@ static int crop_pixels(const Job *job, const Sample *sample, Thread *thread) {
     if (is_of_areas(rule, box.part)) return UNKNOWN;
     if (!reserve(&thread->raw, &thread->raw_size, (size_t)sample->raw)) return UNREADABLE;
     const uint8_t *pixels = NULL;
-    int state = fetch(sample, thread, thread->raw, &pixels);
+    int state = fetch(sample, sample->stored, thread, thread->raw, &pixels);
     if (state != MADE) return state;
     size_t pitch = (size_t)width * 3;
     const uint8_t *from = pixels + (size_t)box.part[0] * pitch + (size_t)box.part[1] * 3;
@@ -483,7 +485,7 @@ static int make(const Job *job, const Sample *sample, Thread *thread) {
     }
     if (streams) return stream(job, sample, thread);
     const uint8_t *payload = NULL;
-    int state = fetch(sample, thread, into, &payload);
+    int state = fetch(sample, sample->stored, thread, into, &payload);
     if (state != MADE) return state;
     if (into == thread->raw || payload != into) state = scatter(job, sample, payload, INT64_MAX);
     if (state != MADE || !recipe->crops) return state;
