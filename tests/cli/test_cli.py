@@ -95,7 +95,7 @@ def test_a_missing_path_is_named(dlio: Dlio, command: str, tmp_path: Path) -> No
 
 def test_an_empty_folder_is_refused(dlio: Dlio, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert _is_one_clear_line(dlio("train", "empty", "-n", "2"), "empty", "nor class folders")
+    assert _is_one_clear_line(dlio("train", "empty", "-n", "2"), "empty", "holds nothing to read")
 
 
 @pytest.mark.mpi

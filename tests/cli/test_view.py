@@ -100,7 +100,7 @@ def test_a_transform_of_the_users_module_is_shown(
     ("path", "output", "error"),
     [
         ("gone", "a.html", "no such file or folder"),
-        ("empty", "a.html", "not a data set"),
+        ("empty", "a.html", "holds nothing to read"),
         ("bad", "a.html", "cannot be decoded"),
         ("coco", "missing/a.html", "--output missing/a.html"),
         ("coco", "coco", "this is a folder"),

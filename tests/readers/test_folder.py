@@ -130,7 +130,7 @@ def test_paths_without_a_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no such file"):
         open_reader(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SourceError, match="nor class folders"):
+    with pytest.raises(SourceError, match="holds nothing to read"):
         open_reader(str(tmp_path / "empty"))
     hollow = _make(tmp_path / "hollow", ["a/1.jpg", "b/readme.txt"])
     with pytest.raises(SourceError, match="hollow/b is a class folder without images"):

@@ -29,21 +29,26 @@ static int is_ready;
 static void faulted(int number, siginfo_t *info, void *context) {
     const Fault *fault = expected;
     if (fault && (const uint8_t *)info->si_addr - fault->map < (int64_t)fault->size &&
-        (const uint8_t *)info->si_addr >= fault->map)
+        (const uint8_t *)info->si_addr >= fault->map) {
+        /* Who returns by a jump keeps the handler's mask, and the next signal would kill. */
+        sigset_t own;
+        sigemptyset(&own), sigaddset(&own, number);
+        pthread_sigmask(SIG_UNBLOCK, &own, NULL);
         siglongjmp(*(sigjmp_buf *)fault->back, 1);
+    }
     if (before.sa_flags & SA_SIGINFO)
         before.sa_sigaction(number, info, context);
     else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
         before.sa_handler(number);
     else {
         sigaction(number, &before, NULL);
-        raise(number);
+        raise(number); /* Comes when this returns. */
     }
 }
 
 static void install(void) {
 #ifdef __linux__
-    struct sigaction own = {.sa_sigaction = faulted, .sa_flags = SA_SIGINFO | SA_NODEFER};
+    struct sigaction own = {.sa_sigaction = faulted, .sa_flags = SA_SIGINFO};
     sigemptyset(&own.sa_mask);
     is_ready = !sigaction(SIGBUS, &own, &before);
 #endif
@@ -61,7 +66,7 @@ int dlio_guarded(int (*make)(const Job *, const Sample *, Thread *), const Job *
                  const Sample *sample, Thread *thread) {
     sigjmp_buf back;
     thread->fault = (Fault){.back = &back};
-    /* The signal's mask is not saved, which takes a system call: the handler changes none. */
+    /* Without the mask of signals, which takes a system call. */
     int state = sigsetjmp(back, 0) ? UNREADABLE : make(job, sample, thread);
     expected = NULL;
     return state;
