@@ -401,7 +401,7 @@ def _joined(terms: Sequence[LossTerm], samples: int, has_loop: bool) -> list[Los
     result = []
     for (name, _), group in groups.items():
         can = len(group) % samples == 0 and (samples > 1 or has_loop)
-        if not (can and all(_is_of_one(each.reduces, samples) for each in group)):
+        if not (can and all(is_of_one(each.reduces, samples) for each in group)):
             for term in group:
                 kept = [d for d in term.divisors if d is not _JOIN and not d.is_of_list]
                 result.append(replace(term, divisors=tuple(kept)))
@@ -430,7 +430,7 @@ def _outer(divisors: tuple[Divisor, ...]) -> tuple[Divisor, ...]:
     return tuple(each for each in divisors[divisors.index(_JOIN) :] if each is not _JOIN)
 
 
-def _is_of_one(node: Any, samples: int) -> bool:
+def is_of_one(node: Any, samples: int) -> bool:
     """True if what a node reduces is of a single sample."""
     has_samples = False
     for _ in range(_DEEPEST):

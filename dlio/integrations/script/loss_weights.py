@@ -35,6 +35,7 @@ from dlio.integrations.script.loss_terms import (
     LossTerm,
     LossTerms,
     find_terms,
+    is_of_one,
     selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
@@ -245,8 +246,7 @@ class ScriptLossWeights:
     def _planned(self, parts: LossTerms, batch: ScriptBatch, line: str) -> PlannedStep | None:
         """Return the weights of a backward if they are known without a message."""
         guard, plans = self._context.guard, batch.of.use.plans
-        structure = " + ".join([*(term.key for term in parts.terms), *parts.unknown, *parts.hidden])
-        plan = self._plan = plans.plan(line, structure)
+        plan = self._plan = plans.plan(line, _structure(parts))
         if line in plans.divergent or not self._context.is_alone:
             return None
         if line in plans.settled:
@@ -371,6 +371,7 @@ class ScriptLossWeights:
         plans.loops.add(line)
         found = find_terms(roots, GraphStates(max(int(batch.weight), 1)), has_loop=True)
         parts.terms = found.terms
+        self._plan = plans.plan(line, _structure(parts))
         mine = any(term.each for term in parts.terms) and not mine
         return any(uniform(self._comm, lambda: self._comm.allgather(mine)))
 
@@ -537,6 +538,13 @@ class ScriptLossWeights:
         if not size or self._looks.get(look, 0) >= _LOOKS:
             return
         self._looks[look] = self._looks.get(look, 0) + 1
+        sums = [term.reduces for term in parts.terms if term.is_sum and not term.each]
+        if size > 1 and any(is_of_one(node, size) for node in sums):
+            context.say(
+                f"{where}: a sum there is of one row, such as net(torch.zeros(1, 1)), and each "
+                "rank adds its own, as if it were of its part of the batch: use a mean, which "
+                "counts as in one process"
+            )
         mixed = mixed_samples(roots, size, parts)
         # In a part of few samples it may not be seen.
         if mixed is not None and self._comm.rank == teller:
@@ -625,6 +633,10 @@ def _likely_count(parts: LossTerms, counts: Callable[[LossTerm, int], bool]) -> 
         if not each.is_factor and (each.is_tensor or counts(term, number))
     ]
     return by[0] if by and term.is_sum else term.count
+
+
+def _structure(parts: LossTerms) -> str:
+    return " + ".join([*(term.key for term in parts.terms), *parts.unknown, *parts.hidden])
 
 
 def _place(term: LossTerm, number: int) -> str:
