@@ -133,7 +133,8 @@ def _attacked_each(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _balanced(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     out = _NET(x)
     first, second = nn.functional.cross_entropy(out, y), out.square().mean()
-    return first + (first / second).detach() * second
+    result: torch.Tensor = first + (first / second).detach() * second
+    return result
 
 
 def _balanced_without_gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -141,7 +142,8 @@ def _balanced_without_gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     first, second = nn.functional.cross_entropy(out, y), out.square().mean()
     with torch.no_grad():
         shares = torch.stack([first, second]).softmax(0)
-    return (shares * torch.stack([first, second])).sum()
+    result: torch.Tensor = (shares * torch.stack([first, second])).sum()
+    return result
 
 
 def _balanced_by_gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -151,7 +153,8 @@ def _balanced_by_gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         torch.autograd.grad(each, _NET.weight, retain_graph=True)[0].norm()
         for each in (first, second)
     ]
-    return first + lengths[0] / lengths[1] * second
+    result: torch.Tensor = first + lengths[0] / lengths[1] * second
+    return result
 
 
 def _hardest(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -171,7 +174,9 @@ def _numbers_of_each(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     weight = _NET.weight.norm()
     ordered = out[_LAST]
     together = (ordered * 2 - nn.functional.one_hot(y, 3)[_LAST]).square().mean()
-    return weighed + together + _loss(x, y) * weight.detach() - _loss(x, y).detach()
+    weighted = _loss(x, y) * weight.detach() - _loss(x, y).detach()
+    result: torch.Tensor = weighed + together + weighted
+    return result
 
 
 _LAST = torch.tensor([5, 4, 3, 2, 1, 0])
