@@ -118,7 +118,7 @@ def _penalised(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _attacked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     x.requires_grad_(True)
-    _loss(x, y).backward()
+    torch.autograd.backward(_loss(x, y))
     assert x.grad is not None
     return _loss((x + x.grad / x.grad.norm()).detach(), y)
 
