@@ -160,6 +160,7 @@ LAYERS: Final = (
     "EmbeddingBagBackward0",
     "MkldnnRnnLayerBackward0",
 )
+"""Operations of layers of networks."""
 _LINEAR: Final = (
     "AddBackward0",
     "AddBackward1",
