@@ -186,11 +186,14 @@ class LossPlans:
     """Lines of which a plan has been settled."""
     divergent: set[str] = field(default_factory=set)
     """Lines where ranks have had different terms in one step."""
+    loops: set[str] = field(default_factory=set)
+    """Lines whose loss a loop adds up, sample by sample."""
     begun: bool = False
     """True once a batch was dealt to the ranks."""
     has_pairs: bool = False
     """True once some rank had two samples of a batch."""
     _constants: set[str] = field(default_factory=set)
+    _of_data: set[str] = field(default_factory=set)
     _quick: dict[str, LossPlan] = field(default_factory=dict)
 
     def plan(self, line: str, terms: str) -> LossPlan:
@@ -211,12 +214,22 @@ class LossPlans:
         elif self._quick.get(line) is not plan:
             self._quick.pop(line, None)
 
-    def is_constant(self, divisor: str, shows: bool) -> bool:
+    def is_constant(self, divisor: str, counts_not: bool, differs: bool) -> bool:
         """True if a divisor is known to be a constant, as parts of other sizes had it, too, which
-        this step may show: it may be the size of a part by chance."""
-        if shows:
+        this step may show: it may be the size of a part by chance.
+
+        `counts_not` if it is no size of some rank's part; `differs` if ranks have several. With
+        both, it is none from now on: it follows from the samples' values.
+        """
+        if counts_not and differs:
+            self._of_data.add(divisor)
+        elif counts_not:
             self._constants.add(divisor)
-        return divisor in self._constants
+        return divisor in self._constants and divisor not in self._of_data
+
+    def is_of_data(self, divisor: str) -> bool:
+        """True if ranks have had several values of a divisor that are not sizes of their parts."""
+        return divisor in self._of_data
 
 
 def _is_count(term: LossTerm, place: int, size: int) -> bool:

@@ -6,7 +6,7 @@ these, the loss has to be linear for a sum over ranks to equal the value of the 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -23,6 +23,12 @@ class Divisor:
     value: float
     is_tensor: bool = False
     is_factor: bool = False
+    is_of_list: bool = False
+    """True if it is the number of values that were stacked for a mean."""
+
+
+_JOIN: Final = Divisor(0.0)
+"""Stands, among divisors, for an addition that joins terms."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +53,8 @@ class LossTerm:
     """True if it reduces all elements of each sample, padded ones included."""
     varies: bool = False
     """True if classes have weights: the count depends on a batch's labels."""
+    each: tuple["LossTerm", ...] = ()
+    """The terms of single samples that a loop of the script adds up to this one."""
 
     @property
     def key(self) -> str:
@@ -100,6 +108,8 @@ class _State(Enum):
 
 _BUDGET: Final = 20_000
 """Nodes that are visited before a tensor counts as one of samples."""
+_DEEPEST: Final = 64
+"""Operations, back from a reduction, among which that of a single sample is looked for."""
 _FUSED: Final = {
     "NllLossBackward0": "cross_entropy",
     "NllLoss2DBackward0": "cross_entropy",
@@ -138,7 +148,7 @@ _LOOKUPS: Final = (
     "GatherBackward0",
 )
 _PRODUCTS: Final = ("MmBackward0", "BmmBackward0", "MvBackward0")
-_LAYERS: Final = (
+LAYERS: Final = (
     "AddmmBackward0",
     "BaddbmmBackward0",
     "ConvolutionBackward0",
@@ -150,6 +160,7 @@ _LAYERS: Final = (
     "EmbeddingBagBackward0",
     "MkldnnRnnLayerBackward0",
 )
+"""Operations of layers of networks."""
 _LINEAR: Final = (
     "AddBackward0",
     "AddBackward1",
@@ -288,7 +299,7 @@ def _is_of_data(node: Any) -> bool:
     name = name_of(node)
     if name in _PRODUCTS:
         return not all(f is not None and is_parameter(f) for f, _ in node.next_functions)
-    return name in _LAYERS
+    return name in LAYERS
 
 
 def is_parameter(node: Any) -> bool:
@@ -353,8 +364,14 @@ def count_along(root: torch.Tensor, chain: Sequence[str]) -> float | None:
     return float(math.prod(_shape_below(last)))
 
 
-def find_terms(roots: Sequence[torch.Tensor], states: GraphStates) -> LossTerms:
-    """Return the terms of a loss, or of several: the tensors on which backward is called."""
+def find_terms(
+    roots: Sequence[torch.Tensor], states: GraphStates, has_loop: bool = False
+) -> LossTerms:
+    """Return the terms of a loss, or of several: the tensors on which backward is called.
+
+    Those of single samples, one by one, are joined to one term: a sum over samples. Of one sample
+    alone, only if `has_loop` says that a loop adds them up.
+    """
     terms = LossTerms()
     stack: list[tuple[Any, Any, tuple[Divisor, ...]]] = []
     for root in roots:
@@ -369,8 +386,70 @@ def find_terms(roots: Sequence[torch.Tensor], states: GraphStates) -> LossTerms:
     while stack:
         node, point, divisors = stack.pop()
         for child, is_alone, more in _visited(node, point, divisors, states, terms):
-            stack.append((child, point if is_alone else child, (*more, *divisors)))
+            is_again = more == (_JOIN,) and divisors[:1] == more
+            stack.append(
+                (child, point if is_alone else child, divisors if is_again else (*more, *divisors))
+            )
+    terms.terms = _joined(terms.terms, states.samples, has_loop)
     return terms
+
+
+def _joined(terms: Sequence[LossTerm], samples: int, has_loop: bool) -> list[LossTerm]:
+    """Return terms with one in the place of those of single samples."""
+    groups: dict[tuple[str, bool], list[LossTerm]] = {}
+    for term in terms:
+        groups.setdefault((term.name, term.is_sum), []).append(term)
+    result = []
+    for (name, _), group in groups.items():
+        can = len(group) % samples == 0 and (samples > 1 or has_loop)
+        if not (can and all(is_of_one(each.reduces, samples) for each in group)):
+            for term in group:
+                kept = [d for d in term.divisors if d is not _JOIN and not d.is_of_list]
+                result.append(replace(term, divisors=tuple(kept)))
+            continue
+        outer = [_outer(each.divisors) for each in group]
+        common = 0
+        while all(len(each) > common for each in outer) and (
+            len({each[-1 - common] for each in outer}) == 1
+        ):
+            common += 1
+        divisors = outer[0][len(outer[0]) - common :]
+        node, text = group[0].node, f"{name} of each sample"
+        result.append(
+            LossTerm(
+                node, group[0].reduces, text, True, 0.0, (samples,), divisors, each=tuple(group)
+            )
+        )
+    order = {id(term.node): place for place, term in enumerate(terms)}
+    return sorted(result, key=lambda term: order[id(term.node)])
+
+
+def _outer(divisors: tuple[Divisor, ...]) -> tuple[Divisor, ...]:
+    """Return the divisors of a sum of several terms, without those of one of them."""
+    if _JOIN not in divisors:
+        return ()
+    return tuple(each for each in divisors[divisors.index(_JOIN) :] if each is not _JOIN)
+
+
+def is_of_one(node: Any, samples: int) -> bool:
+    """True if what a node reduces is of a single sample."""
+    has_samples = False
+    for _ in range(_DEEPEST):
+        shape = shape_of(node)
+        if len(shape) > 1 and shape[0] == 1 and not has_samples:
+            return True
+        # It may also be a sample with so many elements.
+        has_samples |= len(shape) > 1 and shape[0] == samples
+        below = [each for each in _inputs(node) if not is_parameter(each)]
+        if not below:
+            return False
+        name = name_of(node)
+        is_first = name == "UnbindBackward0" or getattr(node, "_saved_dim", None) == 0
+        is_one = name in ("SelectBackward0", "UnbindBackward0") and is_first
+        if is_one and shape_of(below[0])[:1] == (samples,):
+            return True
+        node = below[0]
+    return False
 
 
 def _visited(
@@ -410,7 +489,13 @@ def _visited(
         states.of(each) is _State.REDUCED for each in of_samples
     ):
         into.has_constants |= len(of_samples) < len(children)
-        return [(each, len(children) == 1, ()) for each in of_samples]
+        more: tuple[Divisor, ...] = ()
+        if name.startswith(("Add", "Stack", "Cat")):
+            more = (_JOIN,)
+        elif name in _MEANS:
+            shape = shape_of(children[0])
+            more = (Divisor(float(math.prod(shape) / math.prod(shape_of(node))), is_of_list=True),)
+        return [(each, len(children) == 1, more) for each in of_samples]
     is_hidden = isinstance(node, torch.autograd.function.BackwardCFunction)
     (into.hidden if is_hidden else into.unknown).append(operation(node))
     return []

@@ -13,7 +13,7 @@ one message of 2.5 KiB; later only where a rank's own numbers do not tell (see `
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -29,11 +29,14 @@ from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.exchange import Exchange
 from dlio.integrations.script.loss_plan import OWN, LossPlan, LossPlans, PlannedStep, TermUse
 from dlio.integrations.script.loss_terms import (
+    NEARLY_NONE,
     Divisor,
     GraphStates,
     LossTerm,
     LossTerms,
     find_terms,
+    is_of_one,
+    selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
 from dlio.integrations.script.script_assigner import ScriptBatch
@@ -44,6 +47,8 @@ _TERMS: Final = 24
 """Most terms of a loss with weights of their own."""
 _DIVISORS: Final = 3
 _ROW: Final = 5 + 4 * _DIVISORS
+_READ: Final = 2.0**-20
+"""Added to the 1 of a divisor that counts where the script has read it from a tensor."""
 _UNEVEN: Final = 3
 """Steps with uneven counts after which the script may pad."""
 _LOOKS: Final = 2
@@ -76,6 +81,8 @@ class _Count:
     """Sum of products with the ranks' samples."""
     place: int = OWN
     """Which divisor of a sum it is."""
+    is_of_data: bool = False
+    """True for a number of the script's that follows from the samples' values."""
 
     def is_even(self, totals: _Totals) -> bool:
         """True if the ranks' counts are in proportion to their samples."""
@@ -169,11 +176,14 @@ class ScriptLossWeights:
         if step is not None:
             yield self._whole_loss(roots[0], None)
             return
-        parts = find_terms(roots, GraphStates(max(int(batch.weight), 1)))
+        loops = batch.of.use.plans.loops
+        parts = find_terms(roots, GraphStates(max(int(batch.weight), 1)), line in loops)
+        if any(term.each for term in parts.terms):
+            loops.add(line)
         self._tell(roots, batch, parts, line)
         exchanges = self._exchanges()
         factors: Sequence[float] = []
-        loss = None
+        loss, is_part = None, False
         if exchanges and all(each.alike for each in exchanges):
             weight = batch.weight
             step = self._planned(parts, batch, line)
@@ -185,6 +195,7 @@ class ScriptLossWeights:
             self._weigh(exchanges, weight)
             if step is None:
                 factors, value = self._together(roots, batch, parts, line)
+                is_part = value is None and bool(parts.terms)
                 if value is not None:
                     loss = self._whole_loss(roots[0], value)
                     if factors and max(factors) - min(factors) <= 1e-9 * max(factors):
@@ -195,14 +206,15 @@ class ScriptLossWeights:
         joins = len(parts.terms) > 1 or (
             parts.has_constants and any(term.is_sum for term in parts.terms)
         )
+        joins |= is_part and not (parts.unknown or parts.hidden)
         if loss is None and exchanges and joins:
             self._context.mixed_losses.update(dict.fromkeys(roots, True))
         handles = []
         try:
             for term, factor in zip(parts.terms, factors, strict=False):
-                if abs(factor - 1) > 1e-9:
+                for each in (term.each or (term,)) if abs(factor - 1) > 1e-9 else ():
                     # Below the division by a count of 0, which makes NaN of a gradient of 0, too.
-                    node = term.node if factor else term.reduces
+                    node = each.node if factor else each.reduces
                     handles.append(node.register_prehook(_times(factor)))
             yield loss
         finally:
@@ -234,8 +246,7 @@ class ScriptLossWeights:
     def _planned(self, parts: LossTerms, batch: ScriptBatch, line: str) -> PlannedStep | None:
         """Return the weights of a backward if they are known without a message."""
         guard, plans = self._context.guard, batch.of.use.plans
-        structure = " + ".join([*(term.key for term in parts.terms), *parts.unknown, *parts.hidden])
-        plan = self._plan = plans.plan(line, structure)
+        plan = self._plan = plans.plan(line, _structure(parts))
         if line in plans.divergent or not self._context.is_alone:
             return None
         if line in plans.settled:
@@ -285,16 +296,29 @@ class ScriptLossWeights:
         if self._context.has_others:
             origins = [self._context.origins.of(term.reduces) for term in parts.terms]
         rows = [
-            _row(term, batch, bool(of) and not any(each.weight for each in of))
+            _row(
+                term,
+                batch,
+                bool(of) and not any(each.weight for each in of),
+                self._context.numbers_read,
+            )
             for term, of in zip(parts.terms[:_TERMS], origins, strict=False)
         ]
         loss = 0.0
         if len(roots) == 1 and roots[0].numel() == 1 and batch.weight:
             loss = float(roots[0].detach())
-        totals = self._totals(batch.weight, parts, rows, loss)
+        plans, read = batch.of.use.plans, self._context.numbers_read.copy()
+
+        def counts_data(term: LossTerm, number: int) -> bool:
+            return term.divisors[number].value in read or plans.is_of_data(_place(term, number))
+
+        likely = _likely_count(parts, counts_data)
+        totals = self._totals(batch.weight, parts, rows, loss, likely)
         if not totals.samples:
             return [], None
         if not totals.alike:
+            if self._agree_on_loop(roots, batch, parts, line):
+                return self._together(roots, batch, parts, line)
             batch.of.use.plans.divergent.add(line)
             self._context.say(
                 f"{line}: ranks add up different terms of a loss in one step, because an `if` or "
@@ -316,7 +340,7 @@ class ScriptLossWeights:
                 "that of one process in this step",
                 any_rank=True,
             )
-        value = self._value(roots, parts, totals, counts)
+        value = self._value(roots, parts, totals, counts, likely)
         if not batch.weight:
             return [], value
         ratio = totals.samples / batch.weight
@@ -332,6 +356,25 @@ class ScriptLossWeights:
                 factors.append(count.own / count.whole * ratio if count.whole else 1.0)
         return factors, value
 
+    def _agree_on_loop(
+        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, line: str
+    ) -> bool:
+        """Tell ranks of a single sample that a loop of the script adds up samples, as others see.
+        Returns True if one of them sees it now. Collective."""
+        plans = batch.of.use.plans
+        if line in plans.divergent:
+            return False
+        mine = any(term.each for term in parts.terms)
+        sees: list[bool] = uniform(self._comm, lambda: self._comm.allgather(mine))
+        if not any(sees):
+            return False
+        plans.loops.add(line)
+        found = find_terms(roots, GraphStates(max(int(batch.weight), 1)), has_loop=True)
+        parts.terms = found.terms
+        self._plan = plans.plan(line, _structure(parts))
+        mine = any(term.each for term in parts.terms) and not mine
+        return any(uniform(self._comm, lambda: self._comm.allgather(mine)))
+
     def _learn(
         self,
         roots: Sequence[torch.Tensor],
@@ -344,6 +387,8 @@ class ScriptLossWeights:
         knows = self._context.batch == "per-rank" or (
             totals.samples == len(batch.samples) and not self._recovers
         )
+        if any(count is not None and count.is_of_data for count in counts):
+            return  # A rank's own number does not tell whether it counts.
         uses = [TermUse(None)] * len(counts)
         for place, count in enumerate(counts):
             if count is not None:
@@ -356,10 +401,15 @@ class ScriptLossWeights:
             batch.of.use.plans.settle(line, self._plan, roots[0], parts)
 
     def _totals(
-        self, weight: float, parts: LossTerms, rows: Sequence[Sequence[float]], loss: float
+        self,
+        weight: float,
+        parts: LossTerms,
+        rows: Sequence[Sequence[float]],
+        loss: float,
+        likely: float,
     ) -> _Totals:
         mark = zlib.crc32("/".join(term.key for term in parts.terms).encode()) & 0xFFFFF
-        first = _likely_count(parts) if weight else 0.0
+        first = likely if weight else 0.0
         head = [
             1,
             mark,
@@ -401,28 +451,29 @@ class ScriptLossWeights:
         for number, divisor in enumerate(term.divisors[:_DIVISORS]):
             values, squares, products, counts = row[5 + 4 * number : 9 + 4 * number].tolist()
             differs = ranks * squares - values**2 > 1e-9 * values**2
+            is_read = counts % 1 > 0
+            place = _place(term, number)
             if divisor.is_tensor:
                 if not divisor.is_factor:
                     return _Count(divisor.value, values, squares, products, number)
             elif (
                 divisor.value == whole
-                and not differs
+                and not (differs or is_read)
                 and (self._context.is_alone or counts < ranks)
             ):
                 # The script's batch size: a constant; and not the part of another loader's batch.
                 continue
-            elif plans.is_constant(
-                f"{script_line()} {term.name} {number}", counts < ranks and not differs
-            ):
+            elif plans.is_constant(place, counts < ranks, differs):
                 continue
-            elif (counts == ranks or differs) and divisor.is_factor and _is_round(divisor.value):
+            elif (counts >= ranks or differs) and divisor.is_factor and _is_round(divisor.value):
                 self._context.say(
                     f"{script_line()}: a sum over the batch is multiplied by "
                     f"{1 / divisor.value:g}, taken for a constant; if that is 1 / len(batch), "
                     "divide by len(batch) instead"
                 )
-            elif counts == ranks or differs:
-                return _Count(divisor.value, values, squares, products, number)
+            elif counts >= ranks or plans.is_of_data(place):
+                is_of_data = is_read or plans.is_of_data(place)
+                return _Count(divisor.value, values, squares, products, number, is_of_data)
         return None
 
     def _value(
@@ -431,6 +482,7 @@ class ScriptLossWeights:
         parts: LossTerms,
         totals: _Totals,
         counts: Sequence[_Count | None],
+        likely: float,
     ) -> float | None:
         """Return the loss of the whole batch, None if its terms differ too much to tell."""
         if (
@@ -451,7 +503,7 @@ class ScriptLossWeights:
         if all(count is not None and count.is_even(totals) for count in counts):
             return totals.loss_by_samples / totals.samples
         count = counts[0]
-        if len(counts) > 1 or count is None or count.own != _likely_count(parts) or not count.whole:
+        if len(counts) > 1 or count is None or count.own != likely or not count.whole:
             return None
         return totals.loss_by_count / count.whole
 
@@ -486,6 +538,13 @@ class ScriptLossWeights:
         if not size or self._looks.get(look, 0) >= _LOOKS:
             return
         self._looks[look] = self._looks.get(look, 0) + 1
+        sums = [term.reduces for term in parts.terms if term.is_sum and not term.each]
+        if size > 1 and any(is_of_one(node, size) for node in sums):
+            context.say(
+                f"{where}: a sum there is of one row, such as net(torch.zeros(1, 1)), and each "
+                "rank adds its own, as if it were of its part of the batch: use a mean, which "
+                "counts as in one process"
+            )
         mixed = mixed_samples(roots, size, parts)
         # In a part of few samples it may not be seen.
         if mixed is not None and self._comm.rank == teller:
@@ -505,6 +564,8 @@ class ScriptLossWeights:
         for term, row, count in zip(parts.terms, totals.terms, counts, strict=False):
             if count is None or term.is_sum or count.is_even(totals):
                 continue
+            if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2:
+                continue  # As many on each rank, whatever its samples: they are of another input.
             key = f"{script_line()} {term.name}"
             if row[4] < row[3]:
                 self._uneven[key] = -1  # Something is masked.
@@ -558,32 +619,56 @@ def _is_unclear(origins: frozenset[ScriptBatch]) -> bool:
     return len(origins) != 1
 
 
-def _likely_count(parts: LossTerms) -> float:
-    """Return the divisor of the first term, as it seems to this rank."""
+def _likely_count(parts: LossTerms, counts: Callable[[LossTerm, int], bool]) -> float:
+    """Return the divisor of the first term, as it seems to this rank.
+
+    `counts` tells whether a divisor that is a number of the script's seems to be one.
+    """
     if not parts.terms:
         return 0.0
     term = parts.terms[0]
-    by = [each.value for each in term.divisors if each.is_tensor and not each.is_factor]
+    by = [
+        each.value
+        for number, each in enumerate(term.divisors[:_DIVISORS])
+        if not each.is_factor and (each.is_tensor or counts(term, number))
+    ]
     return by[0] if by and term.is_sum else term.count
 
 
-def _row(term: LossTerm, batch: ScriptBatch, is_dummy: bool) -> list[float]:
+def _structure(parts: LossTerms) -> str:
+    return " + ".join([*(term.key for term in parts.terms), *parts.unknown, *parts.hidden])
+
+
+def _place(term: LossTerm, number: int) -> str:
+    """Return a name of a divisor of a term of the loss in the present line of the script."""
+    return f"{script_line()} {term.name} {number}"
+
+
+def _row(
+    term: LossTerm, batch: ScriptBatch, is_dummy: bool, numbers_read: Collection[float]
+) -> list[float]:
     """Return the numbers that ranks add up for a term.
 
     They are its count, the square, the product with the samples, 1, 1 if it may count padding; and
-    for each divisor its value, the square, the product, and 1 if it is a number of samples.
+    for each divisor its value, the square, the product, and 1 if it is a number of samples, or one
+    that the script has read from a tensor of the batch.
     """
     row = [0.0] * _ROW
     if not batch.weight or is_dummy:
         return row
     row[:5] = [term.count, term.count**2, term.count * batch.weight, 1.0, float(term.pads)]
     for number, divisor in enumerate(term.divisors[:_DIVISORS]):
-        value, counts = term.divided_by(number), term.counts(divisor.value, int(batch.weight))
+        value = term.divided_by(number)
+        counts = float(term.counts(divisor.value, int(batch.weight)))
+        is_kept = divisor.value == 1 and 0 in numbers_read  # As by max(1, count.item()).
+        if (divisor.value in numbers_read or is_kept) and not divisor.is_factor:
+            counts = 1 + _READ
+            value = NEARLY_NONE if divisor.value == 1 and selects_nothing(term.reduces) else value
         row[5 + 4 * number : 9 + 4 * number] = [
             value,
             value**2,
             value * batch.weight,
-            float(counts),
+            counts,
         ]
     return row
 

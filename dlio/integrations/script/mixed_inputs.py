@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.exchange.batch_share import tensors_of
 from dlio.integrations.script.batch_origins import take_mode_off
+from dlio.integrations.script.loss_terms import GraphStates, name_of, operation, shape_of
 from dlio.integrations.script.script_lines import script_line
 
 _Order: TypeAlias = tuple[int, ...]
@@ -39,6 +40,14 @@ _CREATES: Final = frozenset(
     "zeros_like ones_like full_like empty_like cumsum cumprod argmax argmin argsort".split()
 )
 """Functions whose result has no value of the samples', or that of no single one."""
+_SELECTS: Final = (
+    "SelectBackward0",
+    "UnbindBackward0",
+    "SplitBackward0",
+    "SplitWithSizesBackward0",
+)
+_NODES: Final = 200
+"""Nodes back from a number of the network's in which a tensor of all samples is looked for."""
 _LEAST: Final = 2
 _TORCH: Final = os.path.dirname(torch.__file__)
 _ORIGINALS: Final[dict[Any, dict[str, Any]]] = {
@@ -55,6 +64,8 @@ class _Kind(Enum):
     """Each on one sample."""
     STATISTIC = auto()
     """All on all samples of the batch, such as their mean."""
+    LOSS = auto()
+    """All on what the network makes of all samples, such as a loss that is taken as a number."""
     MIXED = auto()
     """Each on a sample and on others."""
     ORDER = auto()
@@ -85,8 +96,10 @@ class MixedInputs(TorchFunctionMode):
         super().__init__()
         self._say = say
         self._states: MutableMapping[torch.Tensor, _Knowledge] = WeakIdKeyDictionary()
+        self._moved_outputs: MutableMapping[torch.Tensor, _Knowledge] = WeakIdKeyDictionary()
+        """Tensors of the network whose samples are in another order."""
         self._samples = 0
-        self._is_on = False
+        self._is_on = self._has_told = False
         self.is_left = False
         """True once functions are compiled: their graphs would have to be made twice."""
 
@@ -94,7 +107,7 @@ class MixedInputs(TorchFunctionMode):
         """Begin with the tensors of this rank's part of a batch."""
         if self.is_left or self._is_on or samples < _LEAST:
             return
-        self._samples, self._is_on = samples, True
+        self._samples, self._is_on, self._has_told = samples, True, False
         self._states.update(dict.fromkeys(tensors, _Knowledge(_Kind.SAMPLES)))
         torch._C._push_on_torch_function_stack(self)
 
@@ -110,6 +123,7 @@ class MixedInputs(TorchFunctionMode):
         self._is_on = False
         take_mode_off(self)
         self._states.clear()
+        self._moved_outputs.clear()
 
     def around_collate(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that makes a batch of samples, which may mix them: it is looked at in its
@@ -151,12 +165,14 @@ class MixedInputs(TorchFunctionMode):
         known = [state for x in inputs if (state := self._states.get(x)) is not None]
         if name == "stack" and len(inputs) == self._samples and not known:
             known = [_Knowledge(_Kind.SAMPLES)]  # Of samples that are made a batch.
-        is_trained = torch.is_grad_enabled() and any(
-            x.requires_grad and x not in self._states for x in inputs
-        )
-        if is_trained:
-            self._meets_gradient(inputs, [options.get(each) for each in ("weight", "pos_weight")])
-            known = [_Knowledge(_Kind.SAMPLES)] if self._is_detached(inputs, results) else []
+        if any(x.requires_grad for x in inputs):
+            if torch.is_grad_enabled() and results[0].requires_grad:
+                adds = name.strip("_") in ("add", "sub", "radd", "rsub", "iadd", "isub")
+                weights = [options.get(each) for each in ("weight", "pos_weight")]
+                self._meets_gradient(inputs, weights, adds)
+                self._orders_meet(inputs, args, options, results, name)
+                return
+            known += self._detached(name, inputs, results)
         if not known or name.strip("_") in _CREATES:
             return
         state = self._combined(name, args, options, known, results)
@@ -166,26 +182,83 @@ class MixedInputs(TorchFunctionMode):
             else:
                 self._states[each] = state
 
-    def _is_detached(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
-        """True if values of a network are taken as numbers, one or more for each sample."""
-        return not results[0].requires_grad and any(
-            x.grad_fn is not None and self._samples in x.shape[:2] for x in inputs
-        )
+    def _detached(
+        self, name: str, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+    ) -> list[_Knowledge]:
+        """Return knowledge of a network's values that are taken as numbers: some for each sample,
+        or some for all of them."""
+        if results[0].requires_grad:
+            return []
+        known = []
+        for x in inputs:
+            if x.grad_fn is None or x in self._states:
+                continue
+            if self._samples in x.shape[:2] and not self._is_of_parameters(x):
+                known.append(_Knowledge(_Kind.SAMPLES))
+            elif _joins_samples(x.grad_fn, self._samples):
+                known.append(_Knowledge(_Kind.LOSS, None, operation(x.grad_fn), script_line()))
+        if name == "grad" and any(self._samples in each.shape[:2] for each in results):
+            return [_Knowledge(_Kind.SAMPLES)]  # Of a loss by its samples.
+        return known
+
+    def _is_of_parameters(self, x: torch.Tensor) -> bool:
+        return x.grad_fn is None or GraphStates(self._samples).is_constant(x.grad_fn)
 
     def _meets_gradient(
-        self, inputs: Sequence[torch.Tensor], weights: Sequence[object] = ()
+        self,
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[object] = (),
+        adds: bool = False,
     ) -> None:
+        """Tell of inputs of a function that has a gradient. `adds` if it adds them up, so that a
+        single number is without effect."""
         for each in inputs:
             state = self._states.get(each)
             # A single number may be the divisor of a mean, which counts (see `loss_terms`).
             is_many = each.numel() > 1 or any(each is weight for weight in weights)
-            is_statistic = state is not None and state.kind is _Kind.STATISTIC and is_many
-            if state is not None and (is_statistic or state.kind is _Kind.MIXED):
-                self._say(
-                    f"{state.line}: samples of a batch meet there ({state.function} over the "
-                    "batch) before the network or the loss takes them, and each rank has its part "
-                    "of the batch alone: the training is not quite that of one process"
-                )
+            if state is None or (adds and each.numel() == 1):
+                continue
+            is_statistic = state.kind is _Kind.STATISTIC and is_many
+            if is_statistic or state.kind in (_Kind.MIXED, _Kind.LOSS):
+                self._tell(state.function, state.line)
+
+    def _tell(self, function: str, line: str) -> None:
+        self._has_told = True
+        self._say(
+            f"{line}: samples of a batch meet there ({function} over the batch) before the "
+            "network or the loss takes them, and each rank has its part of the batch alone: the "
+            "training is not quite that of one process"
+        )
+
+    def _orders_meet(
+        self,
+        inputs: Sequence[torch.Tensor],
+        args: Any,
+        options: dict[str, Any],
+        results: Sequence[torch.Tensor],
+        name: str,
+    ) -> None:
+        """Follow the order of samples in tensors of the network, and tell of two that meet."""
+        orders: dict[_Order | None, bool] = {}
+        for x in inputs:
+            state = self._states.get(x, self._moved_outputs.get(x))
+            if state is not None and state.kind is _Kind.SAMPLES:
+                orders[state.order] = True
+            elif x.grad_fn is not None and self._samples in x.shape[:1]:
+                orders.setdefault(None, False)
+        plain = name.strip("_")
+        if len(orders) > 1:
+            others = [x for x in inputs if x not in self._states and x not in self._moved_outputs]
+            is_sample = orders.get(None) or not all(map(self._is_of_parameters, others))
+            if is_sample and not self._has_told:
+                self._tell("samples in another order", script_line())
+                return
+        order = next((each for each in orders if each is not None), None)
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if order is None and tensor is not None and tensor.grad_fn is not None:
+            order = self._moved(plain, tensor, args, options, results)
+        if order is not None and self._samples in results[0].shape[:2]:
+            self._moved_outputs[results[0]] = _Knowledge(_Kind.SAMPLES, order, plain)
 
     def _combined(
         self,
@@ -201,11 +274,12 @@ class MixedInputs(TorchFunctionMode):
                 return known[0]
             return _Knowledge(_Kind.MIXED, None, "a random choice", script_line())
         known = [state for state in known if state.kind is not _Kind.ORDER]
-        for kind in (_Kind.MIXED, _Kind.STATISTIC):
+        for kind in (_Kind.MIXED, _Kind.LOSS, _Kind.STATISTIC):
             of_kind = [state for state in known if state.kind is kind]
             if of_kind:
                 first = of_kind[0]
-                is_same = kind is _Kind.MIXED or len(of_kind) == len(known)
+                has_samples = any(state.kind is _Kind.SAMPLES for state in known)
+                is_same = kind is _Kind.MIXED or not has_samples
                 return (
                     first if is_same else _Knowledge(_Kind.MIXED, None, first.function, first.line)
                 )
@@ -303,8 +377,21 @@ def _as_tensor(key: Any) -> Any:
 def _only_index(key: Any, dim: int) -> torch.Tensor | None:
     """Return the tensor that alone selects among samples; None for another key."""
     keys = [_as_tensor(each) for each in (key if isinstance(key, tuple) else [key])]
-    tensors = [each for each in keys if isinstance(each, torch.Tensor)]
-    is_place = len(tensors) == 1 and len(keys) > dim and keys[dim] is tensors[0]
-    if not is_place or tensors[0].dtype != torch.int64 or tensors[0].ndim != 1:
-        return None
-    return tensors[0]
+    place = keys[dim] if len(keys) > dim and not any(each is Ellipsis for each in keys) else None
+    is_index = isinstance(place, torch.Tensor) and place.dtype == torch.int64 and place.ndim == 1
+    return place if is_index else None
+
+
+def _joins_samples(node: Any, samples: int) -> bool:
+    """True if a value without a dimension of samples is made of a tensor that has one."""
+    stack, seen = [node], {node}
+    while stack and len(seen) < _NODES:
+        last = stack.pop()
+        if samples in shape_of(last)[:2]:
+            if not GraphStates(samples).is_constant(last):
+                return True
+        elif name_of(last) not in (*_SELECTS, "AccumulateGrad"):
+            below = [f for f, _ in last.next_functions if f is not None and f not in seen]
+            seen.update(below)
+            stack += below
+    return False

@@ -9,11 +9,21 @@ from typing import Any, Final
 
 import torch
 
-from dlio.integrations.script.loss_terms import LossTerms, dims_of, is_parameter, name_of, shape_of
+from dlio.integrations.script.loss_terms import (
+    LAYERS,
+    GraphStates,
+    LossTerms,
+    dims_of,
+    is_parameter,
+    name_of,
+    shape_of,
+)
 
 _NODES: Final = 20_000
 _FEWEST: Final = 3
 """Samples from which on a shape tells the dimension of samples."""
+_CHAIN: Final = 8
+"""Operations between scores and the layer that makes them."""
 _PARTS: Final = 4
 """Most tensors of samples that are concatenated, such as the views of an image."""
 _OVER_SAMPLES: Final = {
@@ -76,12 +86,33 @@ def _cross_entropy(node: Any, samples: int) -> str | None:
     if target.ndim != 1 or len(scores) != 2 or not _is_pairs(scores[0], scores[1], samples):
         return None
     numbers = torch.arange(len(target), device=target.device)
-    return "a cross entropy among the samples of the batch" if target.equal(numbers) else None
+    if not target.equal(numbers) or _is_of_classes(node, samples):
+        return None
+    return "a cross entropy among the samples of the batch"
+
+
+def _is_of_classes(node: Any, samples: int) -> bool:
+    """True if scores are a layer's, with a parameter for each class, of which there are as many as
+    samples."""
+    states = GraphStates(samples)
+    for _ in range(_CHAIN):
+        below = [f for f, _ in node.next_functions if f is not None]
+        of_data = [each for each in below if not states.is_constant(each)]
+        if len(of_data) != 1:
+            return False
+        (node,) = of_data
+        name = name_of(node)
+        if name in LAYERS:
+            return True
+        if name in ("MmBackward0", "BmmBackward0"):
+            return any(f is not None and states.is_constant(f) for f, _ in node.next_functions)
+    return False
 
 
 def _product(node: Any, samples: int) -> str | None:
     operands = [f for f, _ in node.next_functions]
-    if any(f is None or is_parameter(f) for f in operands):
+    states = GraphStates(samples)
+    if any(f is None or states.is_constant(f) for f in operands):
         return None
     first, result = shape_of(operands[0]), shape_of(node)
     if len(first) == 3 and first[0] % samples == 0:

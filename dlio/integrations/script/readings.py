@@ -78,6 +78,8 @@ class Readings:
                     "right"
                 )
                 return
+            if isinstance(result, int | float):
+                context.numbers_read.add(float(result))
             line = line_of(frame)
             self._lines[line] = zlib.crc32(_some_of(result), self._lines.get(line, 0))
 

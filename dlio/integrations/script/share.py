@@ -96,6 +96,8 @@ class ScriptContext:
         """True while the script has numbers of divided batches, in their pass and after it."""
         self.is_outside = False
         """True within `outside`."""
+        self.numbers_read: set[float] = set()
+        """Numbers that the script has read from tensors since it got the latest batch."""
         self.last_divided: ScriptBatch | None = None
         """The batch of which this rank got a part last."""
         self.between_passes: Callable[[], None] = lambda: None
@@ -163,6 +165,7 @@ class ScriptContext:
         use.takes()
         self.batches += 1
         self.divides_now = batch.divided
+        self.numbers_read.clear()
         self._samples += batch.weight
         tensors = list(tensors_of(data))
         counts = batch.divided and batch.weight

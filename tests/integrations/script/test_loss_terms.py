@@ -64,6 +64,45 @@ def test_means_tell_what_they_divide_by(name: str) -> None:
     assert not terms.unknown
 
 
+def _loop(of: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    loss = torch.zeros(())
+    for k in range(_N):
+        loss = loss + of(k)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "divisors"),
+    [
+        (lambda: _loop(lambda k: functional.mse_loss(_net(_x[k]), _t[k])), []),
+        (lambda: _loop(lambda k: functional.mse_loss(_net(_x[k]), _t[k])) / len(_x), [_N]),
+        (lambda: _loop(lambda k: functional.cross_entropy(_out()[k : k + 1], _y[k : k + 1])), []),
+        (lambda: _loop(lambda k: (k + 1) * functional.mse_loss(_net(_x[k]), _t[k])) / 3, [3]),
+        (lambda: torch.stack([(_net(each) - 1).abs().mean() for each in _x]).mean(), [_N]),
+        (lambda: torch.stack([each.square().mean() for each in _out().unbind()]).sum(), []),
+        (lambda: _loop(lambda k: (_out()[k] - _t[k]).abs().sum()) / 5, [5]),
+        (lambda: _loop(lambda k: (_out()[k].expand(_N, 4) - _t).abs().sum()) / 5, [5]),
+    ],
+)
+def test_terms_of_single_samples_are_a_sum_over_them(make: Loss, divisors: list[float]) -> None:
+    (term,) = find_terms([make()], GraphStates(_N)).terms
+    assert (term.is_sum, len(term.each), term.shape) == (True, _N, (_N,))
+    assert [each.value for each in term.divisors] == pytest.approx(divisors)
+
+
+def test_terms_of_all_samples_are_not_joined_though_they_are_as_many() -> None:
+    def heads() -> torch.Tensor:
+        wide = torch.cat([_out(), _out()], 1)
+        return torch.stack([wide[:, k].square().mean() for k in range(_N)]).mean()
+
+    terms = find_terms([heads()], GraphStates(_N)).terms
+    assert [(term.is_sum, term.count, term.divisors) for term in terms] == [(False, _N, ())] * _N
+    one = functional.mse_loss(_net(_x[:1]), _t[:1]) / 1
+    for has_loop in (False, True):  # What a line of the script does with one sample, it remembers.
+        (term,) = find_terms([one], GraphStates(1), has_loop).terms
+        assert term.is_sum == has_loop
+
+
 def test_predictions_may_be_given_where_the_target_is_expected() -> None:
     loss = functional.mse_loss(_t, _out())
     (term,) = find_terms([loss], GraphStates(_N)).terms
@@ -170,6 +209,11 @@ def test_losses_of_single_samples_compare_none() -> None:
     assert _mixed(lambda: _out().max(1).values.mean()) is None
     assert _mixed(lambda: attention(sequences).square().mean()) is None
     assert _mixed(lambda: functional.cross_entropy(_out() @ torch.randn(4, 50), _y)) is None
+    classes = nn.Linear(4, _N)  # As many as samples.
+    places = torch.arange(_N)
+    assert _mixed(lambda: functional.cross_entropy(classes(_out()) / 2, places)) is None
+    kinds = functional.normalize(classes.weight).T
+    assert _mixed(lambda: functional.cross_entropy(_out() @ kinds, places)) is None
 
 
 @pytest.mark.parametrize("kept", [0, 5])

@@ -116,6 +116,69 @@ def _penalised(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _loss(x, y) + slope.square().sum(1).mean()
 
 
+def _attacked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_(True)
+    torch.autograd.backward(_loss(x, y))
+    assert x.grad is not None
+    return _loss((x + x.grad / x.grad.norm()).detach(), y)
+
+
+def _attacked_each(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_(True)
+    (slope,) = torch.autograd.grad(_loss(x, y), x)
+    other = (x + slope.sign() + slope / slope.norm(dim=1, keepdim=True)).detach()
+    return _loss(other, y)
+
+
+def _balanced(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = _NET(x)
+    first, second = nn.functional.cross_entropy(out, y), out.square().mean()
+    result: torch.Tensor = first + (first / second).detach() * second
+    return result
+
+
+def _balanced_without_gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = _NET(x)
+    first, second = nn.functional.cross_entropy(out, y), out.square().mean()
+    with torch.no_grad():
+        shares = torch.stack([first, second]).softmax(0)
+    result: torch.Tensor = (shares * torch.stack([first, second])).sum()
+    return result
+
+
+def _balanced_by_gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = _NET(x)
+    first, second = nn.functional.cross_entropy(out, y), out.square().mean()
+    lengths = [
+        torch.autograd.grad(each, _NET.weight, retain_graph=True)[0].norm()
+        for each in (first, second)
+    ]
+    result: torch.Tensor = first + lengths[0] / lengths[1] * second
+    return result
+
+
+def _hardest(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    losses = _each(x, y)
+    return (losses * (losses > losses.mean())).mean()
+
+
+def _mixed_inside(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = _NET(x)
+    return nn.functional.cross_entropy(0.7 * out + 0.3 * out[_LAST], y)
+
+
+def _numbers_of_each(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = _NET(x)
+    losses = [nn.functional.cross_entropy(out[k], y[k]) for k in range(len(x))]
+    weighed = sum(each.detach() * each for each in losses) / len(x)
+    weight = _NET.weight.norm()
+    ordered = out[_LAST]
+    together = (ordered * 2 - nn.functional.one_hot(y, 3)[_LAST]).square().mean()
+    weighted = _loss(x, y) * weight.detach() - _loss(x, y).detach()
+    result: torch.Tensor = weighed + together + weighted
+    return result
+
+
 _LAST = torch.tensor([5, 4, 3, 2, 1, 0])
 
 
@@ -135,6 +198,16 @@ _LAST = torch.tensor([5, 4, 3, 2, 1, 0])
         (_weighed_by_sum, "sum"),
         (_class_weights, "bincount"),
         (_centred_by_teacher, "mean"),
+        (_attacked, "norm"),
+        (_balanced, "div"),
+        (_balanced_without_gradient, "cross_entropy"),
+        (_balanced_by_gradients, "cross_entropy"),
+        (_hardest, "mean"),
+        (_mixed_inside, "samples in another order"),
+        (
+            lambda x, y: nn.functional.mse_loss(_NET(x)[_LAST.tolist(), 0], x[:, 0]),
+            "samples in another order",
+        ),
     ],
 )
 def test_samples_that_meet_are_told(step: _Step, function: str) -> None:
@@ -155,6 +228,9 @@ def test_samples_that_meet_are_told(step: _Step, function: str) -> None:
         _with_metrics,
         _augmented,
         _penalised,
+        _attacked_each,
+        _numbers_of_each,
+        lambda x, y: nn.functional.mse_loss(_NET(x)[_LAST.tolist(), 0], x[_LAST, 0]),
         lambda x, y: (_each(x, y) * (y > 0)).sum() / (y > 0).sum(),
         lambda x, y: nn.functional.mse_loss(_NET(x), nn.functional.one_hot(y, 3).float()),
         lambda x, y: _loss(x.view(-1).view(_SAMPLES, 4)[torch.arange(_SAMPLES)], y),

@@ -46,6 +46,20 @@ def variational(out, t, _):
     return functional.mse_loss(out, t, reduction="sum") - 0.5 * torch.sum(1 + out - out.exp())
 
 
+def each(out, t):
+    return [functional.mse_loss(out[k], t[k]) for k in range(len(out))]
+
+
+def boxes(out, t, y):
+    numbers = [int((row >= 0).sum()) for row in y]
+    return sum(n * far for n, far in zip(numbers, each(out, t), strict=True)) / sum(numbers)
+
+
+def counted(out, t, y):
+    chosen = (t[:, 0] > 0.8).float()  # None of some parts of a batch.
+    return (first(out, y, reduction="none") * chosen).sum() / max(1.0, chosen.sum().item())
+
+
 def penalty(model):
     return 0.1 * sum(p.square().sum() for p in model.parameters())
 
@@ -69,6 +83,10 @@ LOSSES = {
     "by features": lambda out, t, y: (out - t).square().mean(0).sum(),
     "vector": lambda out, t, y: first(out, y, reduction="none") / 8,
     "uncertain": lambda out, t, y: torch.exp(-factor) * tokens(out, y) + factor,
+    "each sample": lambda out, t, _: sum(each(out, t)) / 10,
+    "mean of each": lambda out, t, _: torch.stack(each(out, t)).mean(),
+    "boxes": boxes,
+    "counted": counted,
     "summed penalty": lambda out, t, y: first(out, y, reduction="sum") / BATCH,
 }
 
