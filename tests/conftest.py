@@ -170,12 +170,12 @@ def _log_state() -> dict[str, object]:
 def _telling() -> Iterator[None]:
     """Have lines that are logged once a process logged again, and fail tests after which later ones
     would not see them: with a logger or a variable of dlio's changed."""
-    for name, told in (
+    for module_name, attribute in (
         ("dlio.util.printable", "_told"),
         ("dlio.image.image_warnings", "WARNINGS._told"),
     ):
-        if (module := sys.modules.get(name)) is not None:
-            operator.attrgetter(told)(module).clear()
+        if (module := sys.modules.get(module_name)) is not None:
+            operator.attrgetter(attribute)(module).clear()
     before = _log_state()
     yield
     after = _log_state()

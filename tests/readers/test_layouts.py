@@ -515,7 +515,7 @@ def test_a_list_with_a_count_and_names_gives_the_label_that_is_chosen(tmp_path: 
     _celeba(tmp_path)
     with pytest.raises(UsageError, match=r"clearly the label \(Male, Young\)"):
         open_reader(str(tmp_path), table="list_attr_celeba.txt")
-    chosen = {"table": "list_attr_celeba.txt", "label": "Male"}
+    chosen: dict[str, Any] = {"table": "list_attr_celeba.txt", "label": "Male"}
     assert open_reader(str(tmp_path), split="val", **chosen).labels.tolist() == [-1]
     (tmp_path / "list_eval_partition.txt").unlink()
     assert open_reader(str(tmp_path), **chosen).labels.tolist() == [1, -1] * 3
