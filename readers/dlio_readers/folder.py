@@ -464,7 +464,9 @@ def _list_plan(source: Source, lists: PictureLists) -> FolderPlan:
     count = sum(len(each) for each in lists.splits.values())
     labelled = "the labels of " if lists.encoding.numbers else ""
     words = f"{counted(count, 'picture')} with {labelled}{', '.join(lists.files)}"
-    left = (f"{named_files(lists.unlisted)} that they do not name",) if lists.unlisted else ()
+    left: tuple[str, ...] = ()
+    if lists.unlisted:
+        left = (f"{named_files(lists.unlisted)} that they do not name",)
     left += labels_beside(source, lists)
     return FolderPlan(
         Fit(words, count, is_marked=True, left_out=left, used=lists.files), lists=lists

@@ -17,7 +17,7 @@ import io
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
@@ -312,7 +312,9 @@ def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool
         split = split_word(stem) or ""
         if suffix.lower() in (".csv", ".tsv"):
             delimiter, lines = delimiter_of(file, text), io.StringIO(text, newline="")
-            table = csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
+            table: Iterator[list[str]] = csv.reader(
+                lines, delimiter=delimiter, strict=True, skipinitialspace=True
+            )
         elif _has_count(text):
             table = iter([line.split() for line in text.splitlines()[1:]])
         else:

@@ -69,7 +69,9 @@ def _right(judge: Any, image: int, crowds: bool) -> list[tuple[list[float], int,
         x, y, width, height = note["bbox"]
         corners = [x, y, min(x + width, _SIDES[1]), min(y + height, _SIDES[0])]
         if corners[2] > corners[0] and corners[3] > corners[1]:
-            made.append((np.float32(corners).tolist(), note["category_id"], note["iscrowd"]))
+            made.append(
+                (np.array(corners, np.float32).tolist(), note["category_id"], note["iscrowd"])
+            )
     return made
 
 
