@@ -61,7 +61,7 @@ def _drawn(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _right(judge: Any, image: int, crowds: bool) -> list[tuple[list[float], int, int]]:
-    """Return (corners, category, crowd) of what pycocotools has of a picture, boxes limited to it
+    """Return (corners, category, crowd) of a picture by pycocotools, boxes limited to the picture
     as `outside="clip"` says, those without a size left out."""
     notes = judge.loadAnns(judge.getAnnIds(imgIds=[image], iscrowd=None if crowds else False))
     made = []
