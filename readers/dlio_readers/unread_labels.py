@@ -69,7 +69,7 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
 
 
 def labels_beside(source: Source, lists: PictureLists) -> tuple[str, ...]:
-    """Return the words about files that may hold the labels of pictures whose lists have none."""
+    """Return the words about files that may label pictures whose lists have no labels."""
     if lists.encoding.numbers:
         return ()
     pictures = [name.rpartition("/")[2] for each in lists.splits.values() for name in each]
