@@ -3,6 +3,8 @@
 import contextlib
 import fcntl
 import gc
+import logging
+import operator
 import os
 import resource
 import shutil
@@ -154,8 +156,36 @@ def _seeded() -> None:
         torch.manual_seed(0)
 
 
+def _log_state() -> dict[str, object]:
+    log, root = logging.getLogger("dlio"), logging.getLogger()
+    variables = {name: value for name, value in os.environ.items() if name.startswith("DLIO_")}
+    return {
+        "dlio's log": (log.propagate, log.disabled, log.level, list(log.handlers)),
+        "the root's level": (root.level, root.manager.disable),
+        "dlio's variables": variables,
+    }
+
+
 @pytest.fixture(autouse=True)
-def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _telling() -> Iterator[None]:
+    """Have lines that are logged once a process logged again, and fail tests after which later ones
+    would not see them: with a logger or a variable of dlio's changed."""
+    for module_name, attribute in (
+        ("dlio.util.printable", "_told"),
+        ("dlio.image.image_warnings", "WARNINGS._told"),
+    ):
+        if (module := sys.modules.get(module_name)) is not None:
+            operator.attrgetter(attribute)(module).clear()
+    before = _log_state()
+    yield
+    after = _log_state()
+    log = logging.getLogger("dlio")
+    log.propagate, log.disabled = True, False
+    assert after == before
+
+
+@pytest.fixture(autouse=True)
+def _cold(request: pytest.FixtureRequest, _telling: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give tests that are marked `cold` the real interpreter."""
     mark = request.node.get_closest_marker("cold")
     if mark is not None and ("nightly" not in mark.args or request.config.getoption("--nightly")):

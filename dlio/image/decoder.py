@@ -703,13 +703,15 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         turn = header.value(image, ORIENTATION, 1)
         return np.ascontiguousarray(turned(_decode_tiff(padded, name)[:height, :width], turn))
     bits, kind = header.packed_bits(image), header.value(image, PHOTOMETRIC, RGB)
+    colours = header.values(image, COLOURS, 1 << 16) if kind == PALETTE else []
+    if kind == PALETTE and len(colours) != 3 << header.value(image, BITS, 1):
+        # Of a palette that is cut off, OpenCV makes other colours.
+        raise damaged(name, "its palette is missing, or has not a colour for each number")
     if bits > 1:
         numbers = tiff_numbers(image, name, header)
         if kind == PALETTE:
-            colours = np.array(header.values(image, COLOURS), np.uint16)
-            if len(colours) != 3 << bits:
-                raise damaged(name, "its palette is missing, or has not a colour for each number")
-            return (colours.reshape(3, -1).T[numbers] >> 8).astype(np.uint8)
+            palette = np.array(colours, np.uint16).reshape(3, -1)
+            return (palette.T[numbers] >> 8).astype(np.uint8)
         most = (1 << bits) - 1
         return _rgb((most - numbers if kind == WHITE_IS_ZERO else numbers) * (255 // most))
     samples, bits = header.value(image, SAMPLES, 1), header.value(image, BITS, 1)

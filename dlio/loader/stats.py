@@ -28,8 +28,9 @@ class PassStats(TypedDict):
     """Names of samples that were left out."""
     notes: list[str]
     warned: NotRequired[list[str]]
-    """Names of pictures that were read with a warning. Of a JPEG a crop need not show it: `dlio
-    verify`, which decodes pictures whole, lists all."""
+    """Names of this epoch's pictures of which this process has seen a warning: none but those that
+    `dlio verify`, which decodes pictures whole, lists. Of a JPEG, that is damage in the part of it
+    that a crop of this epoch or an earlier one has decoded; no sample is decoded whole to count."""
     bytes: NotRequired[dict[str, int]]
     """Payload bytes by place: `source`, `peer`, `ram`, `disk`. This and the counts below are there
     for data sets of dlio alone."""

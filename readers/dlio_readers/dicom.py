@@ -27,6 +27,8 @@ from dlio.util.units import counted
 DICOM_SUFFIXES: Final = (".dcm", ".dicom")
 _MAGIC: Final = b"DICM"
 _MAGIC_AT: Final = 128
+_META: Final = b"\2\0"
+"""Number of the group that says how the others are stored."""
 _HEAD_BYTES: Final = 1 << 16
 _DEFLATED: Final = b"1.2.840.10008.1.2.1.99"
 _LONG_TYPES: Final = (b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"UC", b"UN", b"UR", b"UT")
@@ -63,9 +65,11 @@ def dicom_array(file: File) -> ChunkedArray:
         ) from error
 
     with parsing(file.name):
-        _check_deflated(file)
+        begin = _meta_at(file)
+        _check_deflated(file, begin)
         with file.open() as stream:
-            head = pydicom.dcmread(_ShortReads(stream, file.size), stop_before_pixels=True)
+            short = _ShortReads(stream, file.size)
+            head = pydicom.dcmread(short, stop_before_pixels=True, force=not begin)
         if "Rows" not in head or "Columns" not in head:
             raise SourceError(f"{file.name} is a DICOM file without pixels: leave it out")
         shape, dtype, frames = _shape(head)
@@ -82,7 +86,7 @@ def dicom_array(file: File) -> ChunkedArray:
 
     def read(box: Box) -> npt.NDArray[Any]:
         with parsing(file.name):
-            whole = pydicom.dcmread(io.BytesIO(file.read()))
+            whole = pydicom.dcmread(io.BytesIO(file.read()), force=not begin)
             _check_frames(whole, frames, file.name)
             pixels = whole.pixel_array
         if pixels.shape != shape or pixels.dtype.newbyteorder("=") != dtype:
@@ -118,15 +122,32 @@ class _ShortReads:
         return self._stream.read(left if count is None or count < 0 else min(count, left))
 
 
-def _check_deflated(file: File) -> None:
+def _meta_at(file: File) -> int:
+    """Return the place of a file's first group, 0 for one without the preamble before it.
+
+    Raises SourceError if there is none.
+    """
+    head = file.read(0, _MAGIC_AT + len(_MAGIC))
+    if head[_MAGIC_AT:] == _MAGIC:
+        return len(head)
+    if head[:2] == _META and head[4:6].isalpha() and head[4:6].isupper():
+        return 0
+    raise SourceError(
+        f"{file.name} is not a DICOM file, or lacks the header that says how its pixels are "
+        "stored: read it with pydicom.dcmread(path, force=True), set file_meta.TransferSyntaxUID, "
+        "and write it with save_as(path, enforce_file_format=True)"
+    )
+
+
+def _check_deflated(file: File, begin: int) -> None:
     """Check how much a deflated file becomes: pydicom inflates it as a whole.
 
     Raises SourceError if that is too much, ValueError if its first group is damaged.
     """
     head = file.read(0, _HEAD_BYTES)
-    at, syntax = _MAGIC_AT + len(_MAGIC), b""
+    at, syntax = begin, b""
     # The elements of group 2 are little-endian, with their types.
-    while head[at : at + 2] == b"\2\0" and at + 12 <= len(head):
+    while head[at : at + 2] == _META and at + 12 <= len(head):
         is_long = head[at + 4 : at + 6] in _LONG_TYPES
         size = int.from_bytes(
             head[at + 8 : at + 12] if is_long else head[at + 6 : at + 8], "little"

@@ -69,7 +69,7 @@ from dlio_readers.picture_lists import (
     same_name,
     tell_of_boxes,
 )
-from dlio_readers.unread_labels import files_of_labels, unread_labels, write_them
+from dlio_readers.unread_labels import files_of_labels, labels_beside, unread_labels, write_them
 
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
@@ -324,7 +324,7 @@ def plan_of(
         lists = find_lists(source, named, column)
         if lists is None:
             raise UsageError(f"label={label!r}: {source.path()} has no list of its pictures")
-        return _list_plan(lists)
+        return _list_plan(source, lists)
     rows = source.names()
     here = [name for name, folder in rows if not folder and name.lower().endswith(PICTURES)]
     folders = [name for name, folder in rows if folder]
@@ -338,7 +338,7 @@ def plan_of(
             return plan
     lists = None if layout or (table and not folders) else find_lists(source)
     if lists is not None:
-        return _list_plan(lists)
+        return _list_plan(source, lists)
     if not folders:
         words = f"{counted(len(here), 'picture')}" + (f" with {table}" if table else "")
         weight = len(here) if table else len(here) / 2
@@ -460,11 +460,14 @@ def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list
     return [f"{named_files(label_files)} in class folders, which may hold labels or boxes"]
 
 
-def _list_plan(lists: PictureLists) -> FolderPlan:
+def _list_plan(source: Source, lists: PictureLists) -> FolderPlan:
     count = sum(len(each) for each in lists.splits.values())
     labelled = "the labels of " if lists.encoding.numbers else ""
     words = f"{counted(count, 'picture')} with {labelled}{', '.join(lists.files)}"
-    left = (f"{named_files(lists.unlisted)} that they do not name",) if lists.unlisted else ()
+    left: tuple[str, ...] = ()
+    if lists.unlisted:
+        left = (f"{named_files(lists.unlisted)} that they do not name",)
+    left += labels_beside(source, lists)
     return FolderPlan(
         Fit(words, count, is_marked=True, left_out=left, used=lists.files), lists=lists
     )

@@ -404,7 +404,12 @@ class Hdf5File:
         if dataset.is_virtual:
             others = {source.file_name for source in dataset.virtual_sources()} - {"."}
             if others:
-                raise SourceError(f"{where} is made of other files (virtual): name those instead")
+                shown = ", ".join(sorted(others)[:2])
+                raise SourceError(
+                    f"{where} is a virtual data set of {counted(len(others), 'other file')} "
+                    f"({shown}), which dlio does not read: open a list of those files instead, or "
+                    "write it whole with h5py"
+                )
 
 
 def _linked(root: Any, group: Any, key: str, link: Any) -> Any:

@@ -5,6 +5,8 @@
     meta/{train,test}.txt               <class>/<name>                Food-101
     val_annotations.txt                 <file> TAB <class> ...        Tiny ImageNet
     images.txt, image_class_labels.txt, train_test_split.txt          CUB-200-2011, by numbers
+    list_eval_partition.txt             <name> <0, 1 or 2>            CelebA's splits
+    list_attr_celeba.txt                a count, names, <name> <values>, with table= and label=
 
 A file is a list if its first rows name pictures, with or without their suffixes; its name may say
 the split. Where rows have no label, the folder of a picture is its label.
@@ -15,8 +17,8 @@ import io
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
@@ -63,6 +65,10 @@ PROBED: Final = 8
 _WORDY: Final = 3
 """Words of a label, at most; longer values are boxes or descriptions."""
 _COMMENT: Final = "#"
+_PARTITION: Final = "partition"
+"""Part of the name of a file that gives the split of each picture."""
+_MARKS: Final = dict(zip("012", SPLITS, strict=True))
+"""Splits as CelebA numbers them."""
 _NUMBERED: Final = re.compile(r"(.+?)[-_ ]?[0-9]+")
 Rows = Sequence[tuple[str, str | None]]
 """(picture as the list names it, label as text; None without)."""
@@ -133,6 +139,7 @@ def find_lists(
         listed = [_read(source, table, label, is_named=True)]
     else:
         listed = _candidates(source, rows, tops, label)
+    listed = _by_partition(source, rows, listed)
     made: dict[str, dict[str, str]] = {}
     used: list[str] = []
     unclear: list[tuple[_List, str]] = []
@@ -282,7 +289,11 @@ def _read(source: Source, file: str, label: str | None, is_named: bool = False) 
     else:
         data = source.read(file, 0, MAX_TABLE + 1)
     where = source.path(file) if not os.path.isabs(file) else file
-    if is_named and label is not None and b"," not in data[:_HEAD] and not file.endswith(".tsv"):
+    head = data[:_HEAD]
+    has_header = (
+        b"," in head or file.endswith(".tsv") or _has_count(head.decode("utf-8", "replace"))
+    )
+    if is_named and label is not None and not has_header:
         raise UsageError(f"label={label!r}: {where} has no header: leave label= out")
     made = _parsed(file, data, label, where)
     if is_named and label is not None and not made.has_labels:
@@ -299,14 +310,19 @@ def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool
         text = utf8_text(data)
         stem, suffix = os.path.splitext(os.path.basename(file))
         split = split_word(stem) or ""
-        if suffix.lower() not in (".csv", ".tsv"):
+        if suffix.lower() in (".csv", ".tsv"):
+            delimiter, lines = delimiter_of(file, text), io.StringIO(text, newline="")
+            table: Iterator[list[str]] = csv.reader(
+                lines, delimiter=delimiter, strict=True, skipinitialspace=True
+            )
+        elif _has_count(text):
+            table = iter([line.split() for line in text.splitlines()[1:]])
+        else:
             return _List(file, split, *_plain(text))
-        delimiter = delimiter_of(file, text)
-        table = csv.reader(
-            io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=True
-        )
         header = [name.strip() for name in next(table, [])]
         rows = [row for row in table if row]
+        if rows and len(rows[0]) == len(header) + 1 and suffix.lower() == ".txt":
+            header = [FILE_COLUMNS[0], *header]
         named = next((k for k, each in enumerate(header) if each.lower().endswith(PICTURES)), None)
         if named is not None:  # Of a list without a header.
             rows = [header, *rows]
@@ -337,7 +353,7 @@ def _columns(
         if len(row) != len(header):
             raise SourceError(f"{where}: row {number + 1} has {len(row)} of {len(header)} values")
     column = split_column(header)
-    if column is not None:
+    if column is not None and len(header) > 2:
         tell_once(f"{where}: {not_chosen_by(column)}")
     lower = [name.lower() for name in header]
     tell_of_boxes(where, header)
@@ -380,6 +396,40 @@ def _plain(text: str) -> tuple[Rows, bool]:
         made.append((parts[0].strip(), parts[1].strip() if len(parts) > 1 else None))
     has = bool(made) and all(each for _, each in made)
     return (made if has else [(name, None) for name, _ in made]), has
+
+
+def _has_count(text: str) -> bool:
+    """True for a text that begins with its number of rows and their columns' names, as CelebA's."""
+    lines = [line.split() for line in text.split("\n", 3)[:3]]
+    if len(lines) < 3 or len(lines[0]) != 1 or not lines[0][0].isdecimal():
+        return False
+    return len(lines[1]) > 1 and len(lines[2]) - len(lines[1]) in (0, 1)
+
+
+def _by_partition(
+    source: Source, rows: Sequence[tuple[str, bool]], listed: Sequence[_List]
+) -> list[_List]:
+    """Return lists divided by the file that gives the split of each picture, if there is one; the
+    file itself is a list without labels if it is the only one."""
+    file = next((name for name in _files_of(source, rows) if _PARTITION in name.lower()), None)
+    if file is None or not listed:
+        return list(listed)
+    marks = {same_name(name): text or "" for name, text in _read(source, file, None).rows}
+    splits = {name: split_of(text, folder=True) or _MARKS.get(text) for name, text in marks.items()}
+    if not all(splits.values()):
+        return list(listed)
+    made: list[_List] = []
+    others = [each for each in listed if os.path.basename(each.file) != os.path.basename(file)]
+    for each in others or [_List(file, "", [(name, None) for name in splits], False)]:
+        if each.split or any(same_name(name) not in splits for name, _ in each.rows):
+            made.append(each)
+            continue
+        for split in SPLITS:
+            own = [row for row in each.rows if splits[same_name(row[0])] == split]
+            if own:
+                kept = replace(each, split=split, rows=own, beside=(*each.beside, file))
+                made.append(kept)
+    return made
 
 
 def _by_numbers(source: Source, rows: Sequence[tuple[str, bool]]) -> list[_List]:

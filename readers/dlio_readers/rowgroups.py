@@ -55,7 +55,6 @@ class ColumnFacts:
     def __init__(self, name: str, kind: ArrowType, where: str) -> None:
         import pyarrow.types as t
 
-        kind = kind.value_type if t.is_dictionary(kind) else kind
         self._name = name
         kind = _plain_type(kind)
         self.bodies: list[npt.NDArray[np.int64]] = []
@@ -163,7 +162,7 @@ def _plain_type(kind: Any) -> Any:
     import pyarrow as pa
     import pyarrow.types as t
 
-    while t.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+    while _is_coded(kind):
         if isinstance(kind, pa.FixedShapeTensorType):
             if kind.permutation not in (None, list(range(len(kind.shape)))):
                 return kind
@@ -171,10 +170,30 @@ def _plain_type(kind: Any) -> Any:
             for side in reversed(kind.shape):
                 inner = pa.list_(inner, side)
             return inner
-        kind = kind.value_type if t.is_dictionary(kind) else kind.storage_type
+        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
     if t.is_decimal(kind) and kind.scale == 0 and kind.precision <= _DIGITS:
         return pa.int64()
     return pa.float64() if t.is_decimal(kind) or t.is_null(kind) else kind
+
+
+def _is_coded(kind: Any) -> bool:
+    """True for a type that stands for values of another one."""
+    import pyarrow as pa
+    import pyarrow.types as t
+
+    is_extension = isinstance(kind, pa.BaseExtensionType)
+    return is_extension or t.is_dictionary(kind) or t.is_run_end_encoded(kind)
+
+
+def _dictionary_of_runs(array: Any) -> Any:
+    """Return an array of runs with its values as a dictionary, whose size can be checked."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    numbers = pa.array(np.arange(len(array.values), dtype=np.int32))
+    runs = pa.RunEndEncodedArray.from_arrays(array.run_ends, numbers)
+    indices = pc.run_end_decode(runs.slice(array.offset, len(array)))
+    return pa.DictionaryArray.from_arrays(indices, array.values)
 
 
 def _storage(array: Any) -> Any:
@@ -210,7 +229,9 @@ def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
     chunks = []
     for chunk in column.chunks:
         plain = chunk
-        while t.is_dictionary(plain.type) or isinstance(plain.type, pa.BaseExtensionType):
+        while _is_coded(plain.type):
+            if t.is_run_end_encoded(plain.type):
+                plain = _dictionary_of_runs(plain)
             if t.is_dictionary(plain.type):
                 values, size = plain.dictionary, 0
                 if _is_text(values.type) or _is_bytes(values.type):

@@ -11,7 +11,7 @@ from typing import Final
 from dlio.data.interpretation import named_files
 from dlio.data.source import Source
 from dlio.errors import SourceError, UsageError
-from dlio_readers.picture_lists import find_lists
+from dlio_readers.picture_lists import PictureLists, find_lists
 
 # fmt: off
 _TEXTS: Final = (
@@ -66,6 +66,17 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
     if own:
         words.append(f"{named_files(own)} named as pictures are, one each")
     return tuple(words), [*kept, *own]
+
+
+def labels_beside(source: Source, lists: PictureLists) -> tuple[str, ...]:
+    """Return the words about files that may label pictures whose lists have no labels."""
+    if lists.encoding.numbers:
+        return ()
+    pictures = [name.rpartition("/")[2] for each in lists.splits.values() for name in each]
+    files = [n for n in files_of_labels(source, "", pictures) if n not in lists.files]
+    if not files:
+        return ()
+    return (f"{named_files(files)}, which may hold labels: choose one with table= and label=",)
 
 
 def _may_label(source: Source, name: str, pictures: Sequence[bytes]) -> bool:

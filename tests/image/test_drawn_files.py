@@ -266,6 +266,24 @@ def test_a_tiff_of_more_channels_is_refused_for_what_it_is(channels: int, kind: 
         decode_whole(file, "x")
 
 
+@pytest.mark.filterwarnings("ignore:T")  # Pillow warns of each tag that it skips.
+@pytest.mark.parametrize("codec", _COMPRESSIONS)
+def test_a_tiff_without_its_whole_palette_is_refused_as_by_pillow(codec: str) -> None:
+    memory, drawn = io.BytesIO(), np.random.default_rng(0).integers(0, 256, (6, 5, 3), np.uint8)
+    Image.fromarray(drawn).convert("P").save(memory, "TIFF", compression=codec)
+    file = memory.getvalue()
+    entry = file.index(struct.pack("<HHI", 320, 3, 768))
+    lost = bytearray(file)
+    struct.pack_into("<I", lost, entry + 8, len(file) - 1530)
+    longer = bytearray(file)
+    struct.pack_into("<I", longer, entry + 4, 1 << 20)
+    for damaged in (lost, longer):
+        with pytest.raises(OSError, match="cannot identify"):
+            Image.open(io.BytesIO(bytes(damaged)))
+        with pytest.raises(DecodeError, match="its palette is missing"):
+            decode_whole(bytes(damaged), "x")
+
+
 def test_a_float_tiff_is_limited_as_by_pillow() -> None:
     values = np.array([[-3.5, 0.4, 12.6, 254.9], [255.1, 1e9, np.nan, 7]], np.float32)
     memory = io.BytesIO()

@@ -326,3 +326,27 @@ def test_pictures_of_one_name_have_warnings_of_their_own(
             list(loader)
             counts.append(loader.stats()["warned"])
     assert counts == [["a/0.jpg"], []]
+
+
+def test_crops_warn_of_no_picture_without_a_warning_as_a_whole() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
+    shown = 0
+    for number, rows in enumerate((0, 0, 1, 1)):
+        memory = io.BytesIO()
+        more: dict[str, Any] = {"restart_marker_rows": rows} if rows else {}
+        Image.fromarray(noise).save(memory, "JPEG", quality=80, **more)
+        holed = bytearray(memory.getvalue())
+        if number % 2:
+            at = len(holed) * 3 // 5
+            holed[at : at + 64] = bytes(64)
+        whole = f"{number} whole"
+        decode_whole(bytes(holed), whole)
+        for epoch in range(12):
+            name = f"{number} crop {epoch}"
+            made = Decoder(Crop(32, True), seed=1)
+            uniforms = made.draw(epoch, np.array([0]))[0]
+            made.decode(bytes(holed), name, uniforms, np.empty((32, 32, 3), np.uint8))
+            shown += WARNINGS.of(name) is not None
+            assert WARNINGS.of(name) is None or WARNINGS.of(whole) is not None
+        assert (WARNINGS.of(whole) is not None) == bool(number % 2)
+    assert shown

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import simplejpeg
 
@@ -12,6 +13,7 @@ import dlio
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio_readers.arrow import ArrowReader
+from dlio_readers.rowgroups import plain_values
 from dlio_staging.pack_folder import pack
 
 
@@ -174,3 +176,26 @@ def test_packed_shards_hold_the_same_samples(tmp_path: Path) -> None:
     pack(f"{tmp_path}/x.arrow::text,pair", str(tmp_path / "packed"), order="source")
     with dlio.open(tmp_path / "packed", tiers="none") as data:
         assert [data[k]["text"] for k in range(60)] == [f"säule {k}" for k in range(60)]
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_runs_are_read_as_pyarrow_decodes_them(kind: str, tmp_path: Path) -> None:
+    plain = {"label": ["b", "b", "a", "a"], "x": [1.5, 1.5, None, 2.0], "n": [3, 3, 3, 4]}
+    runs = {name: pc.run_end_encode(pa.array(values)) for name, values in plain.items()}
+    _write(tmp_path / "x.arrow", pa.table(runs), kind)
+    reader = ArrowReader(str(tmp_path / "x.arrow"))
+    assert reader.labels.tolist() == [1, 1, 0, 0]
+    assert list(reader.classes) == ["a", "b"]
+    read = [reader.schema.split(payload) for payload in reader.read(np.arange(4))]
+    for name in ("x", "n"):
+        right = pc.run_end_decode(runs[name]).to_numpy(zero_copy_only=False)
+        np.testing.assert_array_equal([row[name] for row in read], right)
+
+
+def test_a_run_that_claims_more_rows_than_its_batch_takes_no_memory() -> None:
+    kind, children = pa.run_end_encoded(pa.int32(), pa.int64()), [[2, 1 << 30], [7, 8]]
+    parts = [pa.array(children[0], pa.int32()), pa.array(children[1])]
+    array = pa.Array.from_buffers(kind, 3, [None], children=parts)
+    array.validate(full=True)  # pyarrow allows it.
+    made = plain_values(pa.chunked_array([array]), 100, "x")
+    assert made.to_pylist() == [7, 7, 8]

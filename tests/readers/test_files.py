@@ -238,3 +238,23 @@ def test_volumes_are_packed(tmp_path: Path) -> None:
         assert sorted(data[k]["image"].shape for k in range(6)) == sorted(
             volume.shape for volume in volumes
         )
+
+
+def test_dicom_without_its_preamble_is_read_and_without_its_header_refused(tmp_path: Path) -> None:
+    import pydicom
+
+    volume = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
+    _dcm(tmp_path / "whole.dcm", volume)
+    data = (tmp_path / "whole.dcm").read_bytes()
+    path = tmp_path / "bare.dcm"
+    path.write_bytes(data[132:])
+    right = pydicom.dcmread(path, force=True).pixel_array
+    reader = FilesReader(str(path))
+    (payload,) = reader.read(np.array([0]))
+    np.testing.assert_array_equal(np.asarray(reader.schema.split(payload)["image"]), right)
+    # (0002,0000) holds the length of the header behind it.
+    path.write_bytes(data[144 + int.from_bytes(data[140:144], "little") :])
+    for text in (path.read_bytes(), b"no scan" * 40):
+        path.write_bytes(text)
+        with pytest.raises(SourceError, match=r"is not a DICOM file, or lacks the header.*force"):
+            FilesReader(str(path))

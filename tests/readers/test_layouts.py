@@ -482,3 +482,40 @@ def test_a_stray_table_whose_rows_look_like_names_is_not_a_list(
         reader = open_reader(str(tmp_path))
     assert list(reader.classes) == ["cat", "dog"]
     assert "results.csv" in caplog.text
+
+
+def _celeba(root: Path) -> None:
+    (root / "img_align_celeba").mkdir()
+    names = [f"{k:06}.jpg" for k in range(1, 7)]
+    for name in names:
+        Image.new("RGB", (4, 4)).save(root / "img_align_celeba" / name)
+    marks = zip(names, "000122", strict=True)
+    (root / "list_eval_partition.txt").write_text("".join(f"{n} {mark}\n" for n, mark in marks))
+    rows = "".join(f"{name} {(-1) ** k:2d}  1\n" for k, name in enumerate(names))
+    (root / "list_attr_celeba.txt").write_text(f"6\nMale Young\n{rows}")
+
+
+def test_the_splits_of_celeba_are_no_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _celeba(tmp_path)
+    with pytest.raises(UsageError, match=r"splits train \(3\), validation \(1\), test \(2\)"):
+        open_reader(str(tmp_path))
+    reader = open_reader(str(tmp_path), split="train")
+    assert [reader.name(k)[-5] for k in range(len(reader))] == ["1", "2", "3"]
+    assert [name for name, _ in reader.schema.fields] == ["image"]
+    assert "1 file (list_attr_celeba.txt), which may hold labels: choose one" in caplog.text
+    text = (tmp_path / "list_eval_partition.txt").read_text().replace(" ", ",")
+    (tmp_path / "list_eval_partition.txt").unlink()
+    (tmp_path / "list_eval_partition.csv").write_text(f"image_id,partition\n{text}")
+    assert len(open_reader(str(tmp_path), split="test")) == 2
+
+
+def test_a_list_with_a_count_and_names_gives_the_label_that_is_chosen(tmp_path: Path) -> None:
+    _celeba(tmp_path)
+    with pytest.raises(UsageError, match=r"clearly the label \(Male, Young\)"):
+        open_reader(str(tmp_path), table="list_attr_celeba.txt")
+    chosen: dict[str, Any] = {"table": "list_attr_celeba.txt", "label": "Male"}
+    assert open_reader(str(tmp_path), split="val", **chosen).labels.tolist() == [-1]
+    (tmp_path / "list_eval_partition.txt").unlink()
+    assert open_reader(str(tmp_path), **chosen).labels.tolist() == [1, -1] * 3

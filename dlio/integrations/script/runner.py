@@ -80,7 +80,8 @@ def run_script(
     sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(script)]
     takeover = _ScriptTakeover(comm, context, options)
     # A log that the script makes of everything holds what it would hold without dlio.
-    logging.getLogger("dlio").propagate = False
+    log = logging.getLogger("dlio")
+    propagates, log.propagate = log.propagate, False
     around = observed(comm.rank, lambda: context.weight) if observed else contextlib.nullcontext()
     try:
         with guard.watching(recovery_of(comm) is not None):
@@ -90,6 +91,7 @@ def run_script(
                 takeover.finish()
     finally:
         sys.argv, sys.path[:] = argv, folders
+        log.propagate = propagates
         takeover.close()
     if comm.rank == 0:
         for note in takeover.notes():
