@@ -121,7 +121,6 @@ def train_on_two_loaders_of_tokens():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    list(turns)  # To its end: an open pass ends when Python frees it.
     return [p.detach() for p in model.parameters()]
 
 
