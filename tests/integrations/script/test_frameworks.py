@@ -211,9 +211,9 @@ distribute("frozen", model["head"].parameters())
 """,
     )
     assert done.returncode == 0, done.stderr
-    told = [each for each in done.stderr.splitlines() if each.startswith("distribute: ")]
-    assert len(told) == 1
-    assert told[0].startswith("distribute: body.weight and 1 more parameter require gradients")
-    before = done.stderr[: done.stderr.index(told[0])]
+    warnings = [each for each in done.stderr.splitlines() if each.startswith("distribute: ")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("distribute: body.weight and 1 more parameter require gradients")
+    before = done.stderr[: done.stderr.index(warnings[0])]
     assert "head" in before
     assert "frozen" not in before

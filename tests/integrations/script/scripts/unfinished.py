@@ -17,7 +17,7 @@ short = TensorDataset(torch.randn(22, 6), torch.randn(22, 4))
 
 
 def train(turns_to_free):
-    """Frees what is left of passes before, on each rank in another turn."""
+    """Frees earlier passes, on each rank in another turn."""
     torch.manual_seed(2)
     model = nn.Linear(6, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
