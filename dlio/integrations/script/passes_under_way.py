@@ -26,6 +26,7 @@ class GarbageWatch:
         gc.callbacks.append(self._collects)
 
     def close(self) -> None:
+        """Look no more."""
         if self._collects in gc.callbacks:
             gc.callbacks.remove(self._collects)
 
