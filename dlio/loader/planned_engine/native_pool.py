@@ -307,9 +307,8 @@ class NativeJob:
         self.hierarchy, self.saved_s = given.hierarchy, given.saved_s
         pieces = None if given.pieces is None else _rows(given.pieces, self._rows)
         self._sizes = None if pieces is None else pieces["count"].prod(1)
-        self.slots = count
-        if pieces is not None:
-            self.slots = int(np.count_nonzero(np.bincount(self._samples["slot"])))
+        made = None if pieces is None else np.bincount(self._samples["slot"])
+        self.slots = count if made is None else int(np.count_nonzero(made))
         """Number of slots that it makes."""
         addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
             *(_address(memory.arrays[name]) for name in recipe.fields)
