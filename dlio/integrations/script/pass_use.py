@@ -46,6 +46,10 @@ class PassUse:
         """True for a pass of the same place in the script, over the same data."""
         return self._key == key
 
+    def is_like(self, other: "PassUse") -> bool:
+        """True for two passes of one place in the script, over the same data."""
+        return self._key == other._key
+
     @property
     def is_over(self) -> bool:
         """True if the script has got batches, and gets no more."""

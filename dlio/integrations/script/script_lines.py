@@ -6,8 +6,9 @@ import os
 import sys
 import sysconfig
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final
 
 import torch
@@ -94,6 +95,38 @@ def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
         for node in ast.walk(tree)
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line)
     )
+
+
+@cache
+def takes_size(code: CodeType, instruction: int) -> bool:
+    """True if the call at an instruction (a frame's `f_lasti`) has an argument such as `len(x)`,
+    `x.shape[0]` or `x.size(0)`, alone or in a tuple."""
+    line, end_line, column, end_column = next(islice(code.co_positions(), instruction // 2, None))
+    if line is None or end_line is None or column is None or end_column is None:
+        return False
+    lines = [each.encode() for each in linecache.getlines(code.co_filename)[line - 1 : end_line]]
+    if not lines:
+        return False
+    lines[-1] = lines[-1][:end_column]  # First: both columns may be of one line.
+    lines[0] = lines[0][column:]
+    try:
+        call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    return isinstance(call, ast.Call) and any(
+        _is_size(each) for each in (*call.args, *(named.value for named in call.keywords))
+    )
+
+
+def _is_size(node: ast.expr) -> bool:
+    match node:
+        case ast.Tuple(elts=several) | ast.List(elts=several):
+            return any(map(_is_size, several))
+        case ast.Call(func=ast.Name(id="len")) | ast.Call(func=ast.Attribute(attr="size")):
+            return True
+        case ast.Attribute(attr="shape") | ast.Subscript(value=ast.Attribute(attr="shape")):
+            return True
+    return False
 
 
 def line_of(frame: FrameType) -> str:

@@ -20,6 +20,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
+from types import CodeType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -28,7 +29,7 @@ from torch import nn
 
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.fetch_randoms import rank_seed
-from dlio.integrations.script.script_lines import line_of, script_frame
+from dlio.integrations.script.script_lines import line_of, script_frame, takes_size
 from dlio.integrations.script.share import ScriptContext
 
 _BY_SIZE: Final = ("rand", "randn")
@@ -153,6 +154,8 @@ class ScriptRandoms:
         self._amounts: dict[str, int] = {}
         """Lines of the script that draw while it has a part of a batch, with a digest of how
         much."""
+        self._by_size: set[tuple[CodeType, int]] = set()
+        """Calls of the script that have drawn a number for each sample of a part."""
         self._all = list(self._replacements())
         self._originals = _present(self._all)
 
@@ -441,13 +444,27 @@ class ScriptRandoms:
     def _whole(self, shape: Sequence[int]) -> tuple[int, range, list[int]] | None:
         """Return the dimension of this rank's samples in a shape, their place in it, and the shape
         of the whole batch; None if it has none."""
-        if self._is_left() or tuple(shape) in ((), (1,)):
-            return None  # A single number is one for all samples.
+        if self._is_left() or tuple(shape) == ():
+            return None
+        is_single = tuple(shape) == (1,)
+        if is_single and not self._is_of_part():
+            return None  # One number for all samples.
         for place, size in self._context.places():
             for dim, count in enumerate(shape[:_DIMS]):
                 if count == len(place):
+                    if len(shape) == 1 and not is_single and (frame := script_frame()):
+                        self._by_size.add((frame.f_code, frame.f_lasti))
                     return dim, place, [*shape[:dim], size, *shape[dim + 1 :]]
         return None
+
+    def _is_of_part(self) -> bool:
+        """True if a single number that the script draws is for the only sample of a part: its call
+        has drawn one for each sample before, or says so."""
+        frame = script_frame()
+        if frame is None:
+            return False
+        call = (frame.f_code, frame.f_lasti)
+        return call in self._by_size or takes_size(*call)
 
     def _whole_of(self, tensor: torch.Tensor) -> tuple[int, range, list[int]] | None:
         """Return the same of a tensor: None also for a parameter, its values or its gradient."""

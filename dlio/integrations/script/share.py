@@ -34,6 +34,7 @@ from dlio.integrations.script.own_sampler import (
     has_own_sampler,
 )
 from dlio.integrations.script.pass_use import PassMemory, PassUse
+from dlio.integrations.script.passes_under_way import GARBAGE, PassesUnderWay
 from dlio.integrations.script.script_assigner import (
     ScriptAssigner,
     ScriptAssignment,
@@ -83,8 +84,7 @@ class ScriptContext:
         """The batch that a tensor is from."""
         self._used: ScriptBatch | None = None
         """The batch that the script computed on last."""
-        self._current: dict[PassUse, ScriptBatch] = {}
-        """The batch that the script got last of each pass under way."""
+        self._under_way = PassesUnderWay()
         self.passes = PassMemory()
         self.mixed_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         """Losses of several terms whose value for the whole batch is not known."""
@@ -120,6 +120,11 @@ class ScriptContext:
         self._said: set[str] = set()
 
     @property
+    def _current(self) -> dict[PassUse, ScriptBatch]:
+        """The batch that the script got last of each pass under way."""
+        return self._under_way.batches
+
+    @property
     def training(self) -> bool:
         """True if the script seems to train, by gradients and its last call of `train` or `eval`,
         or as its batches are divided."""
@@ -135,7 +140,8 @@ class ScriptContext:
         """Yield the place of this rank's samples in each batch that it computes on a part of, and
         the size of that batch."""
         if self.divides_now:
-            for batch in self._current.values():
+            # That of the latest batch first: another one may have a part of that size, too.
+            for batch in reversed(self._current.values()):
                 if batch.divided:
                     yield batch.place, len(batch.samples)
 
@@ -161,7 +167,8 @@ class ScriptContext:
 
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
-        self._latest = self._current[use] = batch
+        self._latest = batch
+        self._under_way.took(use, batch)
         use.takes()
         self.batches += 1
         self.divides_now = batch.divided
@@ -236,7 +243,7 @@ class ScriptContext:
         """Note that a pass has ended."""
         self.divides_now = use.trains
         use.is_under_way = False
-        self._current.pop(use, None)
+        self._under_way.ended(use)
         self.origins.close()
 
     def begin(self, dataset: Any) -> PassUse:
@@ -244,6 +251,7 @@ class ScriptContext:
         use, said = self.passes.begin(dataset, len(dataset), self.evaluating, self.has_optimizer)
         if said is not None:
             self.say(said)
+        self._under_way.begins(use)
         return use
 
     def end_passes(self) -> None:
@@ -264,6 +272,7 @@ class ScriptContext:
             self.weight, self._used = batch.weight, batch
             self.assigner.use(batch)
             batch.of.use.computes()
+            self._under_way.used(batch.of.use)
         elif self._used and not self._used.divided and self._used.of.use not in self._current:
             # What it computes on is not of a loader: the pass before, such as a validation, is over
             # and does not train.
@@ -313,6 +322,9 @@ def use(context: ScriptContext | None) -> None:
     """Set the context that loaders created from now on use; None for none."""
     global _context
     _context = context
+    GARBAGE.close()
+    if context is not None:
+        GARBAGE.start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,8 +504,10 @@ class SharingLoader(DataLoader[_T_co]):
                 yield data
             is_over = True
         finally:
-            self._context.ended(use)
-            ends_early = not is_over and follows is None
+            is_ended = is_over or not GARBAGE.frees
+            if is_ended:
+                self._context.ended(use)
+            ends_early = is_ended and not is_over and follows is None
             if ends_early and generator is not None and before is not None:
                 generator.set_state(before)
                 self._draw_some(taken)
@@ -565,8 +579,8 @@ class SharingLoader(DataLoader[_T_co]):
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
                 if registration is not None:
                     registration.step(ended=False)
-                looked = contextlib.closing(context.mixed_inputs)
-                with computing() if deal.divided else nothing, measured, looked:
+                computes = computing() if deal.divided else nothing
+                with computes, measured, _looking(context.mixed_inputs):
                     yield data
                 context.divides_now = False  # A data set may read tensors, too.
                 if deal.is_over():
@@ -618,6 +632,17 @@ class SharingLoader(DataLoader[_T_co]):
             groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
             return [[index for each in group for index in each] for group in groups]
         return batches
+
+
+@contextlib.contextmanager
+def _looking(mixed_inputs: MixedInputs) -> Iterator[None]:
+    """End to look at a batch after the `with` block, unless Python's collector ends the pass: the
+    script may look at another one by then."""
+    try:
+        yield
+    finally:
+        if not GARBAGE.frees:
+            mixed_inputs.close()
 
 
 def _alone(loader: DataLoader) -> Iterator[Any]:

@@ -136,3 +136,84 @@ for epoch in range(2):
     assert done.stdout.split("\n")[:-1] == [
         f"{epoch} {steps}" for epoch in range(2) for steps in (False, True, True)
     ]
+
+
+_SKIPS = """
+import sys
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+saved = {}
+for every in (1, 2):
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(38, 4), torch.randn(38, 1))
+    model = torch.nn.Linear(4, 1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=every)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(data, 8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(3):
+        rest = accelerator.skip_first_batches(loader, 2) if epoch == 1 else loader
+        batches = 0
+        for x, y in rest:
+            with accelerator.accumulate(model):
+                batches += 1
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        print(every, batches)
+    saved[every] = accelerator.unwrap_model(model).weight.detach()
+torch.save(saved, sys.argv[1] + ".pt")
+"""
+
+
+@pytest.mark.mpi
+def test_accelerate_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "script.py").write_text(_SKIPS)
+    done = [
+        subprocess.run(
+            [sys.executable, *command, "script.py", name],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for name, command in (("one", []), ("two", ["-m", "dlio.cli", "run", "-n", "2"]))
+    ]
+    for each in done:
+        assert each.returncode == 0, each.stderr
+        assert each.stdout.split() == "1 5 1 3 1 5 2 5 2 3 2 5".split()
+    one, two = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
+    for every, weight in one.items():
+        assert torch.allclose(two[every], weight, atol=1e-6, rtol=0), every
+
+
+@pytest.mark.mpi
+def test_parameters_that_no_optimizer_has_are_told_where_they_are_distributed(
+    tmp_path: Path,
+) -> None:
+    done = _run(
+        tmp_path,
+        """
+import dlio, sys, torch
+model = torch.nn.ModuleDict({"body": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 1)})
+def distribute(name, parameters):
+    print(name, file=sys.stderr, flush=True)
+    dlio.distribute(model, torch.optim.SGD(parameters, lr=0.1))
+    print("done", file=sys.stderr, flush=True)
+distribute("all", model.parameters())
+distribute("head", model["head"].parameters())
+model["body"].requires_grad_(False)
+distribute("frozen", model["head"].parameters())
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    warnings = [each for each in done.stderr.splitlines() if each.startswith("distribute: ")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("distribute: body.weight and 1 more parameter require gradients")
+    before = done.stderr[: done.stderr.index(warnings[0])]
+    assert "head" in before
+    assert "frozen" not in before

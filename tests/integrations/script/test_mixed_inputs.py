@@ -62,6 +62,18 @@ def _class_weights(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _positive_weight(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    target = (y == 1).float()
+    weight = (1 - target).sum() / target.sum()
+    return nn.functional.binary_cross_entropy_with_logits(_NET(x)[:, 0], target, pos_weight=weight)
+
+
+def _positive_weight_of_data(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(
+        _NET(x)[:, 0], (y == 1).float(), pos_weight=_TABLE[0]
+    )
+
+
 def _centred_by_teacher(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         out = _NET(x)
@@ -197,6 +209,7 @@ _LAST = torch.tensor([5, 4, 3, 2, 1, 0])
         (_hard, "median"),
         (_weighed_by_sum, "sum"),
         (_class_weights, "bincount"),
+        (_positive_weight, "sum"),
         (_centred_by_teacher, "mean"),
         (_attacked, "norm"),
         (_balanced, "div"),
@@ -235,6 +248,7 @@ def test_samples_that_meet_are_told(step: _Step, function: str) -> None:
         lambda x, y: nn.functional.mse_loss(_NET(x), nn.functional.one_hot(y, 3).float()),
         lambda x, y: _loss(x.view(-1).view(_SAMPLES, 4)[torch.arange(_SAMPLES)], y),
         _in_chunks,
+        _positive_weight_of_data,
     ],
 )
 def test_steps_that_keep_samples_apart_are_not(step: _Step) -> None:

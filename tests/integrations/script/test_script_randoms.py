@@ -83,6 +83,38 @@ def test_tensors_of_samples_are_parts_of_one_process_s() -> None:
         assert one.dtype == first.dtype
 
 
+def _of_one(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Three draws for each sample, and two for all."""
+    return [
+        torch.randint(0, 10, (len(x),)) / 10,
+        torch.rand(x.shape[0]),
+        torch.randn(count),
+        torch.rand(1) * len(x),
+        torch.rand((1,)),
+    ]
+
+
+def test_a_part_of_one_sample_is_not_one_number_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(2):
+        randoms = _installed(rank)
+        with randoms.installed():
+            _of_one(torch.zeros(4), 4)  # So the third is known to draw for each sample.
+        monkeypatch.setattr(
+            randoms._context, "places", lambda rank=rank: iter([(range(rank, rank + 1), 2)])
+        )
+        torch.manual_seed(4)
+        whole = _of_one(torch.zeros(2), 2)
+        state = torch.get_rng_state()
+        torch.manual_seed(4)
+        with randoms.installed():
+            part = _of_one(torch.zeros(1), 1)
+        assert torch.equal(torch.get_rng_state(), state)
+        for mine, all_of_them in zip(part[:3], whole[:3], strict=True):
+            assert torch.equal(mine, all_of_them[rank : rank + 1])
+        assert torch.equal(part[3] * 2, whole[3])
+        assert torch.equal(part[4], whole[4])
+
+
 def test_arrays_of_samples_are_parts_of_one_process_s() -> None:
     def drawn(count: int) -> list[np.ndarray[Any, Any]]:
         _numpy.seed(0)

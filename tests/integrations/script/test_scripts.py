@@ -55,7 +55,13 @@ def alone(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.daily(
-    "accumulation-2", "gradient_hooks-2", "loss_terms-2", "noise-2", "own_samplers-2", "pass_uses-2"
+    "accumulation-2",
+    "gradient_hooks-2",
+    "loss_terms-2",
+    "noise-2",
+    "own_samplers-2",
+    "pass_uses-2",
+    "unfinished-2",
 )
 def test_a_script_gets_the_weights_that_one_process_gets(
     name: str,
