@@ -20,11 +20,14 @@ enum {
 
 /* A read of a file in memory costs as much as some 10 kB of copying, so that small samples are read
  * where they lie. Reading them there kills by SIGBUS if the file is cut off meanwhile. The handler
- * below ends the sample instead, which is then made in Python, as one whose file is too short. */
+ * below ends the sample instead, which is then made by reading it, as all that follow. Behind the new
+ * end its page has zeros and no signal, which a checksum compared before does not show: nothing of
+ * the last page is read in place, and the sample counts only if that page is there afterwards. */
 
 static _Thread_local const Fault *expected; /* where this thread may meet the end of a file */
 static struct sigaction before;
 static int is_ready;
+static long page; /* bytes */
 
 static void faulted(int number, siginfo_t *info, void *context) {
     const Fault *fault = expected;
@@ -45,7 +48,8 @@ static void install(void) {
 #ifdef __linux__
     struct sigaction own = {.sa_sigaction = faulted, .sa_flags = SA_SIGINFO | SA_NODEFER};
     sigemptyset(&own.sa_mask);
-    is_ready = !sigaction(SIGBUS, &own, &before);
+    page = sysconf(_SC_PAGESIZE);
+    is_ready = page > 0 && !sigaction(SIGBUS, &own, &before);
 #endif
 }
 
@@ -62,9 +66,16 @@ int dlio_guarded(int (*make)(const Job *, const Sample *, Thread *), const Job *
     sigjmp_buf back;
     thread->fault = (Fault){.back = &back};
     /* The signal's mask is not saved, which takes a system call: the handler changes none. */
-    int state = sigsetjmp(back, 0) ? UNREADABLE : make(job, sample, thread);
+    if (!sigsetjmp(back, 0)) {
+        int made = make(job, sample, thread);
+        if (expected) (void)*(const volatile uint8_t *)(thread->fault.map + thread->fault.size - 1);
+        expected = NULL;
+        return made;
+    }
     expected = NULL;
-    return state;
+    dlio_distrust(thread);
+    thread->may_map = 0;
+    return make(job, sample, thread);
 }
 
 int dlio_files_open(Files *files, int64_t count, int64_t most_open) {
@@ -186,13 +197,15 @@ int dlio_file_of(const Sample *sample, Thread *thread) {
     return thread->file;
 }
 
-const uint8_t *dlio_in_place(const Sample *sample, int64_t bytes, Thread *thread) {
+const uint8_t *dlio_in_place(const Sample *sample, int64_t from, int64_t bytes, Thread *thread) {
     if (sample->block < 0 || sample->kept != IN_PLACE || bytes > SMALL || !thread->may_map)
         return NULL;
     if (!is_at(sample, thread) || !thread->in_place) hold(sample, thread, 1);
     const File *place = thread->place;
     if (!thread->in_place || sample->offset < 0 ||
         sample->offset > (int64_t)place->size - sample->stored)
+        return NULL;
+    if (sample->offset + from + bytes > (int64_t)((place->size - 1) & ~(size_t)(page - 1)))
         return NULL;
     thread->fault.map = place->map, thread->fault.size = place->size;
     expected = &thread->fault;

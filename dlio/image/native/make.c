@@ -55,7 +55,7 @@ static int fetch(const Sample *sample, Thread *thread, uint8_t *into, const uint
     size_t stored = (size_t)sample->stored, raw = (size_t)sample->raw;
     const uint8_t *data = sample->descriptor == IN_MEMORY
                               ? (const uint8_t *)(uintptr_t)sample->offset
-                              : dlio_in_place(sample, sample->stored, thread);
+                              : dlio_in_place(sample, 0, sample->stored, thread);
     if (!data) {
         int file = dlio_file_of(sample, thread);
         if (file < 0) return UNREADABLE;
@@ -412,7 +412,7 @@ static int cut(const Job *job, const Sample *sample, Thread *thread) {
     int is_plain = sample->descriptor >= 0 && sample->stored == sample->raw;
     int is_known = !sample->checked || (intact && __atomic_load_n(intact, __ATOMIC_RELAXED));
     if (is_plain && is_known && (span < sample->raw || runs == 1)) {
-        const uint8_t *here = dlio_in_place(sample, span, thread);
+        const uint8_t *here = dlio_in_place(sample, piece.from, span, thread);
         if (here) return copy_runs(&piece, first, -1, 0, here) ? MADE : UNREADABLE;
         int file = dlio_file_of(sample, thread);
         if (file < 0) return UNREADABLE;
