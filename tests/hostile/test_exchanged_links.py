@@ -109,10 +109,7 @@ def test_what_is_opened_outside_is_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name == "zarr 3" else pytest.mark.nightly)
-        for name in FORMATS
-    ],
+    [pytest.param(name, marks=() if name == "zarr 3" else pytest.mark.nightly) for name in FORMATS],
 )
 # SECURITY.md: S1
 def test_nothing_outside_is_opened_while_links_are_exchanged(
