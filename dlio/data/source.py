@@ -205,7 +205,7 @@ class Source(FsspecHandle):
                 cause = error.__cause__
                 if type(cause).__name__ == "TooManyRedirects":
                     return SourceError(f"{redact(self.url)}: the server redirects in a circle")
-                if cause is not None and getattr(cause, "status", 0) not in (404, 410):
+                if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410):
                     return failed(self.url, cause)
         return SourceError(f"{redact(self.url)}: no such file or folder: check the path")
 
