@@ -76,7 +76,7 @@ def content_sample(
 
 def store_sample(root: str, opened: Callable[[str, int], int]) -> str:
     """Return a hash of a local folder of many files, by a bounded number of system calls. `opened`
-    opens a path below it, with flags; what it opens is what is listed.
+    opens a path below it, with flags; folders are listed by the descriptors that it returns.
 
     It has the names in the folders on the way to 64 files, evenly spread, and to those that
     describe arrays (`zarr.json`, `.zarray`); the times of these folders; sizes, times and parts of

@@ -92,7 +92,7 @@ print(made(pool)[0])
 
 @pytest.mark.parametrize("cut", [100, 5000, 9000])
 def test_parts_of_a_chunk_that_is_known_to_be_intact_are_no_zeros(cut: int, tmp_path: Path) -> None:
-    """Of such a chunk no checksum is compared again: zeros behind its end are not taken for it."""
+    """No checksum of such a chunk is compared again: zeros behind its end are not taken for it."""
     what = f"""
 from dlio.data.patch_tables import PIECE
 size = columns * 8
