@@ -202,7 +202,7 @@ def test_a_cache_in_front_of_a_url_names_no_file(url: str, own: str, last: str) 
         (302, "javascript:alert(1)", "javascript"),
     ],
 )
-def test_what_a_web_server_refuses_is_not_called_missing(
+def test_files_that_a_web_server_refuses_are_not_called_missing(
     status: int, place: str, told: str
 ) -> None:
     class Refusing(BaseHTTPRequestHandler):

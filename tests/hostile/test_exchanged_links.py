@@ -94,7 +94,7 @@ def _load(root: str, options: Options) -> None:
             pass
 
 
-def test_what_is_opened_outside_is_noted(tmp_path: Path) -> None:
+def test_files_that_are_opened_outside_are_noted(tmp_path: Path) -> None:
     FORMATS["classes"](tmp_path / "data")
     watch = Watch(tmp_path / "data")
     assert not watch.seen()

@@ -308,9 +308,9 @@ class NativeJob:
         pieces = None if given.pieces is None else _rows(given.pieces, self._rows)
         self._sizes = None if pieces is None else pieces["count"].prod(1)
         self.slots = count
+        """Number of slots that it makes."""
         if pieces is not None:
             self.slots = int(np.count_nonzero(np.bincount(self._samples["slot"])))
-        """Number of slots that it makes."""
         addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
             *(_address(memory.arrays[name]) for name in recipe.fields)
         )
