@@ -12,7 +12,7 @@ from typing import Final
 
 import xxhash
 
-from dlio.util.limits import open_regular
+from dlio.util.limits import open_regular, regular
 from dlio.util.trusted_files import closing_descriptor
 
 _BLOCK: Final = 4096
@@ -74,14 +74,15 @@ def content_sample(
         return digest.hexdigest()
 
 
-def store_sample(root: str, opened: Callable[[str], int] = open_regular) -> str:
-    """Return a hash of a local folder of many files, by a bounded number of system calls.
+def store_sample(root: str, opened: Callable[[str, int], int]) -> str:
+    """Return a hash of a local folder of many files, by a bounded number of system calls. `opened`
+    opens a path below it, with flags; folders are listed by the descriptors that it returns.
 
     It has the names in the folders on the way to 64 files, evenly spread, and to those that
     describe arrays (`zarr.json`, `.zarray`); the times of these folders; sizes, times and parts of
     these files. Links to folders are not followed.
 
-    Raises OSError.
+    Raises OSError, and whatever `opened` raises.
     """
     digest = xxhash.xxh3_64()
 
@@ -89,9 +90,10 @@ def store_sample(root: str, opened: Callable[[str], int] = open_regular) -> str:
         digest.update(f"{parts}\n".encode("utf-8", "surrogateescape"))
 
     def look(folder: str, most: int) -> None:
-        with os.scandir(folder) as rows:
+        with closing_descriptor(opened(folder, os.O_DIRECTORY)) as here, os.scandir(here) as rows:
             entries = sorted((row.name, row.is_dir(follow_symlinks=False)) for row in rows)
-        add(os.path.relpath(folder, root), os.stat(folder).st_mtime_ns, len(entries))
+            modified_ns = os.fstat(here).st_mtime_ns
+        add(folder or ".", modified_ns, len(entries))
         digest.update("\n".join(name for name, _ in entries).encode("utf-8", "surrogateescape"))
         chosen = entries[:1]
         if most > 1:
@@ -100,14 +102,15 @@ def store_sample(root: str, opened: Callable[[str], int] = open_regular) -> str:
         below = [name for name, is_folder in chosen if is_folder]
         for name, is_folder in chosen:
             path = os.path.join(folder, name)
-            if not is_folder and not os.path.isdir(path):
-                status = os.stat(path)
-                add(name, status.st_size, status.st_mtime_ns, content_sample(path, 3, opened))
+            if not is_folder and not os.path.isdir(os.path.join(root, path)):
+                status = os.stat(os.path.join(root, path))
+                sample = content_sample(path, 3, lambda path: regular(opened(path, 0), path))
+                add(name, status.st_size, status.st_mtime_ns, sample)
         share = (most - (len(chosen) - len(below))) // max(1, len(below))
         for name in below:
             look(os.path.join(folder, name), max(1, share))
 
-    look(root, _LOOKED_AT)
+    look("", _LOOKED_AT)
     return digest.hexdigest()
 
 

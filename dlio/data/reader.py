@@ -112,8 +112,9 @@ def open_reading(
         every = expand(path)
         lone = _local_path(split_fields(every[0])[0]) if len(every) == 1 else None
         for each in every:
-            if not Source(split_fields(each)[0]).exists():
-                raise SourceError(f"{redact(each)}: no such file or folder: check the path")
+            source = Source(split_fields(each)[0])
+            if not source.exists():
+                raise source.missing()
     kinds = [(entry.name, entry.load()) for entry in plugins("dlio.readers")]
     kinds.sort(key=lambda item: (path_rules_of(item[1]).is_fallback, item[0]))
     kinds = [each for each in kinds if path_rules_of(each[1]).takes_objects != named]

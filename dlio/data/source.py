@@ -34,6 +34,7 @@ _MAX_FILES: Final = 1_000_000
 _CHAINING: Final = re.compile(
     r"(zip|tar|libarchive|simplecache|filecache|blockcache|dir|cached)://"
 )
+_CACHES: Final = ("simplecache", "filecache", "blockcache", "cached")
 
 _seen: ContextVar[dict[tuple[str, str], list[tuple[str, bool]]] | None] = ContextVar(
     "seen", default=None
@@ -168,9 +169,9 @@ class Source(FsspecHandle):
         """Return a file below the root. Raises SourceError when there is none."""
         return self.file_at(name).opened()
 
-    def open(self, name: str) -> int:
+    def open(self, name: str, flags: int = 0) -> int:
         """Open a local file for reading and return its descriptor; see `DataRoot.open`."""
-        return self._place.open(f"{self.root}/{name}")
+        return self._place.open(self.path(name), flags)
 
     def open_regular(self, path: str) -> int:
         """Open a regular file by its full path; see `DataRoot.open_regular`."""
@@ -193,6 +194,20 @@ class Source(FsspecHandle):
             return local(self.path(name))
         with ReadErrors(self.path(name)):
             return bool(getattr(self._files, question)(self.path(name)))
+
+    def missing(self) -> SourceError:
+        """Return the error to raise where `exists` says no: a web server may have refused, or be
+        gone, which fsspec takes for a file that is not there."""
+        if self._files is not None and "http" in self._files.protocol:
+            try:
+                self._files.info(self.root)
+            except Exception as error:
+                cause = error.__cause__
+                if type(cause).__name__ == "TooManyRedirects":
+                    return SourceError(f"{redact(self.url)}: the server redirects in a circle")
+                if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410):
+                    return failed(self.url, cause)
+        return SourceError(f"{redact(self.url)}: no such file or folder: check the path")
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""
@@ -509,13 +524,23 @@ def local_path(url: str) -> str | None:
 def own_name(url: str) -> str:
     """Return the first link of a chained URL in lower case, to compare its suffix: without the
     query of a web server's URL, such as its signature."""
-    own = url.split("::")[0].lower()
+    own = _own_link(url)[1].lower()
     return own.partition("?")[0] if own.startswith(("http://", "https://")) else own
 
 
 def last_name(url: str) -> str:
     """Return a file's name without its folder, of a chained URL the one of its first link."""
-    return url.split("::")[0].rstrip("/").rsplit("/", 1)[-1]
+    return _own_link(url)[1].rstrip("/").rsplit("/", 1)[-1]
+
+
+def _own_link(url: str) -> tuple[str, str, str]:
+    """Split a chained URL around the link that names the file: (`simplecache::`, `zip://a`,
+    `::b.zip`). Links in front without a path of their own, such as caches, name none."""
+    own, mark, chain = url.partition("::")
+    if "://" in own or "://" not in chain or own not in _CACHES:
+        return "", own, mark + chain
+    before, inner, after = _own_link(chain)
+    return f"{own}::{before}", inner, after
 
 
 def split_fields(path: str) -> tuple[str, tuple[str, ...]]:
@@ -577,8 +602,8 @@ def inside(url: str, name: str) -> str:
         raise SourceError(
             f"{redact(url)}: the name {name} has :: or ://, which stand for URLs: rename it"
         )
-    own, mark, chain = url.partition("::")
-    return f"{own.rstrip('/')}/{name}{mark}{chain}"
+    before, own, after = _own_link(url)
+    return f"{before}{own.rstrip('/')}/{name}{after}"
 
 
 def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceError:
@@ -596,7 +621,7 @@ def _size_of(row: dict[str, Any]) -> int:
 
 def _own_part(url: str) -> str:
     """Return the part of a chained URL that may hold patterns: the first link."""
-    part = url.split("::")[0]
+    part = _own_link(url)[1]
     return "" if part.startswith(("http://", "https://")) else part
 
 
@@ -613,12 +638,10 @@ def _globbed(url: str) -> list[str]:
         with ReadErrors(url):
             system, root = fsspec().core.url_to_fs(url)
             names = sorted(system.glob(root))
-        own, _, chain = url.partition("::")
+        before, own, after = _own_link(url)
         scheme = own.partition("://")[0]
-        tail = f"::{chain}" if chain else ""
-        matches = [f"{scheme}://{name.removeprefix('/')}{tail}" for name in names]
-        if scheme in ("file", "local", "memory"):
-            matches = [f"{scheme}:///{name.removeprefix('/')}{tail}" for name in names]
+        slash = "/" if scheme in ("file", "local", "memory") else ""
+        matches = [f"{before}{scheme}://{slash}{name.removeprefix('/')}{after}" for name in names]
     if not matches:
         raise SourceError(f"{redact(url)} matches no file: check the pattern")
     return matches

@@ -40,7 +40,7 @@ def files_of_labels(
     """
     names = [name for name, inner in source.names(folder) if not inner]
     stems = {os.path.splitext(name)[0] for name in pictures}
-    known = [name.encode() for name in sorted(stems)[:_MOST_PICTURES] if name]
+    known = [os.fsencode(name) for name in sorted(stems)[:_MOST_PICTURES] if name]
     likely = [n for n in names if n.lower().endswith((*_TEXTS, *_TABLES)) and n not in pictures]
     prefix = f"{folder}/" if folder else ""
     own = [] if is_strict else [name for name in likely if os.path.splitext(name)[0] in stems]
@@ -58,7 +58,7 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
     files = [name for name, folder in source.names() if not folder and name not in set(pictures)]
     own = [n for n in files if n.lower().endswith(_TEXTS) and os.path.splitext(n)[0] in stems]
     likely = [n for n in files if n not in own and n.lower().endswith((*_TEXTS, *_TABLES))]
-    names = [name.encode() for name in sorted(stems)[:_MOST_PICTURES] if name]
+    names = [os.fsencode(name) for name in sorted(stems)[:_MOST_PICTURES] if name]
     kept = [name for name in likely[:_MOST_FILES] if _may_label(source, name, names)]
     words = [
         f"{named_files([name])}, which may hold labels: {_remedy(source, name)}" for name in kept

@@ -274,7 +274,7 @@ class ZarrReader(ColumnReader):
         names: Sequence[str] = ["", *[e.name for e in source.listing() if e.folder]]
         times = [f"{name} {source.modified_ns(name)}" for name in names]
         with ReadErrors(source.url):
-            content = store_sample(source.root, source.open_regular) if source.local else ""
+            content = store_sample(source.root, source.open) if source.local else ""
         return " ".join([*metadata, *times, content])
 
 

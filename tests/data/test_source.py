@@ -1,7 +1,9 @@
 """Paths stand for files; files are read alike, wherever they are; secrets stay secret."""
 
 import os
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.data.index import Names, cached_index, fingerprint_of
-from dlio.data.source import File, Source, expand, split_fields
+from dlio.data.reader import open_reader
+from dlio.data.source import File, Source, expand, last_name, own_name, split_fields
 from dlio.errors import SourceError, UsageError, redact
 
 
@@ -172,3 +175,53 @@ def test_a_server_without_ranges_or_sizes_is_named(monkeypatch: pytest.MonkeyPat
     finally:
         monkeypatch.undo()
         files.rm("/served", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("url", "own", "last"),
+    [
+        ("simplecache::http://h/A.csv?x=y", "http://h/a.csv", "A.csv?x=y"),
+        ("simplecache::zip://a.csv::http://h/z.zip", "zip://a.csv", "a.csv"),
+        ("zip://a.csv::simplecache::http://h/z.zip", "zip://a.csv", "a.csv"),
+        ("a.h5::x", "a.h5", "a.h5"),
+    ],
+)
+def test_a_cache_in_front_of_a_url_names_no_file(url: str, own: str, last: str) -> None:
+    assert own_name(url) == own
+    assert last_name(url) == last
+
+
+@pytest.mark.parametrize(
+    ("status", "place", "told"),
+    [
+        (404, "", "no such file"),
+        (403, "", "403"),
+        (500, "", "500"),
+        (302, "/again.csv", "redirect"),
+        (302, "file:///etc/passwd", "file:///etc/passwd"),
+        (302, "javascript:alert(1)", "javascript"),
+    ],
+)
+def test_files_that_a_web_server_refuses_are_not_called_missing(
+    status: int, place: str, told: str
+) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            if place:
+                self.send_header("Location", place)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815 # as the server calls it
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(SourceError) as refused:
+            open_reader(f"http://127.0.0.1:{server.server_port}/x.csv")
+        server.shutdown()
+    assert told in str(refused.value).lower()
+    assert "\n" not in str(refused.value)

@@ -120,7 +120,7 @@ def _is_shown(text: str) -> bool:
             kind,
             name,
             marks=()
-            if (kind, name) in {("folder", "escape"), ("table", "bidi")}
+            if (kind, name) in {("folder", "bytes"), ("table", "bidi")}
             else pytest.mark.nightly,
         )
         for kind in KINDS

@@ -35,7 +35,7 @@ ALLOWED: Final = {
     ("readers/dlio_readers/mds.py", "bz2.BZ2File"): "bytes that were read",
     ("readers/dlio_readers/zarr.py", "zarr.open"): "the store of `zarrstore`",
     ("dlio/data/index.py", "os.listdir"): "the user's own cache",
-    ("dlio/data/identity.py", "os.scandir"): "names alone; the caller's function opens files",
+    ("dlio/data/identity.py", "os.scandir"): "a folder that the caller's function has opened",
     ("dlio/loader/third_party/huggingface.py", "File"): "below one of its places, or named by user",
     ("dlio/loader/third_party/huggingface.py", "DataRoot"): "its places",
     ("dlio/loader/third_party/adapters.py", "Image.open"): "bytes that were read",

@@ -90,6 +90,49 @@ print(made(pool)[0])
     assert done.stdout.split() == [str(4096 // 72), "300"], done.stderr
 
 
+@pytest.mark.parametrize("cut", [100, 5000, 9000])
+def test_parts_of_a_chunk_that_is_known_to_be_intact_are_no_zeros(cut: int, tmp_path: Path) -> None:
+    """No checksum of such a chunk is compared again: zeros behind its end are not taken for it."""
+    what = f"""
+from dlio.data.patch_tables import PIECE
+size = columns * 8
+
+
+def parts(pool):
+    array = np.zeros_like(rows)
+    pieces = np.zeros(COUNT, PIECE)
+    pieces["at"] = np.arange(COUNT) * size
+    pieces["to"] = array.ctypes.data + pieces["at"]
+    pieces["count"] = 1
+    pieces["count"][:, -1] = size
+    located = SampleLocations.of(
+        np.ones(COUNT, np.bool_), [], descriptor=folder, block=7, kept=IN_PLACE,
+        offset=0, stored=rows.nbytes, raw=rows.nbytes, checked=1, digest=0,
+    )
+    given = NativeInput(
+        np.arange(COUNT), located, np.full(COUNT, 7), None, pieces, intact=np.ones(8, np.uint8)
+    )
+    job = NativeJob(recipe, 0, given, NativeArrays({{"x": array}}), pool.threads)
+    pool.submit(job)
+    while not pool.wait(job, 60):
+        pass
+    slots = job.made()
+    assert (array[slots] == rows[slots]).all()
+    return len(slots)
+
+
+pool = NativePool(2)
+assert parts(pool) == COUNT
+with open("/proc/self/maps") as maps:
+    assert BLOCK in maps.read()
+os.truncate(BLOCK, rows.nbytes - {cut})
+print(parts(pool))
+"""
+    done = _run(tmp_path, what)
+    whole = (300 * 72 - cut) // 72
+    assert done.stdout.split() == [str(whole)], done.stderr
+
+
 def test_another_handler_of_the_signal_is_left_alone(tmp_path: Path) -> None:
     """Without ours a file that is cut off would kill: samples are read by calls then."""
     what = """

@@ -19,12 +19,15 @@ enum {
 };
 
 /* A read of a file in memory costs as much as some 10 kB of copying, so that small samples are read
- * where they lie. Reading them there kills by SIGBUS if the file is cut off meanwhile. The handler
- * below ends the sample instead, which is then made in Python, as one whose file is too short. */
+ * where they lie. Reading them there kills by SIGBUS if the file is cut off meanwhile: the handler below
+ * ends the sample instead, which is then made by reading it, as all that follow. Behind the new end, its
+ * page has zeros and no signal. So a sample counts only if the last page is there afterwards, and of that
+ * page a copy is compared with its checksum, or nothing is read in place. */
 
 static _Thread_local const Fault *expected; /* where this thread may meet the end of a file */
 static struct sigaction before;
 static int is_ready;
+static long page; /* bytes */
 
 static void faulted(int number, siginfo_t *info, void *context) {
     const Fault *fault = expected;
@@ -50,7 +53,8 @@ static void install(void) {
 #ifdef __linux__
     struct sigaction own = {.sa_sigaction = faulted, .sa_flags = SA_SIGINFO};
     sigemptyset(&own.sa_mask);
-    is_ready = !sigaction(SIGBUS, &own, &before);
+    page = sysconf(_SC_PAGESIZE);
+    is_ready = page > 0 && !sigaction(SIGBUS, &own, &before);
 #endif
 }
 
@@ -67,9 +71,16 @@ int dlio_guarded(int (*make)(const Job *, const Sample *, Thread *), const Job *
     sigjmp_buf back;
     thread->fault = (Fault){.back = &back};
     /* Without the mask of signals, which takes a system call. */
-    int state = sigsetjmp(back, 0) ? UNREADABLE : make(job, sample, thread);
+    if (!sigsetjmp(back, 0)) {
+        int made = make(job, sample, thread);
+        if (expected) (void)*(const volatile uint8_t *)(thread->fault.map + thread->fault.size - 1);
+        expected = NULL;
+        return made;
+    }
     expected = NULL;
-    return state;
+    dlio_distrust(thread);
+    thread->may_map = 0;
+    return make(job, sample, thread);
 }
 
 int dlio_files_open(Files *files, int64_t count, int64_t most_open) {
@@ -191,14 +202,19 @@ int dlio_file_of(const Sample *sample, Thread *thread) {
     return thread->file;
 }
 
-const uint8_t *dlio_in_place(const Sample *sample, int64_t bytes, Thread *thread) {
-    if (sample->block < 0 || sample->kept != IN_PLACE || bytes > SMALL || !thread->may_map)
+const uint8_t *dlio_in_place(const Sample *sample, int64_t wanted, int64_t from, int64_t bytes,
+                             int *is_last, Thread *thread) {
+    if (sample->block < 0 || sample->kept != IN_PLACE || wanted > SMALL || !thread->may_map)
         return NULL;
     if (!is_at(sample, thread) || !thread->in_place) hold(sample, thread, 1);
     const File *place = thread->place;
     if (!thread->in_place || sample->offset < 0 ||
         sample->offset > (int64_t)place->size - sample->stored)
         return NULL;
+    if (sample->offset + from + bytes > (int64_t)((place->size - 1) & ~(size_t)(page - 1))) {
+        if (!is_last) return NULL;
+        *is_last = 1;
+    }
     thread->fault.map = place->map, thread->fault.size = place->size;
     expected = &thread->fault;
     return place->map + sample->offset;

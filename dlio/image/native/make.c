@@ -55,18 +55,21 @@ void dlio_thread_end(Thread *thread) {
 static int fetch(const Sample *sample, int64_t wanted, Thread *thread, uint8_t *into,
                  const uint8_t **at) {
     size_t stored = (size_t)sample->stored, raw = (size_t)sample->raw;
-    const uint8_t *data = sample->descriptor == IN_MEMORY
-                              ? (const uint8_t *)(uintptr_t)sample->offset
-                              : dlio_in_place(sample, wanted, thread);
-    if (!data) {
-        int file = dlio_file_of(sample, thread);
-        if (file < 0) return UNREADABLE;
+    const uint8_t *data = (const uint8_t *)(uintptr_t)sample->offset;
+    int is_last = 0;
+    if (sample->descriptor != IN_MEMORY)
+        data = dlio_in_place(sample, wanted, 0, sample->stored, sample->checked ? &is_last : NULL, thread);
+    if (!data || is_last) {
         uint8_t *target = into;
         if (stored != raw) {
             if (!reserve(&thread->packed, &thread->packed_size, stored)) return UNREADABLE;
             target = thread->packed;
         }
-        if (!dlio_read_all(file, target, stored, sample->offset)) return UNREADABLE;
+        int file = data ? -1 : dlio_file_of(sample, thread);
+        if (data)
+            memcpy(target, data, stored);
+        else if (file < 0 || !dlio_read_all(file, target, stored, sample->offset))
+            return UNREADABLE;
         data = target;
     }
     if (sample->checked == STORED && libraries.digest(data, stored) != sample->digest) return DAMAGED;
@@ -414,7 +417,7 @@ static int cut(const Job *job, const Sample *sample, Thread *thread) {
     int is_plain = sample->descriptor >= 0 && sample->stored == sample->raw;
     int is_known = !sample->checked || (intact && __atomic_load_n(intact, __ATOMIC_RELAXED));
     if (is_plain && is_known && (span < sample->raw || runs == 1)) {
-        const uint8_t *here = dlio_in_place(sample, span, thread);
+        const uint8_t *here = dlio_in_place(sample, span, piece.from, span, NULL, thread);
         if (here) return copy_runs(&piece, first, -1, 0, here) ? MADE : UNREADABLE;
         int file = dlio_file_of(sample, thread);
         if (file < 0) return UNREADABLE;

@@ -149,14 +149,17 @@ void dlio_thread_rest(Thread *thread);
 /* True if the end of a file in memory would be noticed: while nobody has put another handler of the
  * signal in the place of ours. Takes a system call. */
 int dlio_may_map(void);
-/* The same as `dlio_make`, of a sample that may be read in place: UNREADABLE if its file is cut off meanwhile. */
+/* The same as `dlio_make`, of a sample that may be read in place. If its file is cut off meanwhile it is
+ * read by calls, as all that follow. */
 int dlio_guarded(int (*make)(const Job *, const Sample *, Thread *), const Job *job,
                  const Sample *sample, Thread *thread);
 /* The descriptor of a sample's file, which stays open until the thread needs another; -1 without. */
 int dlio_file_of(const Sample *sample, Thread *thread);
-/* Where a sample's stored bytes lie in memory, of which so many are wanted; NULL if they have to be
- * read. Within `dlio_guarded`. */
-const uint8_t *dlio_in_place(const Sample *sample, int64_t bytes, Thread *thread);
+/* Where a sample's stored bytes lie in memory, if no more than SMALL are `wanted`; NULL if they have to be
+ * read. So many `bytes` from one on are looked at: where some of them are on the file's last page
+ * `*is_last` gets 1, and a copy of them is to be checked; NULL if nothing is. Within `dlio_guarded`. */
+const uint8_t *dlio_in_place(const Sample *sample, int64_t wanted, int64_t from, int64_t bytes,
+                             int *is_last, Thread *thread);
 /* Have the processor's cache be filled with bytes of a sample that is made soon, if it is read in
  * place. */
 void dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread *thread);
