@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.data.index import Names, cached_index, fingerprint_of
+from dlio.data.reader import open_reader
 from dlio.data.source import File, Source, expand, split_fields
 from dlio.errors import SourceError, UsageError, redact
 
@@ -172,3 +173,12 @@ def test_a_server_without_ranges_or_sizes_is_named(monkeypatch: pytest.MonkeyPat
     finally:
         monkeypatch.undo()
         files.rm("/served", recursive=True)
+
+
+def test_a_path_that_cannot_be_looked_up_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    # Root may search every folder, so a link to itself stands for one that others may not.
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(SourceError, match="round/train cannot be read: Too many levels"):
+        open_reader(str(tmp_path / "round" / "train"))
+    with pytest.raises(SourceError, match="no such file"):
+        open_reader(str(tmp_path / "missing" / "train"))
