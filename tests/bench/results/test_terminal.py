@@ -1,4 +1,4 @@
-"""What benchmarks print: no codes of a terminal in files."""
+"""Tables of benchmarks: no codes of a terminal in files."""
 
 import sys
 from io import StringIO
