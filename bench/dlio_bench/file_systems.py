@@ -18,7 +18,7 @@ _REMOTE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class FileSystem(MountPoint):
-    """A mounted file system, and what its kind says of its caches."""
+    """A mounted file system, and the caches of its kind."""
 
     options: str = ""
     upper: str = ""
