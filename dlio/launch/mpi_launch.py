@@ -25,6 +25,7 @@ from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.signals import receiving
 from dlio.util.units import counted
+from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import check_folder, unwritable
 
 _END_TIMEOUT_S = 10.0
@@ -155,7 +156,7 @@ def _check_temporary(folder: str | None) -> None:
     if folder:
         option = "TMPDIR: "
         try:
-            os.makedirs(folder, exist_ok=True)
+            os.close(make_folders(folder))
         except OSError as error:
             raise unwritable(option + folder, error) from error
         check_folder(folder, option)
