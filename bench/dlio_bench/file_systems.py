@@ -7,6 +7,7 @@ from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.mount_points import MountPoint, holding, parse_mounts, read_mounts, unescaped
+from dlio.util.whole_files import check_folder as check_writable_folder
 
 _MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _REMOTE: Final = (
@@ -17,7 +18,7 @@ _REMOTE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class FileSystem(MountPoint):
-    """A mounted file system, and what its kind says of its caches."""
+    """A mounted file system, and the caches of its kind."""
 
     options: str = ""
     upper: str = ""
@@ -54,3 +55,9 @@ def check_folder(path: str) -> None:
     """Raise UsageError unless a path is a folder whose storage can be measured."""
     if not os.path.isdir(path):
         raise UsageError(f"{path} is not a folder: name one on the storage to measure")
+
+
+def check_scratch(path: str) -> None:
+    """Raise UsageError unless a path is a folder in which files to be measured can be made."""
+    check_folder(path)
+    check_writable_folder(path)

@@ -28,6 +28,7 @@ from dlio.util.input_files import open_text
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import counted, format_seconds
+from dlio_bench.file_systems import check_scratch
 from dlio_bench.peers.environments import missing, python_of, shared_environment
 from dlio_bench.readers import write_mds
 from dlio_bench.results.envelope import begin, finish
@@ -315,6 +316,8 @@ def command(options: IndexBenchOptions, output: OutputOptions) -> None:
     builds its index, the second one uses it. Each data set has small samples, and one file or
     chunk a sample in folder and Zarr.
     """
+    if options.scratch is not None:
+        check_scratch(options.scratch)
     start = begin(output)
     folder = tempfile.TemporaryDirectory(prefix="dlio-bench-", dir=options.scratch)
     with folder as scratch, working("index"):

@@ -24,6 +24,7 @@ from dlio.util.units import format_bytes
 from dlio_bench.bench_data import bytes_below, files_below
 from dlio_bench.bench_processes import descendants
 from dlio_bench.emulated.emulated_mount import slow_mount, stats
+from dlio_bench.file_systems import check_scratch
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.machine import describe_machine
@@ -103,8 +104,9 @@ def command(choice: StagingChoice, output: OutputOptions) -> None:
     Sources are an emulated parallel file system and the local disk. Figures are shares of the
     bandwidth, small files, two jobs at once, and memory.
     """
-    start = begin(output)
     folder, sizes = choice.folder or os.getcwd(), choice.sizes()
+    check_scratch(folder)
+    start = begin(output)
     with working("staging"):
         report: dict[str, Any] = measure(choice.cases, sizes, folder)
     results = results_of(

@@ -6,6 +6,7 @@ from functools import partial
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile, RankOptions
+from dlio.data.source import ReadErrors
 from dlio.data.splits import TRAIN_FOLDERS, VAL_FOLDERS
 from dlio.errors import UsageError
 from dlio.launch.command_ranks import on_ranks
@@ -204,11 +205,12 @@ def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, 
     """Return (training data, validation data).
 
     A source that holds only the folders train/ and val/ is split into these two, and that is
-    printed unless `quiet`.
+    printed unless `quiet`. Raises SourceError if it cannot be listed.
     """
     if not os.path.isdir(source):
         return source, val
-    inside = sorted(entry.name for entry in os.scandir(source) if entry.is_dir())
+    with ReadErrors(source):
+        inside = sorted(entry.name for entry in os.scandir(source) if entry.is_dir())
     train = [name for name in inside if name.lower() in TRAIN_FOLDERS]
     held_out = [name for name in inside if name.lower() in VAL_FOLDERS]
     if len(train) != 1 or len(train) + len(held_out) != len(inside):

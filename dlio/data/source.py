@@ -187,12 +187,12 @@ class Source(FsspecHandle):
 
     def exists(self, name: str = "") -> bool:
         """True if a path exists. Raises SourceError when that cannot be found out."""
-        return self._ask("exists", os.path.exists, name)
+        return self._ask("exists", _exists, name)
 
     def _ask(self, question: str, local: Callable[[str], bool], name: str) -> bool:
-        if self._files is None:
-            return local(self.path(name))
         with ReadErrors(self.path(name)):
+            if self._files is None:
+                return local(self.path(name))
             return bool(getattr(self._files, question)(self.path(name)))
 
     def missing(self) -> SourceError:
@@ -623,6 +623,16 @@ def _own_part(url: str) -> str:
     """Return the part of a chained URL that may hold patterns: the first link."""
     part = _own_link(url)[1]
     return "" if part.startswith(("http://", "https://")) else part
+
+
+def _exists(path: str) -> bool:
+    """True if a local path exists. Raises OSError when that cannot be found out, as below a folder
+    that this user may not search."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return True
 
 
 def _exists_so(url: str) -> bool:

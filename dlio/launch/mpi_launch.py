@@ -25,6 +25,8 @@ from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.signals import receiving
 from dlio.util.units import counted
+from dlio.util.user_folders import make_folders
+from dlio.util.whole_files import check_folder, unwritable
 
 _END_TIMEOUT_S = 10.0
 _SHORT_TIMEOUT_S = 30.0
@@ -136,6 +138,7 @@ def _prepared(
     full = {**rank_environment(ranks, live), LAUNCHER: str(os.getpid())}
     options = []
     if is_open_mpi(mpirun):
+        _check_temporary({**full, **environment}.get("TMPDIR"))
         options = ["--bind-to", "none"]
         if ranks > available_cores():
             options.append("--oversubscribe")
@@ -145,6 +148,18 @@ def _prepared(
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
             full["OMPI_MCA_btl_sm_backing_directory"] = segments.path
     return options, {**full, **environment}
+
+
+def _check_temporary(folder: str | None) -> None:
+    """Make the folder of TMPDIR, as mpirun does. Raises UsageError if it cannot be used: mpirun
+    would print six lines that do not say where the name came from."""
+    if folder:
+        option = "TMPDIR: "
+        try:
+            os.close(make_folders(folder))
+        except OSError as error:
+            raise unwritable(option + folder, error) from error
+        check_folder(folder, option)
 
 
 def relayed(

@@ -477,7 +477,10 @@ def _working(shown: str, destination: str, comm: Communicator) -> Iterator[_Pack
             lock = open_file(folder, _LOCK, os.O_RDWR | os.O_CREAT)
             stack.callback(os.close, lock)
             if not take_lock(lock, fcntl.LOCK_EX) or not same_folder(parent, name, folder):
-                raise UsageError(f"{destination} is being packed by another process")
+                raise UsageError(
+                    f"{destination} is being packed by another process: wait for its end, or name "
+                    "another place"
+                )
             token = mark_of(folder) or ""
         token = comm.tell(token)
         if comm.rank:

@@ -225,3 +225,12 @@ def test_files_that_a_web_server_refuses_are_not_called_missing(
         server.shutdown()
     assert told in str(refused.value).lower()
     assert "\n" not in str(refused.value)
+
+
+def test_a_path_that_cannot_be_looked_up_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    # Root may search every folder, so a link to itself stands for one that others may not.
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(SourceError, match="round/train cannot be read: Too many levels"):
+        open_reader(str(tmp_path / "round" / "train"))
+    with pytest.raises(SourceError, match="no such file"):
+        open_reader(str(tmp_path / "missing" / "train"))

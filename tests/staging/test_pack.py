@@ -227,7 +227,7 @@ def test_a_killed_packing_is_continued(pictures: Path, tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "two\n"
-    with pytest.raises(UsageError, match="by another process"):
+    with pytest.raises(UsageError, match="by another process: wait for its end"):
         pack(argv[0], argv[1], shard_bytes=1 << 16)
     process.send_signal(signal.SIGKILL)
     process.wait(60)

@@ -1,5 +1,6 @@
 """`dlio train`, as users run it."""
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import torch
 
 from dlio.cli.train_command import find_parts
 from dlio.comm.single import SingleCommunicator
-from dlio.errors import UsageError
+from dlio.errors import SourceError, UsageError
 from dlio.image.crop import Crop
 from dlio.loader.dataset import open_dataset
 from dlio.train.config import TrainConfig, train_config
@@ -145,6 +146,17 @@ def test_a_folder_with_train_and_val_names_both_parts(tmp_path: Path) -> None:
     # With four folders it is a data set of four classes.
     assert find_parts(path, None) == (path, None)
     assert find_parts("memory://x", None) == ("memory://x", None)
+
+
+def test_a_folder_that_may_not_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SourceError, match=f"{tmp_path} cannot be read: Permission denied"):
+        find_parts(str(tmp_path), None)
 
 
 def test_ranks_get_the_record_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

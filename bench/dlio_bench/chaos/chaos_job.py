@@ -189,7 +189,7 @@ class ChaosJob:
         return dict(sorted({each.rank: each for each in by_begin}.items()))
 
     def end(self) -> None:
-        """End it with all its processes, and note what it left behind."""
+        """End it with all its processes, and note its leftovers."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.code is None:
                 # The launcher passes SIGTERM on; it ends its ranks, which may be stopped.

@@ -67,7 +67,7 @@ class Outage:
 
 @dataclass(slots=True)
 class NodeJob:
-    """One job, and what its report says."""
+    """One job, and its report."""
 
     outages: list[Outage] = field(default_factory=list)
     code: int | None = None

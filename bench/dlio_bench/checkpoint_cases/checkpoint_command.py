@@ -35,7 +35,7 @@ from dlio_bench.checkpoint_cases.methods import (
     stall_figures,
 )
 from dlio_bench.emulated.emulated_mount import Emulation
-from dlio_bench.file_systems import check_folder
+from dlio_bench.file_systems import check_scratch
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.repeats import ratio, turns
 from dlio_bench.results.report_values import Figure, Ratio, Results
@@ -180,7 +180,7 @@ def command(
     """
     output.check_writable()
     emulation.check_possible()
-    check_folder(case.path)
+    check_scratch(case.path)
     on_ranks(ranks.ranks, run_checkpoint, case, emulation, output, backend=ranks.backend, live=True)
 
 

@@ -50,7 +50,7 @@ class Method:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove all that was written."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _path(self, number: int) -> str:

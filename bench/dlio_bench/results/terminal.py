@@ -94,7 +94,7 @@ def console() -> "Console":
 
     # mpirun gives ranks a pseudo-terminal even if their output ends in a file.
     own = Console(force_terminal=shows_terminal(), force_interactive=False)
-    return own if own.is_terminal else Console(width=max(_WIDE, own.width))
+    return own if own.is_terminal else Console(width=max(_WIDE, own.width), force_terminal=False)
 
 
 def table(

@@ -21,6 +21,7 @@ from dlio.util.child_processes import module_command
 from dlio.util.input_files import read_json
 from dlio.util.options import Option, check
 from dlio.util.units import counted, parse_bytes
+from dlio_bench.file_systems import check_scratch
 from dlio_bench.peers.environments import folder, missing, shared_environment
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.repeats import ratio
@@ -225,8 +226,7 @@ def _run(words: list[str], case: AgreementOptions, name: str, environment: dict[
 
 def _folder(path: str) -> tempfile.TemporaryDirectory[str]:
     """A folder for the data and the results, which is removed in the end."""
-    if not os.path.isdir(path):
-        raise UsageError(f"{path} is not a folder: name one on the storage to read")
+    check_scratch(path)
     return tempfile.TemporaryDirectory(
         prefix="dlio-pair-", dir=os.path.abspath(path), ignore_cleanup_errors=True
     )

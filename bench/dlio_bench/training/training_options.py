@@ -8,7 +8,7 @@ from dlio.exchange.exchange_spec import NAMES, parse_exchange
 from dlio.plan.exchange_cost import FORMULAE
 from dlio.util.options import Option, check
 from dlio_bench.exchange_cases.exchange_options import LinkBandwidth, MessageTime
-from dlio_bench.file_systems import check_folder
+from dlio_bench.file_systems import check_scratch
 
 # Names of networks, for options, which must not import torch
 
@@ -128,7 +128,7 @@ class TrainingBenchOptions:
         """Raises UsageError for unknown names and numbers that do not suit."""
         check(self)
         if self.checkpoints is not None:
-            check_folder(self.checkpoints)
+            check_scratch(self.checkpoints)
         for name in self.network_names:
             if name not in NETWORK_NAMES:
                 raise UsageError(

@@ -20,6 +20,7 @@ from dlio.util.child_processes import module_command
 from dlio.util.input_files import read_json
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import write_json
+from dlio_bench.file_systems import check_scratch
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.repeats import interval_of_ratio
@@ -224,6 +225,7 @@ def command(watch: Watch, output: OutputOptions) -> None:
     with exit code 1 if the whole confidence interval of a figure is worse than the baseline, or a
     count differs.
     """
+    check_scratch(watch.folder)
     started = begin(output)
     wanted = watch.part or tuple(PARTS)
     stored = {} if watch.update and not os.path.exists(watch.baseline) else _read(watch.baseline)

@@ -1,4 +1,4 @@
-"""The run of a schedule, and what must hold after it."""
+"""The run of a schedule, and the rules that hold after it."""
 
 import random
 from collections import Counter

@@ -21,7 +21,7 @@ _MOST_LOSSES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class FaultSchedule:
-    """A job, and what happens to it."""
+    """A job, and its events."""
 
     job: SimulatedJob
     losses: tuple[PlannedLoss, ...]
