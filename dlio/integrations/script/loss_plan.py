@@ -218,7 +218,7 @@ class LossPlans:
         """True if a divisor is known to be a constant, as parts of other sizes had it, too, which
         this step may show: it may be the size of a part by chance.
 
-        `counts_not` if it is no size of some rank's part; `differs` if ranks have several. With
+        `counts_not` if it is not the size of a rank's part; `differs` if ranks have several. With
         both, it is none from now on: it follows from the samples' values.
         """
         if counts_not and differs:

@@ -369,8 +369,8 @@ class ScriptLossWeights:
         if not any(sees):
             return False
         plans.loops.add(line)
-        found = find_terms(roots, GraphStates(max(int(batch.weight), 1)), has_loop=True)
-        parts.terms = found.terms
+        of_loop = find_terms(roots, GraphStates(max(int(batch.weight), 1)), has_loop=True)
+        parts.terms = of_loop.terms
         self._plan = plans.plan(line, _structure(parts))
         mine = any(term.each for term in parts.terms) and not mine
         return any(uniform(self._comm, lambda: self._comm.allgather(mine)))
