@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.errors import CorruptBlock
+from dlio.errors import CorruptBlock, TierFull
 from dlio.launch.node.lock_keeper import keep
 from dlio.storage.block import NO_ROOM, decompress_exactly
 from dlio.storage.sample_locations import IN_MEMORY, SampleLocations
@@ -34,6 +34,7 @@ from dlio.util.memory import new_memory
 from dlio.util.owned_descriptors import OwnedDescriptors
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.trusted_files import closing_descriptor, open_file
+from dlio.util.units import format_bytes
 
 _MOST_CHUNK: Final = 16 << 20
 _LEAST_CHUNK: Final = 1 << 20
@@ -78,9 +79,13 @@ class DecodedTier:
         self._form = "raw"
         self._decode_s = self._back_s = 0.0
         self._owned = OwnedDescriptors(self)
-        self._room = self._owned.take(self._open("room", 8))
-        with closing_descriptor(self._open("index", 8 * _FIELDS * samples)) as descriptor:
-            table = mmap.mmap(descriptor, 8 * _FIELDS * samples)
+        try:
+            self._room = self._owned.take(self._open("room", 8))
+            with closing_descriptor(self._open("index", 8 * _FIELDS * samples)) as descriptor:
+                table = mmap.mmap(descriptor, 8 * _FIELDS * samples)
+        except BaseException:
+            self._folder.close()
+            raise
         # Mapped, unlike blocks: the folder is this user's alone, nobody cuts its files off, and an
         # image is used where it lies.
         self._index = np.frombuffer(table, np.uint64).reshape(samples, _FIELDS)
@@ -294,6 +299,18 @@ class DecodedTier:
 
     def _open(self, name: str, size: int) -> int:
         descriptor = open_file(self._folder.descriptor, name, os.O_RDWR | os.O_CREAT)
-        if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)
+        if os.fstat(descriptor).st_size >= size:
+            return descriptor
+        try:
+            # Touching shared memory that is full kills by SIGBUS; reserving it is an error.
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in NO_ROOM:
+                raise
+            raise TierFull(
+                f"{self._folder.path}: shared memory has no room for a tier of decoded images "
+                f"({format_bytes(size)} for {name}): free space there, or leave :decoded out of "
+                "--tiers"
+            ) from error
         return descriptor

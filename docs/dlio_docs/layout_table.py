@@ -44,10 +44,19 @@ _LONGEST: Final = 110
 
 
 def _dlio(root: Path) -> str:
+    log = logging.getLogger("dlio")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return _read(root)
+    finally:
+        log.setLevel(before)
+
+
+def _read(root: Path) -> str:
     from dlio.data.reader import open_reader
     from dlio.errors import DlioError, UsageError
 
-    logging.getLogger("dlio").setLevel(logging.ERROR)
     try:
         return _said(open_reader(str(root)))
     except DlioError as error:

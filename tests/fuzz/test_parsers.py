@@ -1,8 +1,10 @@
 """Damaged and made-up bytes give errors of ours: no crash, no hang, no memory beyond the input."""
 
+import os
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +25,13 @@ _BOUND = 8 << 20
 def _without_leftovers() -> Iterator[None]:
     yield
     remove()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(_telling: None) -> Iterator[None]:
+    """Parsers choose the folder of the cache by a variable."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.mark.parametrize("name", PARSERS)

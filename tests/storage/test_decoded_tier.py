@@ -1,5 +1,6 @@
 """Tiers of decoded images: images come back unchanged, and are kept only where that saves time."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 import dlio
-from dlio.errors import UsageError
+from dlio.errors import TierFull, UsageError
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.tier_spec import TierSpec, decoded_spec, parse_tiers
 
@@ -85,6 +86,20 @@ def test_images_that_decode_faster_than_the_tier_returns_them_are_not_kept() -> 
     assert "not kept" in notes[0]
     assert [tier.get(sample) for sample in range(60)] == [None] * 60
     tier.close()
+
+
+def test_full_memory_is_an_error_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Touching it would kill the process."""
+
+    def full(descriptor: int, at: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    name = _name()
+    with pytest.raises(TierFull, match=r"no room for a tier of decoded images \(8 B for room\)"):
+        DecodedTier(name, 1000, 16 << 20, lambda note: None)
+    monkeypatch.undo()
+    DecodedTier(name, 1000, 16 << 20, lambda note: None).close()
 
 
 def test_damage_is_detected() -> None:
