@@ -15,8 +15,13 @@
 enum {
     FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW,
     LINE = 64,    /* bytes of the processor's cache */
-    FETCHED = 512 /* bytes of a sample after which the processor sees by itself what comes */
+    FETCHED = 512, /* bytes of a sample after which the processor sees by itself what comes */
+    POPULATED = 1 << 23 /* bytes of a file all of whose pages are mapped at once, at most */
 };
+
+#ifndef MAP_POPULATE /* Linux alone has it. */
+#define MAP_POPULATE 0
+#endif
 
 /* A read of a file in memory costs as much as some 10 kB of copying, so that small samples are read
  * where they lie. Reading them there kills by SIGBUS if the file is cut off meanwhile: the handler below
@@ -141,7 +146,9 @@ static void map_block(const Sample *sample, File *place) {
     int file = place->file >= 0 ? place->file : open_block(sample);
     struct stat status;
     if (file >= 0 && !fstat(file, &status) && S_ISREG(status.st_mode) && status.st_size) {
-        void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_SHARED, file, 0);
+        /* At once: a fault for every few pages takes several times as long. */
+        int flags = MAP_SHARED | (status.st_size <= POPULATED ? MAP_POPULATE : 0);
+        void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, flags, file, 0);
         if (map != MAP_FAILED) {
             place->size = (size_t)status.st_size;
             __atomic_store_n(&place->map, map, __ATOMIC_RELAXED);
