@@ -24,7 +24,6 @@ import pytest
 from dlio.cli import main
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.features.search.study_journal import StudyJournal
 from dlio.train.callbacks.prometheus import Prometheus
 from dlio.train.callbacks.tensorboard import TensorBoard
 from dlio.train.checkpoint.checkpoint_store import Checkpoints
@@ -41,6 +40,7 @@ from tests.hostile.commands import (
     link,
     packs,
 )
+from tests.hostile.optional import feature
 from tests.hostile.users import Machine, User
 
 _DRAWN = 180
@@ -51,10 +51,14 @@ def _ledger(path: Path) -> None:
         ledger.finish()
 
 
+def _study_journal(path: Path) -> Any:
+    return feature("search.study_journal").StudyJournal(str(path))
+
+
 def _journal(path: Path) -> int:
     with (
         as_usage(str(path), "name another --study"),
-        contextlib.closing(StudyJournal(str(path))) as journal,
+        contextlib.closing(_study_journal(path)) as journal,
     ):
         journal.append_logs([{"op_code": 0}])
         return len(list(journal.read_logs(0)))
@@ -348,7 +352,7 @@ def _a_journal_is_exchanged_for_a_link_while_the_search_runs(machine: Machine) -
     place = machine.folder("open")
 
     def run() -> int:
-        with contextlib.closing(StudyJournal(str(place / "journal.log"))) as journal:
+        with contextlib.closing(_study_journal(place / "journal.log")) as journal:
             journal.append_logs([{"op_code": 0}])
             os.rename(place / "journal.log", place / "taken")  # As mallory could at this time.
             os.symlink(machine.alice.home / "profile", place / "journal.log")

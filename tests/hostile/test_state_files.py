@@ -16,12 +16,12 @@ import pytest
 
 from dlio.cli import main
 from dlio.errors import UsageError
-from dlio.features.search import search_command
 from dlio_bench.results.envelope import SCHEMA
 from dlio_bench.results.html.document import page
 from dlio_bench.results.report_values import Figure, PlotCurve
 from dlio_bench.results.saved_report import SavedReport
 from tests.conftest import examples
+from tests.hostile.optional import feature
 
 Runs = Callable[..., "subprocess.CompletedProcess[str]"]
 _DEADLINE_S = 120
@@ -260,7 +260,7 @@ def test_no_contents_of_a_state_file_make_a_traceback(
     (study / "trials").mkdir(parents=True)
     path = study / kind if "STUDY" in words else tmp_path / "strange"
     argv = [{"FILE": str(path), "STUDY": str(study)}.get(word, word) for word in words]
-    monkeypatch.setattr(search_command, "Searcher", _stop)
+    monkeypatch.setattr(feature("search.search_command"), "Searcher", _stop)
     for seed in range(examples(100)):
         path.write_bytes(_changed(sound, seed))
         with pytest.raises(SystemExit) as ended:
