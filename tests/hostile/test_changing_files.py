@@ -50,7 +50,6 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("DLIO_NO_REHEARSAL", "1")
 
 
 def _said(reader: Reader, sample: int) -> str:

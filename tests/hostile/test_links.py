@@ -56,7 +56,6 @@ def copied(made: Path, folder: Path) -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("DLIO_NO_REHEARSAL", "1")
 
 
 def check(

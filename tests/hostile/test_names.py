@@ -136,8 +136,8 @@ def test_no_command_shows_or_writes_a_name_as_it_is(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for variable, value in (("CACHE", "cache"), ("NO_FORK", "1"), ("NO_REHEARSAL", "1")):
-        monkeypatch.setenv(f"DLIO_{variable}", value)
+    monkeypatch.setenv("DLIO_CACHE", "cache")
+    monkeypatch.setenv("DLIO_NO_FORK", "1")
     (tmp_path / "tier").mkdir()
     KINDS[kind](NAMES[name].replace("/", "_"), tmp_path / "data")
     for words in COMMANDS:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import logging
-import tarfile
 import unicodedata
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from dlio.util.settings import REHEARSAL
 from dlio_readers.folder_doubts import masks_among, name_labels, parts_of_cases
 from dlio_staging.pack_folder import pack
 from dlio_staging.verify import verify
+from tests.readers.tar_members import write_tar_of
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n"
 
@@ -488,16 +488,8 @@ def test_a_second_array_in_a_file_is_told(tmp_path: Path, caplog: pytest.LogCapt
     assert "168 bytes behind its array left out" in caplog.text
 
 
-def _tar(path: Path, members: Mapping[str, bytes]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for name, body in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            archive.addfile(info, io.BytesIO(body))
-
-
 def test_labels_in_a_tar_may_begin_with_the_mark_of_utf_8(tmp_path: Path) -> None:
-    _tar(
+    write_tar_of(
         tmp_path / "a.tar",
         {"0.txt": b"a", "0.cls": b"0\r\n", "1.txt": b"b", "1.cls": b"\xef\xbb\xbf1"},
     )
@@ -507,9 +499,9 @@ def test_labels_in_a_tar_may_begin_with_the_mark_of_utf_8(tmp_path: Path) -> Non
 
 
 def test_a_tar_of_tars_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _tar(tmp_path / "n01.tar", {"0.txt": b"a"})
+    write_tar_of(tmp_path / "n01.tar", {"0.txt": b"a"})
     body = (tmp_path / "n01.tar").read_bytes()
-    _tar(tmp_path / "a.tar", {"n01.tar": body, "n02.tar": body})
+    write_tar_of(tmp_path / "a.tar", {"n01.tar": body, "n02.tar": body})
     with caplog.at_level(logging.WARNING, "dlio"):
         open_reader(f"{tmp_path}/a.tar").close()
     assert "its members are tars themselves: extract it" in caplog.text

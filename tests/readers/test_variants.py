@@ -4,7 +4,6 @@ import decimal
 import io
 import json
 import logging
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from dlio.errors import DecodeError, SourceError, UsageError
 from dlio.util import printable
 from dlio.util.settings import REHEARSAL
 from dlio_staging.pack_folder import pack
+from tests.readers.tar_members import write_tar_of
 
 
 @pytest.fixture(autouse=True)
@@ -96,16 +96,8 @@ def test_names_with_characters_of_patterns_are_themselves(form: str, tmp_path: P
     elif form == "parquet":
         pq.write_table(pa.table({"x": [1, 2], "label": [0, 1]}), path)
     else:
-        _tar(path, {"0.txt": b"x", "0.cls": b"0", "1.txt": b"x", "1.cls": b"1"})
+        write_tar_of(path, {"0.txt": b"x", "0.cls": b"0", "1.txt": b"x", "1.cls": b"1"})
     assert labels_of(str(path))[1] == [0, 1]
-
-
-def _tar(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as file:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
 
 
 def test_a_folder_of_tables_has_the_splits_of_its_files(tmp_path: Path) -> None:
@@ -299,7 +291,7 @@ def test_an_empty_label_of_hdf5_is_told(tmp_path: Path, caplog: pytest.LogCaptur
 def test_what_may_be_labels_in_a_tar_is_told(
     members: dict[str, bytes], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _tar(tmp_path / "a.tar", members)
+    write_tar_of(tmp_path / "a.tar", members)
     with caplog.at_level(logging.WARNING, "dlio"):
         open_reader(f"{tmp_path}/a.tar").close()
     assert words in caplog.text

@@ -58,18 +58,20 @@ static int fetch(const Sample *sample, int64_t wanted, Thread *thread, uint8_t *
     const uint8_t *data = (const uint8_t *)(uintptr_t)sample->offset;
     int is_last = 0;
     if (sample->descriptor != IN_MEMORY)
-        data = dlio_in_place(sample, wanted, 0, sample->stored, sample->checked ? &is_last : NULL, thread);
+        data = dlio_in_place(sample, wanted, 0, sample->stored,
+                             sample->checked ? &is_last : NULL, thread);
     if (!data || is_last) {
         uint8_t *target = into;
         if (stored != raw) {
             if (!reserve(&thread->packed, &thread->packed_size, stored)) return UNREADABLE;
             target = thread->packed;
         }
-        int file = data ? -1 : dlio_file_of(sample, thread);
-        if (data)
+        if (is_last)
             memcpy(target, data, stored);
-        else if (file < 0 || !dlio_read_all(file, target, stored, sample->offset))
-            return UNREADABLE;
+        else {
+            int file = dlio_file_of(sample, thread);
+            if (file < 0 || !dlio_read_all(file, target, stored, sample->offset)) return UNREADABLE;
+        }
         data = target;
     }
     if (sample->checked == STORED && libraries.digest(data, stored) != sample->digest) return DAMAGED;
