@@ -542,9 +542,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         # Before the batch is in the user's hands: a state that is saved in the loop's body counts
         # it.
         batches.consumed()
-        self._place = self._place.handed_out(batches)
+        # torch's own `__setattr__` looks at each name first.
+        own = vars(self)
+        own["_place"] = self._place.handed_out(batches)
         if fed.indices is not None:
-            self.last_samples = fed.numbers()
+            own["last_samples"] = fed.numbers()
         if (
             self.persistent_workers
             and begun.plan is not None
@@ -617,7 +619,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             if fed.indices is None and has_length(fed.data, counts[rank]):
                 samples = counts[rank]  # Its first dimension may be another one, such as time.
             share = BatchShare(counts, rank, samples)
-        self.batch_share = share
+        vars(self)["batch_share"] = share
         announce(share, fed.data)
 
     def _begin(self, options: LoaderOptions, batches: Pass) -> RunningPass:

@@ -84,6 +84,8 @@ class Hierarchy(Closable):
             )
         self.fetcher: Fetcher = self.sample_fetcher or self.block_fetcher
         """Brings samples from the source, ahead of their use where that takes a while."""
+        self.before_close: list[Callable[[], object]] = []
+        """Called before its tiers are closed, by those who keep something of their files."""
         # Where samples are requests, the fetcher reads them.
         in_source = abilities_of(reader).locate if flow is None else None
         self._locator = SampleLocator(self.targets, self.block_fetcher, self.fetcher, in_source)
@@ -207,15 +209,15 @@ class Hierarchy(Closable):
 
     def missing(self) -> int:
         """Count the blocks pinned here that are not in their tier."""
-        here: list[set[int]] = []
-        for tier in self.tiers:
+        lacking = 0
+        for number, tier in enumerate(self.tiers):
+            wanted = set(np.flatnonzero(self.pinned == number).tolist())
             try:
-                here.append(tier.blocks())
+                lacking += len(wanted - tier.blocks())
             except OSError as error:
-                here.append(set())
+                lacking += len(wanted)
                 self.run_notes.tier_failed(tier.path, "read", error)
-        pinned = np.flatnonzero(self.pinned >= 0)
-        return sum(int(block) not in here[self.pinned[block]] for block in pinned)
+        return lacking
 
     def drop_streamed(self, block: int) -> None:
         """Remove a streamed block from its tier."""
@@ -235,6 +237,8 @@ class Hierarchy(Closable):
         self.fetcher.settle()
         self.fetcher.close()
         self._requests.close()
+        for let_go in self.before_close:
+            let_go()
         self.targets.close()
 
 

@@ -17,7 +17,9 @@
 typedef struct Pool Pool;
 void dlio_png_use(const int64_t addresses[15]);
 void dlio_pool_use(const int64_t addresses[7]);
-Pool *dlio_pool_open(int64_t threads, int64_t files, int64_t most_open);
+Files *dlio_files_open(int64_t count, int64_t most_open);
+void dlio_files_close(Files *files);
+Pool *dlio_pool_open(int64_t threads, Files *files);
 void dlio_pool_wake(Pool *pool);
 void dlio_pool_submit(Pool *pool, Job *job);
 int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *ended);
@@ -200,12 +202,21 @@ int main(int argc, char **argv) {
         if (row->checked && draw(2) && row->descriptor == IN_MEMORY) row->checked = STORED;
     }
     uint64_t made = 0, refused = 0, given_up = 0;
+    Files *files = NULL;
     for (int round = 0; round < rounds; round++) {
         cut_off = NULL;
         for (int k = 0; k < KINDS; k++) write_file(sets + k, place);
         cut_off = cut_files;
-        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), (int64_t)draw(12), (int64_t)draw(3));
+        /* Maps outlive pools, and what becomes of their files meanwhile. */
+        if (!files || !draw(3)) {
+            if (files) dlio_files_close(files);
+            files = dlio_files_open((int64_t)draw(12), (int64_t)draw(3));
+            if (!files) return 3;
+        }
+        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), files);
         if (!pool) return 3;
+        /* The pool keeps them. */
+        if (!draw(4)) dlio_files_close(files), files = NULL;
         Job jobs[JOBS];
         Sample *rows[JOBS];
         uint8_t *columns[JOBS][3], *images[JOBS], *parts[JOBS], intact[16] = {0};
@@ -259,6 +270,7 @@ int main(int argc, char **argv) {
         }
         free(uniforms);
     }
+    if (files) dlio_files_close(files);
     for (int k = 0; k < KINDS; k++) free(sets[k].memory);
     for (size_t k = 0; k < count; k++) free(pictures[k].data);
     free(pictures), free(sets), close(folder);

@@ -1,14 +1,18 @@
 """One process: every sample once, the same pixels always, and nothing left behind."""
 
+import gc
 import json
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 import torch
 
@@ -237,6 +241,34 @@ def test_a_steady_epoch_allocates_no_batch() -> None:
     assert memory.take().ctypes.data != address  # A view of a view still holds it.
     del tensor
     assert memory.take().ctypes.data == address
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("tiers", ["none", "ram:64MiB"])
+@pytest.mark.parametrize("side", [8, 1000], ids=["several-at-once", "one-by-one"])
+def test_batches_go_with_their_last_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: str, tiers: str, side: int
+) -> None:
+    """Not when Python looks for cycles: memory of 300 batches was held at a time."""
+    monkeypatch.setenv("DLIO_NATIVE", native)
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = np.zeros((40, side, side))
+    with (
+        dlio.open(tmp_path / "rows.h5", tiers=tiers) as data,
+        dlio.DataLoader(data, 4, num_workers=2) as loader,
+    ):
+        list(loader)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):
+                earlier: list[weakref.ref[torch.Tensor]] = []
+                for batch in loader:
+                    earlier.append(weakref.ref(batch["x"] if isinstance(batch, dict) else batch))
+                    del batch
+                assert [each() for each in earlier] == [None] * 10
+        finally:
+            gc.enable()
 
 
 def test_a_transform_gets_crops_and_is_collated(folder: Path) -> None:

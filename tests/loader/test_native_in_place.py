@@ -179,3 +179,62 @@ def test_a_tier_that_is_cut_off_in_the_middle_of_a_pass_is_healed(tmp_path: Path
                         with block.open("r+b") as file:
                             file.truncate(block.stat().st_size // 3)
             assert sorted(firsts) == list(range(0, count * 16, 16))
+
+
+_PASSES = """
+import gc, os, sys
+import dlio
+
+os.chdir(sys.argv[1])
+
+
+def mapped():
+    with open("/proc/self/maps") as maps:
+        return {line.split("-")[0] for line in maps if ".blk" in line}
+
+
+def opened():
+    links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
+    return sum(".blk" in os.readlink(each) for each in links if os.path.islink(each))
+
+
+def rows(data):
+    loader = dlio.DataLoader(data, 50, shuffle=True, num_workers=2)
+    firsts = [int(each) for batch in loader for each in batch["x"][:, 0]]
+    assert sorted(firsts) == list(range(0, 16 * 4000, 16))
+
+
+data = dlio.open("rows.h5::x", tiers="ram:64MiB")
+rows(data)
+rows(data)
+before = mapped()
+assert before and not opened()
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        # Of all passes of a data set; with two at once, too.
+        "rows(data)\nassert mapped() == before\n"
+        "first, second = (iter(dlio.DataLoader(data, 50, num_workers=2)) for _ in range(2))\n"
+        "for ours, theirs in zip(first, second, strict=True):\n"
+        "    assert (ours['x'] == theirs['x']).all()\n"
+        "assert mapped() == before and not opened()",
+        "data.close()\nassert not mapped()",
+        "del data\ngc.collect()\nassert not mapped()",
+        # In the middle of a pass: at its end.
+        "batches = iter(dlio.DataLoader(data, 50, num_workers=2))\nnext(batches)\n"
+        "data.close()\nbatches.close()\nassert not mapped()",
+        # A child has locks of its own.
+        "child = os.fork()\nif not child:\n    rows(data)\n    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\nrows(data)\nassert mapped() == before",
+    ],
+    ids=["kept", "closed", "dropped", "closed-in-a-pass", "forked"],
+)
+def test_files_stay_mapped_as_long_as_their_data_set(tmp_path: Path, end: str) -> None:
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = np.arange(4000 * 16).reshape(4000, 16)
+    command = [sys.executable, "-c", _PASSES + end, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

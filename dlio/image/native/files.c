@@ -12,11 +12,14 @@
 
 #include "pool.h"
 
+#define EXPORT __attribute__((visibility("default")))
+
 enum {
     FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW,
     LINE = 64,    /* bytes of the processor's cache */
     FETCHED = 512, /* bytes of a sample after which the processor sees by itself what comes */
-    POPULATED = 1 << 23 /* bytes of a file all of whose pages are mapped at once, at most */
+    POPULATED = 1 << 23, /* bytes of a file all of whose pages are mapped at once, at most */
+    MOST_MAPS = 1 << 14  /* of all files together: Linux lets a process have 65,530 */
 };
 
 #ifndef MAP_POPULATE /* Linux alone has it. */
@@ -33,6 +36,7 @@ static _Thread_local const Fault *expected; /* where this thread may meet the en
 static struct sigaction before;
 static int is_ready;
 static long page; /* bytes */
+static int64_t maps; /* of all files together */
 
 static void faulted(int number, siginfo_t *info, void *context) {
     const Fault *fault = expected;
@@ -88,32 +92,58 @@ int dlio_guarded(int (*make)(const Job *, const Sample *, Thread *), const Job *
     return make(job, sample, thread);
 }
 
-int dlio_files_open(Files *files, int64_t count, int64_t most_open) {
+/* Files of blocks, so many of them mapped at most, and so many open while a pool reads; NULL without
+ * memory. */
+EXPORT Files *dlio_files_open(int64_t count, int64_t most_open) {
+    Files *files = calloc(1, sizeof *files);
+    if (!files) return NULL;
     files->file = calloc((size_t)count + 1, sizeof *files->file);
-    files->count = files->file ? count : 0;
-    files->most_open = most_open, files->open = 0;
-    for (int64_t k = 0; k < files->count; k++) {
+    if (!files->file) {
+        free(files);
+        return NULL;
+    }
+    files->count = count, files->most_open = most_open, files->users = 1;
+    for (int64_t k = 0; k < count; k++) {
         files->file[k].file = -1;
         pthread_mutex_init(&files->file[k].lock, NULL);
     }
-    return files->file != NULL;
+    return files;
 }
 
-static void close_kept(File *place, Files *files) {
-    if (place->map) munmap((void *)(uintptr_t)place->map, place->size);
-    __atomic_store_n(&place->map, NULL, __ATOMIC_RELAXED);
+static void close_file(File *place, Files *files) {
     if (place->file < 0) return;
     close(place->file);
     place->file = -1;
     __atomic_fetch_sub(&files->open, 1, __ATOMIC_RELAXED);
 }
 
-void dlio_files_close(Files *files) {
+static void close_kept(File *place, Files *files) {
+    if (place->map) {
+        munmap((void *)(uintptr_t)place->map, place->size);
+        __atomic_fetch_sub(&maps, 1, __ATOMIC_RELAXED);
+    }
+    __atomic_store_n(&place->map, NULL, __ATOMIC_RELAXED);
+    close_file(place, files);
+}
+
+void dlio_files_use(Files *files) { __atomic_fetch_add(&files->users, 1, __ATOMIC_RELAXED); }
+
+void dlio_files_rest(Files *files) {
+    for (int64_t k = 0; k < files->count && __atomic_load_n(&files->open, __ATOMIC_RELAXED); k++) {
+        pthread_mutex_lock(&files->file[k].lock);
+        if (!files->file[k].users) close_file(files->file + k, files);
+        pthread_mutex_unlock(&files->file[k].lock);
+    }
+}
+
+EXPORT void dlio_files_close(Files *files) {
+    if (__atomic_sub_fetch(&files->users, 1, __ATOMIC_ACQ_REL)) return;
     for (int64_t k = 0; k < files->count; k++) {
         close_kept(files->file + k, files);
         pthread_mutex_destroy(&files->file[k].lock);
     }
     free(files->file);
+    free(files);
 }
 
 void dlio_thread_rest(Thread *thread) {
@@ -148,11 +178,14 @@ static void map_block(const Sample *sample, File *place) {
     if (file >= 0 && !fstat(file, &status) && S_ISREG(status.st_mode) && status.st_size) {
         /* At once: a fault for every few pages takes several times as long. */
         int flags = MAP_SHARED | (status.st_size <= POPULATED ? MAP_POPULATE : 0);
-        void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, flags, file, 0);
+        void *map = MAP_FAILED;
+        if (__atomic_add_fetch(&maps, 1, __ATOMIC_RELAXED) <= MOST_MAPS)
+            map = mmap(NULL, (size_t)status.st_size, PROT_READ, flags, file, 0);
         if (map != MAP_FAILED) {
             place->size = (size_t)status.st_size;
             __atomic_store_n(&place->map, map, __ATOMIC_RELAXED);
-        }
+        } else
+            __atomic_fetch_sub(&maps, 1, __ATOMIC_RELAXED);
     }
     if (file >= 0 && file != place->file) close(file);
 }

@@ -33,7 +33,7 @@ typedef struct {
     int64_t ended;       /* jobs that were done so far */
     int64_t alive;       /* threads that have not ended */
     int stopping;
-    Files files;
+    Files *files;
     int64_t threads;
     pthread_t thread[MOST_THREADS];
 } Pool;
@@ -107,7 +107,7 @@ static void work_on(Pool *pool, Thread *thread) {
 
 static void *run(void *argument) {
     Pool *pool = argument;
-    Thread thread = {.files = &pool->files, .file = -1, .folder = -1, .block = -1};
+    Thread thread = {.files = pool->files, .file = -1, .folder = -1, .block = -1};
 #ifdef __linux__
     /* Of this thread alone: it keeps its share of the processors, and never takes one at once from
      * the training loop when it wakes. It fails without harm. */
@@ -130,15 +130,12 @@ static void *run(void *argument) {
     return NULL;
 }
 
-/* Start threads; files of so many blocks may stay mapped, and of so many open. NULL if not even one
- * thread can be started. */
-EXPORT Pool *dlio_pool_open(int64_t threads, int64_t files, int64_t most_open) {
+/* Start threads, which read these files. NULL if not even one can be started. */
+EXPORT Pool *dlio_pool_open(int64_t threads, Files *files) {
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
-    if (!dlio_files_open(&pool->files, files, most_open)) {
-        free(pool);
-        return NULL;
-    }
+    pool->files = files;
+    dlio_files_use(files);
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
 #ifdef __linux__
@@ -165,7 +162,7 @@ EXPORT Pool *dlio_pool_open(int64_t threads, int64_t files, int64_t most_open) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
     if (!pool->threads) {
-        dlio_files_close(&pool->files);
+        dlio_files_close(files);
         free(pool);
         return NULL;
     }
@@ -319,7 +316,8 @@ EXPORT int64_t dlio_pool_close(Pool *pool, int64_t ns) {
     pthread_mutex_destroy(&pool->lock);
     pthread_cond_destroy(&pool->work);
     pthread_cond_destroy(&pool->done);
-    dlio_files_close(&pool->files);
+    dlio_files_rest(pool->files);
+    dlio_files_close(pool->files);
     free(pool);
     return 0;
 }

@@ -99,7 +99,8 @@ typedef struct Job {
     struct Job *after;
 } Job;
 
-/* Files of blocks that stay open: each open and close costs more than reading a small sample. */
+/* Files of blocks that stay open while a pool reads, and mapped as long as the folders stay: each open and
+ * close costs more than reading a small sample, and so does mapping a file for a few of them. */
 typedef struct {
     pthread_mutex_t lock;
     int64_t folder, block;
@@ -114,6 +115,7 @@ typedef struct {
     int64_t count;
     File *file; /* a block has one place, by its number */
     int64_t most_open, open; /* descriptors that may stay open, and that are */
+    int64_t users;           /* pools, and Python: whoever lets go last frees them */
 } Files;
 
 /* Where a thread may find that a file was cut off, and the way back from there (a sigjmp_buf). */
@@ -167,7 +169,11 @@ void dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread
 void dlio_distrust(Thread *thread);
 /* Returns 0 if the file cannot be read, or ends before. */
 int dlio_read_all(int file, uint8_t *into, size_t size, int64_t offset);
-int dlio_files_open(Files *files, int64_t count, int64_t most_open);
+/* Have one more user of them. */
+void dlio_files_use(Files *files);
+/* Close what is open, as no pool of the caller reads any more; maps stay. */
+void dlio_files_rest(Files *files);
+/* One user less. */
 void dlio_files_close(Files *files);
 
 #endif

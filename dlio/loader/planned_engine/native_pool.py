@@ -396,6 +396,42 @@ def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLoca
     )
 
 
+class NativeFiles(Closable):
+    """Files of blocks: open while a pool reads them, mapped until this is closed and no pool is left.
+
+    Raises OSError without memory.
+    """
+
+    def __init__(self) -> None:
+        library = find()
+        assert library is not None
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most_open = _MOST_OPEN if soft < 0 else min(_MOST_OPEN, soft // _OPEN_SHARE)
+        files = library.files_open(_MOST_MAPPED, most_open)
+        if not files:
+            raise OSError("there is no memory for files of blocks")
+        self.process = os.getpid()
+        self.address: int = files
+        self._close = weakref.finalize(self, library.files_close, files)
+
+    def close(self) -> None:
+        self._close()
+
+
+_files_of: Final[weakref.WeakKeyDictionary[Hierarchy, NativeFiles]] = weakref.WeakKeyDictionary()
+
+
+def files_of(hierarchy: Hierarchy) -> NativeFiles:
+    """Return the files of a hierarchy's blocks, the same for all its passes: mapping them anew for
+    each took half of a pass of 20,000 rows. They are closed with it."""
+    files = _files_of.get(hierarchy)
+    # The locks of a parent's may be held by threads that a forked child does not have.
+    if files is None or files.process != os.getpid():
+        files = _files_of[hierarchy] = NativeFiles()
+        hierarchy.before_close.append(files.close)
+    return files
+
+
 class NativePool(Closable):
     """Native threads, and the queue of their jobs. Owner: the pipeline, which closes it.
 
@@ -404,15 +440,15 @@ class NativePool(Closable):
 
     Args:
         threads: number of threads.
+        files: that they read; None for some of its own.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, files: NativeFiles | None = None) -> None:
         library = find()
         assert library is not None
         self._library = library
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most_open = _MOST_OPEN if soft < 0 else min(_MOST_OPEN, soft // _OPEN_SHARE)
-        pool = library.open(threads, _MOST_MAPPED, most_open)
+        self._files = files or NativeFiles()
+        pool = library.open(threads, self._files.address)
         if not pool:
             raise OSError("no native thread can be started")
         self._pool: int | None = pool
@@ -518,7 +554,7 @@ class _PoolLibrary:
         library = ctypes.CDLL(path)
         pool, job, number = ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int64
         for name, result, arguments in (
-            ("open", pool, (number, number, number)),
+            ("open", pool, (number, pool)),
             ("threads", number, (pool,)),
             ("submit", None, (pool, job)),
             ("wait", number, (pool, job, number, ctypes.POINTER(number))),
@@ -530,6 +566,9 @@ class _PoolLibrary:
             call = getattr(library, f"dlio_pool_{name}")
             call.restype, call.argtypes = result, arguments
             setattr(self, name, call)
+        self.files_open, self.files_close = library.dlio_files_open, library.dlio_files_close
+        self.files_open.restype, self.files_open.argtypes = pool, (number, number)
+        self.files_close.restype, self.files_close.argtypes = None, (pool,)
         # These never wait: giving the interpreter's lock away, and taking it again behind all
         # others, would take longer than the call.
         held = ctypes.PyDLL(path)
