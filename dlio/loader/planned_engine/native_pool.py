@@ -397,7 +397,7 @@ def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLoca
 
 
 class NativeFiles(Closable):
-    """Files of blocks: open while a pool reads them, mapped until this is closed and no pool is left.
+    """Files of blocks: open while a pool reads them, mapped until this and all its pools are closed.
 
     Raises OSError without memory.
     """
