@@ -99,9 +99,12 @@ def decode_mask(image: Buffer, name: object) -> Mask:
 
 def _stored(image: Buffer, name: object) -> tuple[StoredPixels, int]:
     """Return (pixels, bits of each): below 8 bits they are stretched to 255. Raises DecodeError."""
+    if bytes(image[:6]) in GIF:  # OpenCV gives its colours, and not its numbers.
+        picture = by_pillow(image, MAX_PIXELS)
+        if picture is None:
+            raise damaged(name, "Pillow cannot decode it")
+        return as_numbers(picture), 8
     try:
-        if bytes(image[:6]) in GIF:
-            raise damaged(name, "OpenCV gives the colours of a GIF, and not its numbers")
         return _stored_by_opencv(image, name)
     except DecodeError:
         picture = None if bytes(image[:2]) in PNM else by_pillow(image, MAX_PIXELS)

@@ -54,10 +54,14 @@ _BOXES: Final = (
 # fmt: on
 """Columns of boxes, which tables of labels may have."""
 MAX_TABLE: Final = 128 << 20
+DESCRIPTIONS: Final = "metadata."
+"""Beginning of the names of tables that describe pictures: their label is called so, or they have
+none."""
 _LIST_FOLDERS: Final = ("annotations", "meta", "splits", "lists")
 _NOT_PICTURES: Final = (*_LIST_FOLDERS, "masks", "labels", "trimaps", "segmentations")
 _MOST_FOLDERS: Final = 16
 """Folders next to a list; more of them are classes."""
+_DEEPEST: Final = 3
 _MOST_LISTS: Final = 16
 _HEAD: Final = 1 << 16
 PROBED: Final = 8
@@ -135,6 +139,7 @@ def find_lists(
     tops = [name for name, folder in rows if folder and name.lower() not in _NOT_PICTURES]
     if len(tops) > _MOST_FOLDERS:
         return None
+    tops = [_innermost(source, top) for top in tops]
     if table is not None:
         listed = [_read(source, table, label, is_named=True)]
     else:
@@ -198,6 +203,16 @@ def find_lists(
         sorted(made.items(), key=lambda each: places.get(split_of(each[0], folder=True) or "", 9))
     )
     return PictureLists(tuple(dict.fromkeys(used)), ordered, encoding, left)
+
+
+def _innermost(source: Source, folder: str) -> str:
+    """Return the folder in a folder that holds nothing else, as archives have them; splits stay."""
+    for _ in range(_DEEPEST):
+        rows = source.names(folder)
+        if len(rows) != 1 or not rows[0][1] or split_of(folder, folder=True):
+            break
+        folder = f"{folder}/{rows[0][0]}"
+    return folder
 
 
 def _are_whole(
@@ -363,7 +378,8 @@ def _columns(
         place: int | None = header.index(label)
     else:
         place = next((lower.index(name) for name in LABEL_NAMES if name in lower), None)
-        if place is None and len(others) == 1:
+        is_description = os.path.basename(file).startswith(DESCRIPTIONS)
+        if place is None and len(others) == 1 and not is_description:
             wordy = any(is_wordy(row[others[0]]) for row in rows[:PROBED])
             place = None if wordy else others[0]
     if place == at:

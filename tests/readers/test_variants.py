@@ -183,7 +183,7 @@ def test_descriptions_are_no_labels_and_told(
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,a cat\n")
     with caplog.at_level(logging.WARNING, "dlio"):
         assert labels_of(str(tmp_path)) == ([], [0])
-    assert "the pictures have no labels" in caplog.text
+    assert "it gives the pictures no labels" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "feather", "pictures", "list"])
