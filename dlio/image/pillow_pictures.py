@@ -6,7 +6,7 @@ TIFFs whose headers are not as the format says. What Pillow refuses as well is d
 
 import io
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ def as_rgb(picture: "Image") -> Pixels:
     return np.array(picture.convert("RGB"))
 
 
-def as_numbers(picture: "Image") -> npt.NDArray[Any]:
+def as_numbers(picture: "Image") -> npt.NDArray[np.generic]:
     """Return the stored numbers, shape (height, width), of a palette in place of its colours; or
     RGB, shape (height, width, 3). Grey of 2 and 4 bits is stretched to 255."""
     if picture.mode == "1":

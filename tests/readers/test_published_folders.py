@@ -138,6 +138,10 @@ def test_lists_name_pictures_of_parts_with_a_folder_in_each(tmp_path: Path) -> N
         open_reader(str(tmp_path))
     with closing(open_reader(str(tmp_path), split="test")) as reader:
         assert [reader.name(k).rpartition("/")[2] for k in range(len(reader))] == ["0003.png"]
+    table = {"table": "Data_Entry_2017.csv", "label": "Finding Labels"}
+    classes = ["Effusion", "None"]
+    assert _labels_of(tmp_path, split="train", **table) == (classes, [0, 1, 0])
+    assert _labels_of(tmp_path, split="test", **table) == (classes, [1])
 
 
 @pytest.mark.parametrize(
