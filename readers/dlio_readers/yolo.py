@@ -103,7 +103,10 @@ class YoloReader(AnnotatedReader):
 
 def _may_be_boxes(source: Source, name: str) -> bool:
     """True unless a text is a list of pictures, such as the splits of a data set."""
-    first = source.read(name, 0, _HEAD).split(maxsplit=1)[:1]
+    try:
+        first = source.read(name, 0, _HEAD).split(maxsplit=1)[:1]
+    except SourceError:
+        return True  # The reader says why it cannot be read.
     return not any(word.decode("utf-8", "replace").lower().endswith(PICTURES) for word in first)
 
 
