@@ -226,8 +226,9 @@ def command(options: ListOptions) -> None:
         shown = ", ".join(f"{name} ({counts[name]:,})" for name in names[:6])
         print_line(f"  classes      {len(names)}: {shown}{', ...' if len(names) > 6 else ''}")
         thing = "box" if ["boxes", "float32[?,4]"] in about["schema"] else "sample"
-        fewest, most = min(counts.values()), counted(max(counts.values()), thing)
-        print_line(f"  per class    {fewest:,} to {most}")
+        fewest, most = min(counts.values()), max(counts.values())
+        least = "" if fewest == most else f"{fewest:,} to "
+        print_line(f"  per class    {least}{counted(most, thing)}")
     print_line(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
     print_line(f"  fingerprint  {about['fingerprint']}")
     storage = about["storage"]

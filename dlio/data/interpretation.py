@@ -376,6 +376,29 @@ def folder_of_all(path: str, suffixes: tuple[str, ...]) -> str | None:
     return source.inner(full[0])
 
 
+_DATA_TEXTS: Final = (
+    *(".csv", ".tsv", ".txt", ".json", ".jsonl", ".xml", ".parquet", ".xlsx", ".mat", ".lst"),
+)
+_MOST_BESIDE: Final = 8
+_NO_DATA: Final = ("readme", "license", "licence", "requirements", "changelog", "citation")
+
+
+def files_beside(path: str, read: str) -> list[str]:
+    """Return the files next to the only sub-folder of a folder that is read, and in the others
+    next to it, that may say more about it."""
+    source = Source(path)
+    rows = source.names()
+    others = [name for name, folder in rows if folder and source.inner(name) != read]
+    names = [name for name, folder in rows if not folder]
+    for other in others[:_MOST_BESIDE]:
+        names += [f"{other}/{name}" for name, folder in source.names(other) if not folder]
+    return [
+        name
+        for name in names
+        if name.lower().endswith(_DATA_TEXTS) and not name.lower().startswith(_NO_DATA)
+    ]
+
+
 def lone_folder(path: str, *, has_data: bool) -> str | None:
     """Return the only folder of a folder, such as `data` of a repository of Hugging Face's Hub.
 

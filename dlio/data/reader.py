@@ -14,10 +14,12 @@ from dlio.data.interpretation import (
     best_fit,
     check_pattern,
     check_pointer,
+    files_beside,
     files_of_split,
     folder_of_all,
     has_split_files,
     lone_folder,
+    named_files,
     other_folders,
     split_folder,
 )
@@ -307,8 +309,14 @@ def _of_folder(
         below = folder_of_all(url, suffixes) if suffixes else None
         if below is not None:
             made = _of_folder(below, fields, kinds, split, options)
-            if reading is not None:
-                made.left_out = [*reading.left_out, *made.left_out]
+            outer = reading.left_out if reading is not None else []
+            files = [
+                name for name in files_beside(url, below) if not any(name in text for text in outer)
+            ]
+            if files:
+                words = f"{named_files(files)} in {redact(url)}, which may hold labels or splits"
+                outer = [*outer, f"{words}: choose one with table= and label= if it does"]
+            made.left_out = [*outer, *made.left_out]
             tell_once(f"{redact(url)} holds samples in {redact(below)} alone, which is read")
             return made
         if reading is None or (path_rules_of(reading.kind).is_fallback and not reading.weight):

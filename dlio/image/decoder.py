@@ -44,9 +44,11 @@ from dlio.image.file_headers import (
     BITS,
     COLOURS,
     FORMAT,
+    GIF,
     ORIENTATION,
     PALETTE,
     PHOTOMETRIC,
+    PNM,
     RGB,
     SAMPLES,
     TIFF,
@@ -54,7 +56,10 @@ from dlio.image.file_headers import (
     WHITE_IS_ZERO,
     TiffHeader,
     bmp_bits,
+    bmp_is_regular,
+    gif_size,
     has_more_frames,
+    is_pnm,
     pnm_as_stored,
     pnm_most,
     turned,
@@ -74,8 +79,9 @@ from dlio.image.jpeg import (
     with_kept_starts,
     without_markers,
 )
-from dlio.image.repairs import repaired
+from dlio.image.pillow_pictures import as_rgb, by_pillow
 from dlio.image.tiff_strips import strips_are_whole
+from dlio.image.tiff_tiles import with_wide_tiles
 from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
 from dlio.util.forks import new_lock
@@ -463,7 +469,9 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
         try:
             height, width, colours, _ = jpeg_header(image)
         except ValueError as error:
-            raise damaged(name, f"its JPEG header cannot be read: {error}") from error
+            if by_pillow(image, MAX_PIXELS) is None:
+                raise damaged(name, f"its JPEG header cannot be read: {error}") from error
+            return None
         except KeyError:
             _check_scans(image, (1, MAX_PIXELS), name)
             return None  # Subsampling that simplejpeg has no name for, such as 4:4:1.
@@ -498,17 +506,19 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
     if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
         width, height = struct.unpack(">II", head[16:24])
         return height, width
-    if head[:6] in (b"GIF87a", b"GIF89a") and len(head) >= 10:
-        width, height = struct.unpack("<HH", head[6:10])
-        return height, width
+    if head[:6] in GIF and len(head) >= 10:
+        return gif_size(image)[:2]
     if head[:2] == b"BM" and len(head) >= 26:
         is_core = head[14:18] == b"\x0c\0\0\0"  # Of OS/2 1, with sides of 16 bits.
         width, height = struct.unpack_from("<HH" if is_core else "<ii", head, 18)
         return abs(height), width
     if head[:4] in TIFF:
-        return tiff_header(image, name).size(image)
-    is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
-    if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
+        try:
+            header = TiffHeader.parse(image)
+        except (struct.error, IndexError):
+            return None  # Pillow may read it.
+        return header.size(image) if header.is_regular(image) else None
+    if (head[:4] == b"RIFF" and head[8:12] == b"WEBP") or head[:2] in PNM:
         return None
     if is_lfs_pointer(image):
         raise DecodeError(f"{name} {LFS_POINTER}")
@@ -673,19 +683,54 @@ def _copy_memory(count: int) -> memoryview:
 def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     """Decode PNG, WebP, TIFF, BMP, PPM and JPEGs in CMYK. EXIF rotation is ignored, as by
     torchvision's loader."""
-    if bytes(image[:2]) == _JPEG and not ends(image):
-        raise damaged(name, "it is cut off: its end is missing")
     if has_more_frames(image):
         WARNINGS.note(name, "of its frames or pages only the first is read", "frames")
-    if bytes(image[:4]) in TIFF:
+    try:
+        return _decode_by_opencv(image, name)
+    except DecodeError:
+        picture = by_pillow(image, MAX_PIXELS)
+        if picture is None:
+            raise
+        note_oddity(image, name)
+        return as_rgb(picture)
+
+
+def note_oddity(image: Buffer, name: object) -> None:
+    """Warn of a picture that OpenCV is not given, or refuses, and Pillow reads."""
+    if is_odd(image):
+        WARNINGS.note(name, "its pixels are complete, and the file is not as its format says")
+
+
+def is_odd(image: Buffer) -> bool:
+    """True unless an image is sound, although OpenCV would decode it to other pixels, or not at
+    all."""
+    if bytes(image[:6]) in GIF:
+        height, width, is_plain = gif_size(image)
+        return is_plain or (width, height) != struct.unpack_from("<HH", image, 6)
+    return bytes(image[:4]) not in TIFF or not TiffHeader.parse(image).unread(image)
+
+
+def _decode_by_opencv(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
+    head = bytes(image[:6])
+    if head[:2] == _JPEG and not ends(image):
+        raise damaged(name, "it is cut off: its end is missing")
+    if head[:4] in TIFF:
         return _decode_tiff(image, name)
+    if head in GIF:
+        if not gif_size(image)[2]:
+            raise damaged(name, "the frame of the GIF is not the whole picture")
+        image = without_transparency(image)
+    if head[:2] in PNM and not is_pnm(image):
+        raise damaged(name, "its header is not as the format says")
+    if head[:2] == b"BM" and not bmp_is_regular(image):
+        raise damaged(name, "its header is not as the format says")
     if most := pnm_most(image):
         stored = opencv_pixels(pnm_as_stored(image), name, as_stored=True)
         if most == _MOST_16_BITS:
             return _rgb(stored >> 8)  # As of other pictures of 16 bits.
         scaled = (stored.astype(np.uint32) * 255 + most // 2) // most
         return _rgb(np.minimum(scaled, 255))
-    pixels = opencv_pixels(without_transparency(without_animation(image)), name)
+    pixels = opencv_pixels(without_animation(image), name)
     bits = bmp_bits(image)
     if bits is not None:  # OpenCV leaves the lower bits 0, so that white is grey.
         kept = np.array(bits)
@@ -748,8 +793,8 @@ def tiff_header(image: Buffer, name: object) -> TiffHeader:
         header = TiffHeader.parse(image)
     except (struct.error, IndexError) as error:
         raise damaged(name, "its TIFF header cannot be read") from error
-    if 0 in header.size(image):
-        raise damaged(name, "its TIFF header cannot be read")
+    if not header.is_regular(image):
+        raise damaged(name, "its TIFF header is not as the format says")
     if kind := header.unread(image):
         raise _unread(name, kind)
     return header
@@ -780,13 +825,10 @@ def opencv_pixels(image: Buffer, name: object, as_stored: bool = False) -> Store
         pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
     except cv2.error as error:
         raise damaged(name, str(error).strip().splitlines()[-1]) from error
+    if pixels is None and bytes(image[:4]) in TIFF and (whole := with_wide_tiles(image)):
+        pixels = cv2.imdecode(np.frombuffer(whole, np.uint8), flags)
     if pixels is None:
-        whole = repaired(image)
-        pixels = None if whole is None else cv2.imdecode(np.frombuffer(whole, np.uint8), flags)
-        if pixels is None:
-            raise damaged(name, "OpenCV cannot decode it")
-        if bytes(image[:4]) not in TIFF:  # Whose repaired files are sound.
-            WARNINGS.note(name, "its pixels are complete, and the file is damaged or cut off")
+        raise damaged(name, "OpenCV cannot decode it")
     decoded: StoredPixels = pixels
     return decoded
 

@@ -23,6 +23,7 @@ from dlio.data.schema import Buffer
 PNG: Final = b"\x89PNG\r\n\x1a\n"
 TIFF: Final = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 GIF: Final = (b"GIF87a", b"GIF89a")
+PNM: Final = (b"P1", b"P2", b"P3", b"P4", b"P5", b"P6")
 GIF_FRAME, GIF_CONTROL = 0x2C, 0x21F9
 _GIF_EXTENSION, _GIF_END = 0x21, 0x3B
 _CONTROL_FLAGS: Final = 3
@@ -34,7 +35,8 @@ _MOST_CHUNKS: Final = 1 << 16
 
 WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC = 256, 257, 258, 259, 262
 ORIENTATION, SAMPLES, COLOURS, TILE_WIDTH, ALPHA, FORMAT = 274, 277, 320, 322, 338, 339
-TILE_HEIGHT, TILE_OFFSETS = 323, 324
+OFFSETS, ROWS_PER_STRIP, COUNTS, PLANAR = 273, 278, 279, 284
+TILE_HEIGHT, TILE_OFFSETS, TILE_COUNTS = 323, 324, 325
 _KINDS: Final = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q"}
 """Types of whole numbers in TIFF's directories; others are read as the 32 bits of an offset."""
 _MOST_VALUES: Final = 3 << 8
@@ -49,13 +51,21 @@ _CODECS: Final = {
     50001: "a TIFF compressed with WebP",
     **dict.fromkeys((33003, 33004, 33005, 34712), "a TIFF of JPEG 2000"),
 }
+_SINGLE: Final = (
+    *(WIDTH, HEIGHT, COMPRESSION, PHOTOMETRIC, ORIENTATION, SAMPLES, ROWS_PER_STRIP, PLANAR),
+    *(TILE_WIDTH, TILE_HEIGHT),
+)
+_WHOLE: Final = (3, 4, 16)
+"""Types of TIFF's numbers and offsets."""
+_READ_CODECS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 32773, 32946, *_CODECS)
 _BY_BYTES: Final = (1, 5, 8, 32773, 32946)
 """Compressions that know nothing of pixels: none, LZW, deflate, packbits and the older deflate."""
 
 
 class TiffEntry(NamedTuple):
-    """One tag of a directory: the struct letter and number of its values, and their offset."""
+    """One tag of a directory: type, struct letter and number of its values, and their offset."""
 
+    kind: int
     letter: str
     number: int
     at: int
@@ -84,8 +94,31 @@ class TiffHeader:
             letter, value = _KINDS.get(kind, "I"), place + size - inline
             if struct.calcsize(order + letter) * number > inline:
                 (value,) = struct.unpack_from(order + ("Q" if big else "I"), image, value)
-            entries.setdefault(tag, TiffEntry(letter, number, value))
+            entries.setdefault(tag, TiffEntry(kind, letter, number, value))
         return cls(order, entries)
+
+    def is_regular(self, image: Buffer) -> bool:
+        """True if the tags that pixels depend on have the types and numbers of values that the
+        format gives them. Decoders take others in ways of their own."""
+        alone = [self.entries[tag] for tag in _SINGLE if tag in self.entries]
+        samples = self.value(image, SAMPLES, 1)
+        channels = [self.entries[tag] for tag in (BITS, FORMAT) if tag in self.entries]
+        rows = self.value(image, HEIGHT, 0), self.value(image, ROWS_PER_STRIP, 1 << 32)
+        strips = [self.entries[tag] for tag in (OFFSETS, COUNTS) if tag in self.entries]
+        needed = -(-rows[0] // max(1, rows[1])) * (samples if self.is_planar(image) else 1)
+        return (
+            all(entry.kind in _WHOLE and entry.number == 1 for entry in alone)
+            and all(entry.kind == _WHOLE[0] and entry.number == samples for entry in channels)
+            and all(sides > 0 for sides in self.size(image))
+            and all(tag in self.entries for tag in (COMPRESSION, PHOTOMETRIC))
+            and self.value(image, COMPRESSION, 0) in _READ_CODECS
+            and self.value(image, PLANAR, 1) in (1, 2)
+            and all(entry.kind in _WHOLE and entry.number == needed for entry in strips)
+        )
+
+    def is_planar(self, image: Buffer) -> bool:
+        """True if each channel has strips or tiles of its own."""
+        return self.value(image, PLANAR, 1) == 2
 
     def values(self, image: Buffer, tag: int, most: int = _MOST_VALUES) -> list[int]:
         """Return the first values of a tag, at most `most`; none if it or they are missing."""
@@ -263,8 +296,16 @@ def with_numbers(image: Buffer) -> Buffer:
 
 
 _FIELD: Final = rb"(?:\s|#[^\n]*\n)+"
-_PNM: Final = re.compile(rb"P[2356]" + _FIELD + rb"\d+" + _FIELD + rb"\d+" + _FIELD + rb"(\d+)")
+_PNM: Final = re.compile(rb"P[2356]" + _FIELD + rb"\d+" + _FIELD + rb"\d+" + _FIELD + rb"(\d+)\s")
+_PBM: Final = re.compile(rb"P[14]" + _FIELD + rb"\d+" + _FIELD + rb"\d+\s")
 _LONGEST_HEAD: Final = 1 << 12
+
+
+def is_pnm(image: Buffer) -> bool:
+    """True for a PBM, PGM or PPM whose header is whole. OpenCV makes pictures of other sizes of
+    numbers with something else between their digits."""
+    head = bytes(image[:_LONGEST_HEAD])
+    return bool(_PNM.match(head) or _PBM.match(head))
 
 
 def pnm_most(image: Buffer) -> int:
@@ -366,12 +407,24 @@ def _palette_bytes(flags: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
+def gif_size(image: Buffer) -> tuple[int, int, bool]:
+    """Return (height, width) of a GIF, which a first frame beyond its screen makes larger, and
+    True if OpenCV has Pillow's pixels: that frame is the whole screen, and has a palette."""
+    view = memoryview(image)
+    wide, high = struct.unpack_from("<HH", view, 6)
+    for block in gif_blocks(view):
+        if block.kind == GIF_FRAME:
+            left, top, width, height, flags = struct.unpack_from("<HHHHB", view, block.begin + 1)
+            is_plain = (left, top, width, height) == (0, 0, wide, high)
+            has_palette = bool((flags | view[10]) & 0x80)
+            return max(high, top + height), max(wide, left + width), is_plain and has_palette
+    return high, wide, True
+
+
 def without_transparency(image: Buffer) -> Buffer:
     """Return a GIF whose first frame has no transparent number, which would have the colour of the
-    background in place of its own; any other image as it is."""
+    background in place of its own."""
     view = memoryview(image)
-    if bytes(view[:6]) not in GIF:
-        return image
     made: bytearray | None = None
     for block in gif_blocks(view):
         if block.kind == GIF_FRAME:
@@ -380,6 +433,21 @@ def without_transparency(image: Buffer) -> Buffer:
             made = bytearray(view) if made is None else made
             made[block.begin + _CONTROL_FLAGS] &= 0xFE
     return image if made is None else made
+
+
+_BMP_HEADS: Final = (12, 40, 52, 56, 64, 108, 124)
+
+
+def bmp_is_regular(image: Buffer) -> bool:
+    """True for a BMP with a header of a length that there is, and pixels behind its palette."""
+    if len(image) < 54:
+        return bytes(image[14:18]) == b"\x0c\0\0\0"
+    pixels, head = struct.unpack_from("<II", image, 10)
+    if head == _BMP_HEADS[0]:
+        return True
+    (bits,), (used,) = struct.unpack_from("<H", image, 28), struct.unpack_from("<I", image, 46)
+    colours = (used or 1 << bits) if bits <= 8 else 0
+    return head in _BMP_HEADS and 14 + head + 4 * colours <= pixels
 
 
 def bmp_bits(image: Buffer) -> tuple[int, int, int] | None:

@@ -18,7 +18,9 @@ from dlio.image.decoder import (
     MAX_PIXELS,
     StoredPixels,
     check_strips,
+    damaged,
     image_size,
+    note_oddity,
     opencv_pixels,
     tiff_header,
     tiff_numbers,
@@ -27,25 +29,31 @@ from dlio.image.file_headers import (
     ALPHA,
     ASSOCIATED,
     BITS,
+    GIF,
     ORIENTATION,
     PALETTE,
     PHOTOMETRIC,
     PNG,
+    PNM,
     RGB,
     TIFF,
     UNASSOCIATED,
     WHITE_IS_ZERO,
+    TiffHeader,
     pnm_as_stored,
     turned,
     with_numbers,
     without_animation,
 )
 from dlio.image.image_warnings import WARNINGS
+from dlio.image.pillow_pictures import as_numbers, by_pillow
 
 _BLACK_IS_ZERO: Final = 1
 _JPEG: Final = b"\xff\xd8"
 _LOSSY_WEBP: Final = b"WEBPVP8 "
 _GREY, _PALETTE = 0, 3
+_PNG_BITS: Final = 24
+"""Where a PNG says how many bits a number has."""
 _UPSAMPLED: Final = 5
 """Times that COCO's tools refine polygons before they draw them."""
 _LEAST_POINTS: Final = 3
@@ -91,6 +99,27 @@ def decode_mask(image: Buffer, name: object) -> Mask:
 
 def _stored(image: Buffer, name: object) -> tuple[StoredPixels, int]:
     """Return (pixels, bits of each): below 8 bits they are stretched to 255. Raises DecodeError."""
+    if bytes(image[:6]) in GIF:  # OpenCV gives its colours, and not its numbers.
+        picture = by_pillow(image, MAX_PIXELS)
+        if picture is None:
+            raise damaged(name, "Pillow cannot decode it")
+        return as_numbers(picture), 8
+    try:
+        return _stored_by_opencv(image, name)
+    except DecodeError:
+        picture = None if bytes(image[:2]) in PNM else by_pillow(image, MAX_PIXELS)
+        if picture is None:
+            raise
+        note_oddity(image, name)
+        bits = 8
+        if picture.mode == "L" and picture.format == "PNG":
+            bits = min(bits, image[_PNG_BITS])
+        elif picture.mode == "L" and picture.format == "TIFF":
+            bits = min(bits, TiffHeader.parse(image).value(image, BITS, 1))
+        return as_numbers(picture), bits
+
+
+def _stored_by_opencv(image: Buffer, name: object) -> tuple[StoredPixels, int]:
     head, bits = bytes(image[:4]), 8
     if head in TIFF:
         header = tiff_header(image, name)

@@ -18,15 +18,21 @@ from dlio.data.schema import Buffer
 from dlio.image.file_headers import (
     BITS,
     COMPRESSION,
+    COUNTS,
     HEIGHT,
+    OFFSETS,
     PHOTOMETRIC,
+    PLANAR,
+    ROWS_PER_STRIP,
     SAMPLES,
+    TILE_COUNTS,
+    TILE_HEIGHT,
+    TILE_OFFSETS,
+    TILE_WIDTH,
     WIDTH,
     TiffHeader,
 )
 
-_ROWS_PER_STRIP, _OFFSETS, _COUNTS, _PLANAR = 278, 273, 279, 284
-_TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_COUNTS = 322, 323, 324, 325
 _YCBCR: Final = 6
 _FILL_ORDER: Final = 266
 _MOST_STRIPS: Final = 1 << 20
@@ -59,14 +65,14 @@ def _strips(image: Buffer, header: TiffHeader) -> Iterator[tuple[memoryview, int
     """Yield each strip or tile and the number of bytes that it holds."""
     width, height = header.value(image, WIDTH, 0), header.value(image, HEIGHT, 0)
     samples, bits = header.value(image, SAMPLES, 1), header.value(image, BITS, 1)
-    apart = header.value(image, _PLANAR, 1) == 2
+    apart = header.value(image, PLANAR, 1) == 2
     across = 1 if apart else samples
-    tiled = _TILE_OFFSETS in header.entries
-    places = header.values(image, _TILE_OFFSETS if tiled else _OFFSETS, _MOST_STRIPS)
-    counts = header.values(image, _TILE_COUNTS if tiled else _COUNTS, _MOST_STRIPS)
-    rows = header.value(image, _TILE_HEIGHT if tiled else _ROWS_PER_STRIP, height)
+    tiled = TILE_OFFSETS in header.entries
+    places = header.values(image, TILE_OFFSETS if tiled else OFFSETS, _MOST_STRIPS)
+    counts = header.values(image, TILE_COUNTS if tiled else COUNTS, _MOST_STRIPS)
+    rows = header.value(image, TILE_HEIGHT if tiled else ROWS_PER_STRIP, height)
     rows = max(1, rows if tiled else min(rows, height))
-    row = -(-(header.value(image, _TILE_WIDTH, width) if tiled else width) * bits * across // 8)
+    row = -(-(header.value(image, TILE_WIDTH, width) if tiled else width) * bits * across // 8)
     in_plane = -(-height // rows)
     data = memoryview(image)
     for number, (at, count) in enumerate(zip(places, counts, strict=False)):

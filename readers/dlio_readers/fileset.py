@@ -144,6 +144,11 @@ _OTHER_PICTURES: Final = (
     *(".psd", ".svg", ".exr", ".hdr", ".cr2", ".nef", ".arw", ".dng"),
 )
 """Suffixes of pictures that are left out, as by torchvision's ImageFolder."""
+_OTHER_SAMPLES: Final = (
+    *(".wav", ".mp3", ".flac", ".ogg", ".m4a", ".mp4", ".avi", ".mov", ".mkv", ".webm", ".nii"),
+    *(".nii.gz", ".dcm", ".h5"),
+)
+"""Suffixes of sound, films and scans, which are left out where pictures are read."""
 
 
 class FileSet:
@@ -406,9 +411,14 @@ def index_kind(format_: str, *options: object) -> str:
 
 
 def _left_out(source: Source) -> str:
-    names = sorted(source.left_out)
-    if not names:
+    names = sorted(name for name in source.left_out if name.lower().endswith(_OTHER_PICTURES))
+    others = sorted(source.left_out.difference(names))
+    if not names and not others:
         return ""
+    if not names:
+        return (
+            f"leaves out {counted(len(others), 'file')} next to its pictures, such as {others[0]}"
+        )
     return (
         f"leaves out {counted(len(names), 'picture')}, such as {names[0]}: of the suffixes of "
         f"pictures only {', '.join(PICTURES)} are read; convert or rename them"
@@ -416,9 +426,10 @@ def _left_out(source: Source) -> str:
 
 
 def note_others(source: Source, folder: str, names: Iterable[str]) -> None:
-    """Note those of a folder's files that are pictures with other suffixes than `PICTURES`."""
+    """Note those of a folder's files that are pictures with other suffixes than `PICTURES`, or
+    samples of other kinds."""
     for name in names:
-        if name.lower().endswith(_OTHER_PICTURES):
+        if name.lower().endswith((*_OTHER_PICTURES, *_OTHER_SAMPLES)):
             source.left_out.add(f"{folder}/{name}" if folder else name)
 
 

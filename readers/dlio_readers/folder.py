@@ -5,12 +5,10 @@ and reused until a folder changes. It is held in arrays instead of objects, so t
 take a few tens of megabytes.
 """
 
-import csv
-import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
@@ -21,26 +19,19 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, Names
 from dlio.data.interpretation import counted_below, named_files
 from dlio.data.labels import (
-    LABEL_NAMES,
     LabelEncoding,
     encode_labels,
-    first_missing,
-    label_name,
-    label_text,
-    likely_label,
 )
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema, WholeNumbers
 from dlio.data.source import Entry, Source, file_at
-from dlio.data.splits import not_chosen_by, split_column, splits_among
+from dlio.data.splits import splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
 from dlio.util.parallel import follow
-from dlio.util.printable import tell_once
-from dlio.util.structured_text import check_cells, parse_json, utf8_text
 from dlio.util.units import counted
 from dlio_readers.fileset import (
     PICTURES,
@@ -56,35 +47,19 @@ from dlio_readers.folder_doubts import (
     masks_among,
     name_labels,
 )
+from dlio_readers.label_tables import TABLES, read_table
 from dlio_readers.picture_lists import (
-    FILE_COLUMNS,
-    MAX_TABLE,
-    PROBED,
     PictureLists,
-    delimiter_of,
     find_lists,
     has_lists,
-    is_wordy,
     names_of_lists,
-    same_name,
-    tell_of_boxes,
 )
 from dlio_readers.unread_labels import files_of_labels, labels_beside, unread_labels, write_them
 
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
 """Files per task of reading file sizes."""
-# fmt: off
-_TABLES: Final = (
-    "labels.csv", "labels.tsv", "labels.json", "labels.jsonl", "labels.parquet", "metadata.csv",
-    "metadata.jsonl", "metadata.parquet",
-)
-# fmt: on
-_LABEL_TABLES: Final = "labels."
-"""Beginning of the names of tables that hold labels, and not descriptions."""
-_DESCRIPTIONS: Final = "metadata."
 _CHOICES: Final = ("layout", "table", "label")
-_MOST_ROWS: Final = 1 << 24
 _PROBED: Final = 64
 """Class folders whose names of files are looked at for what else they may mean."""
 _IMAGE: Final = Schema((("image", "image"),))
@@ -330,8 +305,8 @@ def plan_of(
     folders = [name for name, folder in rows if folder]
     if layout == "names":
         return _name_plan(source, here)
-    table = next((name for name in _TABLES if (name, False) in rows), "")
-    rest = [name for name in _TABLES if (name, False) in rows and name != table]
+    table = next((name for name in TABLES if (name, False) in rows), "")
+    rest = [name for name in TABLES if (name, False) in rows and name != table]
     if table and folders:
         plan = _table_plan(source, table)
         if plan is not None:
@@ -496,7 +471,7 @@ def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
             label_files += [f"annotations/{name}" for name in inner]
         where = f"{named_files(label_files)} in {above}, which may hold labels"
         return (f"{where}: write them to {source.path('labels.csv')}",) if label_files else ()
-    return (f"the labels of {above}/{lists[0]}: open {above}, or give table=",)
+    return (f"the labels of {above}/{lists[0]}: open {above} with table={lists[0]!r}",)
 
 
 def _check_classes(source: Source, folders: Sequence[str]) -> None:
@@ -530,7 +505,7 @@ def _table_plan(source: Source, table: str) -> FolderPlan | None:
     """Return how a folder is read by a table of labels; None if it names no pictures of folders."""
     pictures = list(files_in(source, "", PICTURES))
     try:
-        rows = _read_table(source, table, pictures)
+        rows = read_table(source, table, pictures)
     except SourceError:
         if any("/" not in name for name in pictures):
             raise
@@ -609,7 +584,7 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     else:
         listed = source.listing()
         images = [e for e in listed if not e.folder and e.name.lower().endswith(PICTURES)]
-    table = next((name for name in _TABLES if any(name == each for each, _ in top)), None)
+    table = next((name for name in TABLES if any(name == each for each, _ in top)), None)
     folders = {"": source.modified_ns()}
     labels = np.zeros(len(images), np.int64)
     classes: list[str] = []
@@ -617,7 +592,7 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     if table is not None:
         folders[table] = source.modified_ns(table)
         own = [entry.name for entry in images]
-        label_of = _read_table(source, table, own)
+        label_of = read_table(source, table, own)
         labelled = bool(label_of)
         if labelled:
             _check_agreement(source, table, label_of, own)
@@ -625,182 +600,6 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     files = _listed("", folders[""], images)
     index = _index_of([files], labels, IMAGE_LABEL.overhead * labelled)
     return index, {"classes": classes, "labelled": labelled, "folders": folders}
-
-
-def _read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str, str]:
-    """Return labels, as text, by file name, of which some are among `pictures`; {} if the table is
-    of descriptions alone, which is told.
-
-    Raises SourceError for an invalid table.
-    """
-    data = source.read(table, 0, MAX_TABLE + 1)
-    try:
-        if len(data) > MAX_TABLE:
-            raise ValueError(f"it has over {MAX_TABLE} bytes")
-        text = "" if table.endswith(".parquet") else utf8_text(data)
-        names: list[str] = []
-        if table.endswith(".parquet"):
-            rows: list[Any] = _parquet_rows(data)
-        elif table.endswith(".json"):
-            table_data = parse_json(data, source.path(table))
-            rows = (
-                [{"file": name, "label": label} for name, label in table_data.items()]
-                if isinstance(table_data, dict)
-                else list(table_data)
-            )
-        elif table.endswith(".jsonl"):
-            check_cells(data, b"\n{[,:", source.path(table))
-            rows = [
-                parse_json(line, source.path(table)) for line in text.splitlines() if line.strip()
-            ]
-        else:
-            delimiter = delimiter_of(table, text)
-            check_cells(data, f"\n{delimiter}".encode(), source.path(table))
-            lines = csv.reader(
-                io.StringIO(text, newline=""),
-                delimiter=delimiter,
-                strict=True,
-                skipinitialspace=True,
-            )
-            names = [name.strip() for name in next(lines, [])]
-            if len(set(names)) != len(names):
-                raise ValueError(f"its first line repeats names: {', '.join(names)}")
-            rows = _named_rows(names, lines)
-        if not rows:
-            raise ValueError("it has no rows")
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError('its rows are not objects, such as {"file_name": ..., "label": ...}')
-        columns = names or [str(name) for name in rows[0]]
-        small = {name.lower(): name for name in reversed(columns)}
-        file = next((small[name] for name in FILE_COLUMNS if name in small), None)
-        file = file or _naming_column(rows, columns, pictures)
-        label = label_name(name for name in columns if name != file)
-        if label is None and file is not None and table.startswith(_LABEL_TABLES):
-            label = _lone_column(rows, [name for name in columns if name != file])
-        if label is None and table.startswith(_DESCRIPTIONS):
-            tell_once(
-                f"{source.path(table)} has {', '.join(columns)} and no column {LABEL_NAMES[0]}: "
-                "the pictures have no labels"
-            )
-            return {}
-        if file is None or label is None:
-            raise ValueError(
-                f"it has {', '.join(columns)}, and needs a column {FILE_COLUMNS[0]} and "
-                f"a column {LABEL_NAMES[0]}"
-            )
-        labels, repeated = _labels_of(rows, file, label)
-    except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
-        raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
-    column = split_column(columns)
-    if column is not None:
-        tell_once(f"{source.path(table)}: {not_chosen_by(column)}")
-    tell_of_boxes(source.path(table), columns)
-    others = [name for name in columns if name not in (file, label) and likely_label([name])]
-    if others:
-        left = ", ".join(others)
-        tell_once(f"{source.path(table)}: labels are of its column {label}; left out: {left}")
-    if repeated:
-        tell_once(f"{source.path(table)}: {repeated} of its rows repeat others")
-    return _matched(labels, pictures)
-
-
-def _naming_column(
-    rows: Sequence[Any], columns: Sequence[str], pictures: Sequence[str]
-) -> str | None:
-    """Return the column whose first values are names of pictures, with suffix or without; None if
-    there is none."""
-    known = {*pictures, *(os.path.splitext(name)[0] for name in pictures)}
-    return next((c for c in columns if all(r.get(c) in known for r in rows[:PROBED])), None)
-
-
-def _lone_column(rows: Sequence[Any], others: Sequence[str]) -> str | None:
-    """Return the only one of some columns that is not an index as pandas writes it, such as `breed`
-    of `id,breed`; None if there are several, or if it holds descriptions."""
-    named = [name for name in others if name and not name.startswith("Unnamed: ")]
-    if len(named) != 1 or any(is_wordy(str(row.get(named[0]))) for row in rows[:PROBED]):
-        return None
-    return named[0]
-
-
-def _named_rows(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[dict[str, str]]:
-    """Return lines by name. Values that a short line lacks take no memory: a wide first line above
-    many of them would take that of their product. Raises ValueError for a long line."""
-    rows: list[dict[str, str]] = []
-    for line in lines:
-        if len(line) > len(names):
-            raise ValueError(f"row {len(rows) + 1} has more values than the first line names")
-        if line:
-            rows.append(dict(zip(names, line, strict=False)))
-    return rows
-
-
-def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, str]:
-    """Return labels by the names of the pictures that a table means: it may leave out their
-    extension, and the folder that all of them lie in.
-
-    Raises SourceError if two of its names mean one picture.
-    """
-    known = {same_name(name): name for name in pictures}
-    bare: dict[str, list[str]] = {}
-    for own, name in known.items():
-        bare.setdefault(os.path.splitext(own)[0], []).append(name)
-    folders = {os.path.dirname(name) for name in pictures}
-    inside = folders.pop() if len(folders) == 1 else ""
-    result: dict[str, str] = {}
-    for given, label in labels.items():
-        name = same_name(given)
-        tries = [name, os.path.join(same_name(inside), name)]
-        meant = [known[each] for each in tries if each in known]
-        meant = meant or [each for bases in tries for each in bare.get(bases, ())]
-        target = meant[0] if len(set(meant)) == 1 or name in known else name
-        if result.setdefault(target, label) != label:
-            raise SourceError(f"the table of labels has several for {target}: keep one")
-    return result
-
-
-def _parquet_rows(data: bytes) -> list[Any]:
-    """Return the rows of a Parquet file, of its columns of names and labels alone; of all that hold
-    texts and numbers without these."""
-    import pyarrow
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(io.BytesIO(data)) as file:
-            if file.metadata.num_rows > _MOST_ROWS:
-                raise ValueError(f"it has over {_MOST_ROWS} rows")
-            wanted = (*FILE_COLUMNS, *LABEL_NAMES)
-            fields = list(file.schema_arrow)
-            columns = [each.name for each in fields if each.name.lower() in wanted]
-            if label_name(columns) is None:
-                columns = [each.name for each in fields if not each.type.num_fields]
-            rows: list[Any] = file.read(columns=columns).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ValueError(str(error)) from error
-    return rows
-
-
-def _labels_of(rows: Sequence[Any], file: str, label: str) -> tuple[dict[str, str], int]:
-    """Return (labels by file name, rows that repeat others).
-
-    Raises ValueError if a row lacks either, or gives a file another label.
-    """
-    labels: dict[str, str] = {}
-    for number, row in enumerate(rows):
-        name, value = row.get(file), row.get(label)
-        if isinstance(name, int) and not isinstance(name, bool):
-            name = str(name)
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"row {number + 1} of its data has no {file}")
-        text = label_text(value)
-        if not text.strip():
-            raise ValueError(f"{name} has no {label}: give it one, or remove its row")
-        if labels.setdefault(name, text) != text:
-            raise ValueError(f"{name} has several labels")
-    names = list(labels)
-    gap = first_missing(list(labels.values()), encode_labels(labels.values()).missing)
-    if gap >= 0:
-        raise ValueError(f"{names[gap]} has no {label}: give it one, or remove its row")
-    return labels, len(rows) - len(labels)
 
 
 def _numbered(

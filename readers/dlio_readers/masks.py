@@ -38,6 +38,8 @@ from dlio_readers.picture_lists import find_lists
 from dlio_readers.turned_pictures import TurnedPictures
 
 _MASKS: Final = ("masks", "annotations", "labels", "segmentation")
+_MASK_FILES: Final = (*PICTURES, ".gif")
+"""Suffixes of masks: GIFs hold numbers as well."""
 _MOST_NAMES: Final = 1 << 20
 _MOST_FOLDERS: Final = 8
 _NUMBERS: Final = "labelids"
@@ -90,7 +92,7 @@ class MaskReader(ListedReader, PathReader):
     def recognises(path: str) -> str | None:
         for _, sides in _sides_of(path):
             source = Source(sides.root)
-            if any(True for _ in files_in(source, sides.others, PICTURES)):
+            if any(True for _ in files_in(source, sides.others, _MASK_FILES)):
                 return None
         return "has no folders images and masks with image files, and no twins such as gtFine"
 
@@ -159,10 +161,10 @@ def _with_masks(sides: SideFolders) -> SideFolders:
     """Return folders whose masks lie in the only folder with pictures of the second."""
     source = Source(sides.root)
     rows = source.names(sides.others)
-    if any(name.lower().endswith(PICTURES) for name, folder in rows if not folder):
+    if any(name.lower().endswith(_MASK_FILES) for name, folder in rows if not folder):
         return sides
     inner = [f"{sides.others}/{name}" for name, folder in rows if folder]
-    full = [name for name in inner if any(True for _ in files_in(source, name, PICTURES))]
+    full = [name for name in inner if any(True for _ in files_in(source, name, _MASK_FILES))]
     own = [name for name, folder in source.names(sides.images) if folder]
     if len(full) != 1 or full[0].rpartition("/")[2] in own:
         return sides
@@ -198,7 +200,7 @@ def _twins(path: str) -> list[tuple[str, SideFolders]]:
             names = [name for name, folder in source.names(here) if not folder]
             longer = [name[len(key) :] for name in names if name.startswith(key)]
             # Equal names do not say which are the masks.
-            if any(each[0] in "-_" and each.lower().endswith(PICTURES) for each in longer):
+            if any(each[0] in "-_" and each.lower().endswith(_MASK_FILES) for each in longer):
                 return [
                     (name, SideFolders(path, f"{images}/{name}", f"{masks}/{name}"))
                     for name in both
@@ -260,7 +262,7 @@ def _key(sides: SideFolders, picture: str) -> tuple[str, str]:
 def _matched(source: Source, sides: SideFolders, suffix: str | None) -> tuple[list[str], list[str]]:
     """Return the pictures, and the mask of each. Raises SourceError if they do not match."""
     images = list(files_in(source, sides.images, PICTURES))
-    files = list(files_in(source, sides.others, PICTURES))
+    files = list(files_in(source, sides.others, _MASK_FILES))
     masks = {name.rpartition(".")[0]: name for name in files}
     wanted = [sides.other(name, "") for name in images]
     if images and files and (suffix is not None or not any(stem in masks for stem in wanted)):

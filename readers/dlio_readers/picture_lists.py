@@ -54,10 +54,14 @@ _BOXES: Final = (
 # fmt: on
 """Columns of boxes, which tables of labels may have."""
 MAX_TABLE: Final = 128 << 20
+DESCRIPTIONS: Final = "metadata."
+"""Beginning of the names of tables that describe pictures: their label is called so, or they have
+none."""
 _LIST_FOLDERS: Final = ("annotations", "meta", "splits", "lists")
 _NOT_PICTURES: Final = (*_LIST_FOLDERS, "masks", "labels", "trimaps", "segmentations")
 _MOST_FOLDERS: Final = 16
 """Folders next to a list; more of them are classes."""
+_DEEPEST: Final = 3
 _MOST_LISTS: Final = 16
 _HEAD: Final = 1 << 16
 PROBED: Final = 8
@@ -135,11 +139,13 @@ def find_lists(
     tops = [name for name, folder in rows if folder and name.lower() not in _NOT_PICTURES]
     if len(tops) > _MOST_FOLDERS:
         return None
+    tops = [_innermost(source, top) for top in tops]
     if table is not None:
         listed = [_read(source, table, label, is_named=True)]
     else:
         listed = _candidates(source, rows, tops, label)
-    listed = _by_partition(source, rows, listed)
+    lists = _candidates(source, rows, tops, None) if table is not None else []
+    listed = _by_partition(source, rows, listed, [each for each in lists if not each.has_labels])
     made: dict[str, dict[str, str]] = {}
     used: list[str] = []
     unclear: list[tuple[_List, str]] = []
@@ -198,6 +204,16 @@ def find_lists(
         sorted(made.items(), key=lambda each: places.get(split_of(each[0], folder=True) or "", 9))
     )
     return PictureLists(tuple(dict.fromkeys(used)), ordered, encoding, left)
+
+
+def _innermost(source: Source, folder: str) -> str:
+    """Return the folder in a folder that holds nothing else, as archives have them; splits stay."""
+    for _ in range(_DEEPEST):
+        rows = source.names(folder)
+        if len(rows) != 1 or not rows[0][1] or split_of(folder, folder=True):
+            break
+        folder = f"{folder}/{rows[0][0]}"
+    return folder
 
 
 def _are_whole(
@@ -363,7 +379,8 @@ def _columns(
         place: int | None = header.index(label)
     else:
         place = next((lower.index(name) for name in LABEL_NAMES if name in lower), None)
-        if place is None and len(others) == 1:
+        is_description = os.path.basename(file).startswith(DESCRIPTIONS)
+        if place is None and len(others) == 1 and not is_description:
             wordy = any(is_wordy(row[others[0]]) for row in rows[:PROBED])
             place = None if wordy else others[0]
     if place == at:
@@ -407,27 +424,42 @@ def _has_count(text: str) -> bool:
 
 
 def _by_partition(
-    source: Source, rows: Sequence[tuple[str, bool]], listed: Sequence[_List]
+    source: Source,
+    rows: Sequence[tuple[str, bool]],
+    listed: Sequence[_List],
+    lists: Sequence[_List],
 ) -> list[_List]:
-    """Return lists divided by the file that gives the split of each picture, if there is one; the
-    file itself is a list without labels if it is the only one."""
+    """Return lists divided by the file that gives the split of each picture, if there is one, or by
+    further `lists` without labels; the file is a list without labels if it is the only one."""
     file = next((name for name in _files_of(source, rows) if _PARTITION in name.lower()), None)
-    if file is None or not listed:
-        return list(listed)
-    marks = {same_name(name): text or "" for name, text in _read(source, file, None).rows}
-    splits = {name: split_of(text, folder=True) or _MARKS.get(text) for name, text in marks.items()}
-    if not all(splits.values()):
+    if not listed:
+        return []
+    if file is not None:
+        marks = {same_name(name): text or "" for name, text in _read(source, file, None).rows}
+        known = {n: split_of(text, folder=True) or _MARKS.get(text) for n, text in marks.items()}
+        beside: tuple[str, ...] = (file,)
+    else:
+        pairs = {(same_name(name), each.split) for each in lists for name, _ in each.rows}
+        known = dict(pairs)
+        if len(known) < len(pairs):
+            return list(listed)  # Lists of several ways to split them.
+        beside = tuple(each.file for each in lists)
+    splits = {name: split for name, split in known.items() if split}
+    if not splits or len(splits) < len(known):
         return list(listed)
     made: list[_List] = []
-    others = [each for each in listed if os.path.basename(each.file) != os.path.basename(file)]
-    for each in others or [_List(file, "", [(name, None) for name in splits], False)]:
+    own_names = {os.path.basename(name) for name in beside}
+    others = [each for each in listed if os.path.basename(each.file) not in own_names]
+    if not others and file is None:
+        return list(listed)
+    for each in others or [_List(beside[0], "", [(name, None) for name in splits], False)]:
         if each.split or any(same_name(name) not in splits for name, _ in each.rows):
             made.append(each)
             continue
-        for split in SPLITS:
+        for split in dict.fromkeys((*SPLITS, *splits.values())):
             own = [row for row in each.rows if splits[same_name(row[0])] == split]
             if own:
-                kept = replace(each, split=split, rows=own, beside=(*each.beside, file))
+                kept = replace(each, split=split, rows=own, beside=(*each.beside, *beside))
                 made.append(kept)
     return made
 

@@ -611,9 +611,9 @@ class RowGroupReader(PathReader):
 
 def _add_labels(labels: LabelColumn, column: ArrowColumn) -> None:
     """Add a group's values, as `plain_values` returns them."""
-    if _is_text(column.type) or _is_bytes(column.type):
-        import pyarrow.compute as pc
+    import pyarrow.compute as pc
 
+    if _is_text(column.type) or _is_bytes(column.type):
         longest = pc.max(pc.binary_length(column)).as_py() or 0
         if _is_bytes(column.type) and longest > _LONGEST_LABEL:
             labels.refuse(not_scalar(str(column.type)))
@@ -629,10 +629,13 @@ def _add_labels(labels: LabelColumn, column: ArrowColumn) -> None:
         labels.add_codes(own, np.asarray(coded.indices).astype(np.int64))
         return
     kind, depth = _inner_type(column.type)
-    values = column
+    values, is_single = column, True
     while _is_list(values.type):
+        # As many values as rows may also be two of one row and none of the next.
+        lengths = pc.list_value_length(values)
+        is_single = is_single and lengths.null_count == 0 and pc.all(pc.equal(lengths, 1)).as_py()
         values = values.flatten()
-    if len(values) != len(column) or _dtype(kind) is None:
+    if not is_single or _dtype(kind) is None:
         labels.refuse(not_scalar(str(column.type)) if depth == 0 else _LISTS)
     elif values.null_count:
         labels.add_numbers(np.asarray(values.cast("float64")))

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -46,6 +47,7 @@ _TRAIN_LIST: Final = "train.txt"
 """A list of pictures, which some programs write next to labels."""
 _NAME_LISTS: Final = (".names", ".labels")
 """Suffixes of lists of names of classes, as Darknet and Roboflow write them."""
+_HEAD: Final = 1 << 12
 _MOST_LABELS: Final = 64 << 20
 _MOST_YAML: Final = 1 << 20
 _MOST_CLASSES: Final = 1 << 16
@@ -94,9 +96,18 @@ class YoloReader(AnnotatedReader):
             return None if is_data else "is a YAML file without images and labels next to it"
         for _, sides in find_sides(path, _LABELS):
             source = Source(sides.root)
-            if any(True for _ in files_in(source, sides.others, (".txt",))):
+            if any(map(partial(_may_be_boxes, source), files_in(source, sides.others, (".txt",)))):
                 return None
         return "has no folders images and labels with text files"
+
+
+def _may_be_boxes(source: Source, name: str) -> bool:
+    """True unless a text is a list of pictures, such as the splits of a data set."""
+    try:
+        first = source.read(name, 0, _HEAD).split(maxsplit=1)[:1]
+    except SourceError:
+        return True  # The reader says why it cannot be read.
+    return not any(word.decode("utf-8", "replace").lower().endswith(PICTURES) for word in first)
 
 
 def _folder_of(path: str) -> str:

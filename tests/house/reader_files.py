@@ -27,7 +27,7 @@ ALLOWED: Final = {
     ("readers/dlio_readers/rehearsal.py", "io.FileIO"): "a pipe",
     ("readers/dlio_readers/hdf5file.py", "h5py.File"): "what `File.for_library` yields",
     ("readers/dlio_readers/parquet.py", "pq.ParquetFile"): "the same",
-    ("readers/dlio_readers/folder.py", "pq.ParquetFile"): "bytes that were read",
+    ("readers/dlio_readers/label_tables.py", "pq.ParquetFile"): "bytes that were read",
     ("readers/dlio_readers/arrow.py", "pa.ipc.open_file"): "the stream of a `File`",
     ("readers/dlio_readers/arrow.py", "pa.ipc.open_stream"): "the same",
     ("readers/dlio_readers/npyfile.py", "zipfile.ZipFile"): "the same",

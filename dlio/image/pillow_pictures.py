@@ -1,0 +1,66 @@
+"""Pictures that OpenCV refuses, or takes in another way than the loaders of torchvision, by Pillow.
+
+Of them are PNGs and GIFs without their end, GIFs whose first frame is not the whole screen, and
+TIFFs whose headers are not as the format says. What Pillow refuses as well is damaged.
+"""
+
+import io
+import warnings
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.image.picture import Pixels
+from dlio.util.forks import new_lock
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FORMATS: Final = ("PNG", "GIF", "BMP", "TIFF", "WEBP", "JPEG", "PPM")
+_MOST_CHANNELS: Final = 4
+_SAMPLES: Final = 277
+"""TIFF's tag for the number of channels, of which Pillow would drop those beyond four."""
+_quiet = new_lock()
+
+
+def by_pillow(image: Buffer, most: int) -> "Image | None":
+    """Return a picture of at most `most` pixels, loaded; None if Pillow refuses it."""
+    from PIL import Image  # Here: few pictures need it.
+
+    try:
+        # Filters of warnings are the process's. An odd header is warned of here, not in pixels.
+        with _quiet, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            picture = Image.open(io.BytesIO(image), formats=_FORMATS)
+            channels = getattr(picture, "tag_v2", {}).get(_SAMPLES, 1)
+            if picture.width * picture.height > most or channels > _MOST_CHANNELS:
+                return None
+            if picture.format == "TIFF":  # Its header is read once more.
+                picture.load()
+        picture.load()
+    except Exception:  # It has errors of many types.
+        return None
+    picture.info.pop("transparency", None)  # Which a conversion to RGB drops with a warning.
+    return picture
+
+
+def as_rgb(picture: "Image") -> Pixels:
+    """Return 8 bits of each colour, shape (height, width, 3); 16 bits are scaled."""
+    if picture.mode.startswith("I;16"):
+        grey = (np.asarray(picture) >> 8).astype(np.uint8)
+        return np.repeat(grey[..., None], 3, axis=2)
+    return np.array(picture.convert("RGB"))
+
+
+def as_numbers(picture: "Image") -> npt.NDArray[np.generic]:
+    """Return the stored numbers, shape (height, width), of a palette in place of its colours; or
+    RGB, shape (height, width, 3). Grey of 2 and 4 bits is stretched to 255."""
+    if picture.mode == "1":
+        return np.array(picture).astype(np.uint8)
+    if picture.mode in ("LA", "PA"):
+        return np.array(picture)[..., 0]
+    if picture.mode in ("L", "P", "I", "F") or picture.mode.startswith("I;16"):
+        return np.array(picture)
+    return np.array(picture.convert("RGB"))
