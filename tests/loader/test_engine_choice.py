@@ -61,9 +61,9 @@ def test_parts_of_a_data_set_keep_engine_decoding_and_tiers(
 @pytest.mark.parametrize(
     ("options", "engine", "reason"),
     [
-        ({"sampler": iter([3, 1] * 9)}, "threads", "a list_iterator chooses"),
-        ({"batch_sampler": _OwnBatches()}, "threads", "a _OwnBatches chooses"),
-        ({"sampler": [3, 1], "timeout": 60}, "threads", "a list chooses"),
+        ({"sampler": iter([3, 1] * 9)}, "threads", "list_iterator chooses"),
+        ({"batch_sampler": _OwnBatches()}, "threads", "_OwnBatches chooses"),
+        ({"sampler": [3, 1], "timeout": 60}, "threads", "list chooses"),
         ({"workers": "process"}, "torch", "worker processes"),
         ({"batch_size": None}, "threads", "single samples"),
     ],
@@ -96,7 +96,7 @@ def test_another_engine_keeps_the_tiers(data: dlio.Dataset) -> None:
 
 def test_lists_and_other_data_sets_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with dlio.DataLoader([1, 2, 3]) as loader:
-        assert "engine='torch' since dlio asks a list" in repr(loader)
+        assert "engine='torch' since dlio asks list[i]" in repr(loader)
         assert len(list(loader)) == 3
     assert not caplog.records
 
