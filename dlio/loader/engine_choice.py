@@ -46,7 +46,7 @@ def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, st
         return "threads", (
             f"{name} chooses the order: leave it out for dlio's own, as with shuffle=True"
         )
-    if not options.batch_size:
+    if not options.batched:
         return "threads", "batch_size=None asks for single samples"
     return "planned", ""
 

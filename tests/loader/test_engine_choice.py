@@ -87,6 +87,16 @@ def test_another_engine_is_named_with_the_reason(
     assert reason in said[0]
 
 
+def test_a_list_of_batches_is_read_by_dlio_without_a_word(
+    data: dlio.Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dlio.DataLoader(data, batch_sampler=[[3, 1], [0]], num_workers=1) as loader:
+        assert "engine='planned')" in repr(loader)
+        assert [len(labels) for _, labels in loader] == [2, 1]
+        assert loader.stats()["engine"] == "planned"
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
 def test_another_engine_keeps_the_tiers(data: dlio.Dataset) -> None:
     with dlio.DataLoader(data, 4, sampler=list(range(12))) as loader:
         _batches(loader)
