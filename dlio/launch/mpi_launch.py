@@ -160,7 +160,8 @@ def _check_temporary(folder: str | None) -> None:
             os.close(make_folders(folder))
             check_folder(folder, option)
             # Permissions do not tell of a full disk, nor of /proc.
-            os.rmdir(tempfile.mkdtemp(prefix="dlio-", dir=folder))
+            with tempfile.TemporaryDirectory(prefix="dlio-", dir=folder):
+                pass
         except OSError as error:
             raise unwritable(option + folder, error) from error
 
