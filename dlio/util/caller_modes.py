@@ -1,4 +1,4 @@
-"""What threads have of the thread that begins a pass, as worker processes have by a fork."""
+"""Modes of the thread that begins a pass, for its threads: worker processes get them by a fork."""
 
 import contextvars
 from collections.abc import Callable

@@ -45,8 +45,8 @@ class ContenderFigures:
 
 
 def _temporary(scratch: str) -> dict[str, str]:
-    """Variables with which a process has its temporary files beside its scratch folder, whose owner
-    removes both: torch's workers leave sockets in theirs when they are interrupted."""
+    """Variables with which a process has its temporary files next to its scratch folder, whose
+    owner removes both: torch's workers leave sockets in theirs when they are interrupted."""
     folder = os.path.dirname(os.path.abspath(scratch))
     return {"TMPDIR": folder} if len(folder) <= _MOST_OF_A_SOCKET else {}
 
