@@ -141,7 +141,8 @@ def describe(path: str, **options: object) -> DatasetDescription:
 
 
 def _ranges(reader: "Reader") -> dict[str, str]:
-    """Return the type of each field, and of numbers the range that some first samples have."""
+    """Return the type of each field, and of numbers the range that some first samples have; that
+    of classes is of all samples, as folders come one after another."""
     import numpy as np
 
     from dlio.data.reader_contract import data_bytes
@@ -156,8 +157,11 @@ def _ranges(reader: "Reader") -> dict[str, str]:
         parts = [np.asarray(v) for v in values if not isinstance(v, bytes | memoryview | str)]
         parts = [part for part in parts if part.size and part.dtype.kind in "iufb"]
         if parts:
+            seen = len(parts)
+            if name == "label" and reader.classes:
+                parts, seen = [reader.labels], len(reader)
             low, high = min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)
-            shown[name] += f", {low:g} to {high:g} in {counted(len(parts), 'sample')}"
+            shown[name] += f", {low:g} to {high:g} in {counted(seen, 'sample')}"
     return shown
 
 

@@ -78,7 +78,10 @@ class Interpretation:
     """Of its `Fit`; 0 if nothing that it reads was found."""
 
     def tell(self) -> None:
-        """Warn of the files that are left out, and of doubts, once in a process."""
+        """Warn of the files that are left out, and of doubts, once in a process; of nothing where
+        nothing was found, which is an error."""
+        if not self.weight:
+            return
         shown = redact(self.path if isinstance(self.path, str) else str(self.path))
         text = f"{shown}: read as {self.words or self.format}"
         if self.left_out:

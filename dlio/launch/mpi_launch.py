@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -157,9 +158,12 @@ def _check_temporary(folder: str | None) -> None:
         option = "TMPDIR: "
         try:
             os.close(make_folders(folder))
+            check_folder(folder, option)
+            # Permissions do not tell of a full disk, nor of /proc.
+            with tempfile.TemporaryDirectory(prefix="dlio-", dir=folder):
+                pass
         except OSError as error:
             raise unwritable(option + folder, error) from error
-        check_folder(folder, option)
 
 
 def relayed(

@@ -252,8 +252,10 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         patches: PatchSource | None = None,
         min_visible: float = 0.0,
         crops: int = 1,
+        contiguous: bool = False,
     ) -> None:
         self.reader = reader
+        self._contiguous = contiguous
         self._crops = crops
         self.min_visible = min_visible
         self._patches = patches
@@ -590,6 +592,7 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
                 finish=self._finish,
                 min_visible=self.min_visible,
                 crops=self._crops,
+                contiguous=self._contiguous,
             )
         if through_decoded and (not recipe.crops or recipe.moves):
             raise UsageError(

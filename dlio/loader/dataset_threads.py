@@ -25,6 +25,7 @@ from dlio.errors import DlioError
 from dlio.loader.contract import UserDataset
 from dlio.loader.torch_private import ExceptionWrapper
 from dlio.loader.torch_private import worker_module as _theirs
+from dlio.util.caller_modes import CallerModes
 from dlio.util.forks import new_lock
 from dlio.util.threads import Workers
 
@@ -38,8 +39,9 @@ class DatasetThreads(Generic[_Task]):
 
     `prepare`, the user's `worker_init_fn`, is called in each thread with its number before its
     first task. Tasks are done by `serve(number, task, refusal)`, which must not raise; `refusal`
-    wraps what `prepare` raised, None if nothing. Thread k finds `datasets[k]` and the seed `seed` +
-    k in `get_worker_info()`. With `own_queues` a task is for one thread; otherwise any thread takes
+    wraps what `prepare` raised, None if nothing. Both run in the modes (`CallerModes`) of the
+    thread that makes this object. Thread k finds `datasets[k]` and the seed `seed` + k in
+    `get_worker_info()`. With `own_queues` a task is for one thread; otherwise any thread takes
     it. `stopped` is called once the threads are asked to stop, to end the caller's waits.
     """
 
@@ -59,7 +61,7 @@ class DatasetThreads(Generic[_Task]):
         self._datasets, self._seed = datasets, seed
         shared: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._queues = [queue.SimpleQueue() if own_queues else shared for _ in range(count)]
-        self.workers = Workers(name, self._run, count, wake=self._wake)
+        self.workers = Workers(name, CallerModes().within(self._run), count, wake=self._wake)
         """The threads: started by the caller, once all exists that `serve` uses, and closed."""
 
     def put(self, task: _Task, thread: int = 0) -> None:

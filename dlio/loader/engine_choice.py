@@ -39,14 +39,14 @@ def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, st
         return "torch", "worker processes are chosen (workers=, worker_init_fn= and others)"
     if data is None:
         engine = "threads" if options.num_workers else "torch"
-        return engine, f"dlio asks a {type(options.dataset).__name__} for each sample"
+        return engine, f"dlio asks {type(options.dataset).__name__}[i] for each sample"
     if options.follows_sampler and not is_listable(options):
         own = options.batch_sampler is None or type(options.batch_sampler) is BatchSampler
         name = type(options.sampler if own else options.batch_sampler).__name__
         return "threads", (
-            f"a {name} chooses the order: leave it out for dlio's own, as with shuffle=True"
+            f"{name} chooses the order: leave it out for dlio's own, as with shuffle=True"
         )
-    if not options.batch_size:
+    if not options.batched:
         return "threads", "batch_size=None asks for single samples"
     return "planned", ""
 
@@ -95,7 +95,7 @@ class Engines:
         if reason and not self._has_warned and holds_own(options.dataset):
             self._has_warned = True  # Said once for samples of `dlio.open`.
             shown = type(options.dataset).__name__
-            log_warning("a %s is read by the engine '%s', since %s", shown, engine, reason)
+            log_warning("%s: read by the engine '%s', since %s", shown, engine, reason)
         if options.decode == "device" and engine != "planned":
             raise UsageError(
                 f"decode='device' is for batches that dlio makes itself, and {reason}: leave "

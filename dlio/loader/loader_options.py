@@ -198,6 +198,8 @@ class LoaderOptions:
         for name, given in (("sampler", self.sampler), ("batch_sampler", self.batch_sampler)):
             if given is not None and not hasattr(given, "__iter__"):
                 raise UsageError(f"{named(name, given)}: give a sampler, or a list of indices")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise UsageError(f"{named('generator', self.generator)}: give a torch.Generator")
         if self.device is not None:
             try:
                 torch.device(self.device)

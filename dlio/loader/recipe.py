@@ -154,7 +154,8 @@ class CropRecipe(Recipe):
     """Crops of images: (crop or the transform's result, its label or target).
 
     A crop is a uint8 tensor of shape (3, height, width); several are one of shape (crops, 3,
-    height, width). Those `through_decoded` are cut out of images that a tier keeps decoded.
+    height, width), in channels-last memory unless `contiguous`. Those `through_decoded` are cut
+    out of images that a tier keeps decoded.
     """
 
     crops = True
@@ -169,10 +170,11 @@ class CropRecipe(Recipe):
         crop: Crop,
         seed: int,
         through_decoded: bool,
+        contiguous: bool = False,
     ) -> None:
         rest = parts.rest if parts.whole is None else parts.whole
         super().__init__(reader, companion, rest, seed, [transform])
-        self.crop, self._parts = crop, parts
+        self.crop, self._parts, self.contiguous = crop, parts, contiguous
         self.decoder = Decoder(crop, seed, through_decoded)
         if parts.batchwise:
             self.batch_transform = BatchTransform(parts.batchwise, seed, len(reader.classes))
@@ -262,6 +264,14 @@ class CropRecipe(Recipe):
         pixels = self.decoder.prepare(encoded, name)
         return pixels, beside, time.thread_time() - began
 
+    def laid_out(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return pixels of shape (..., height, width, 3) as (..., 3, height, width): a view of the
+        same memory, or a copy if `contiguous`, page-locked if the memory is."""
+        made = pixels.movedim(-1, -3)
+        if not self.contiguous:
+            return made
+        return torch.empty(made.shape, dtype=made.dtype, pin_memory=pixels.is_pinned()).copy_(made)
+
     def transformed(
         self, slot: npt.NDArray[np.uint8], epoch: int, sample: int
     ) -> tuple[Sample, float]:
@@ -276,7 +286,7 @@ class CropRecipe(Recipe):
             for number, pixels in enumerate(slot.reshape(-1, *slot.shape[-3:])):
                 self._parts.paint(pixels, self.seed, epoch, sample, number)
             seconds = time.perf_counter() - started
-        images = torch.from_numpy(slot).movedim(-1, -3)
+        images = self.laid_out(torch.from_numpy(slot))
         if self.transform is None:
             return images, seconds
         results = []

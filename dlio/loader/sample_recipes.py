@@ -56,6 +56,7 @@ def recipe_for(
     finish: ForeignDecoder | None,
     min_visible: float = 0.0,
     crops: int = 1,
+    contiguous: bool = False,
 ) -> Recipe:
     """Choose the recipe of a data set's samples.
 
@@ -64,7 +65,8 @@ def recipe_for(
     `train`, otherwise of the middle of the image, and cut out of images that a tier keeps decoded
     with `through_decoded`. The transform is cut into parts, see `dlio.image.fusion.fused`; there
     are `crops` of each image where it does not begin with crops. A box stays in a crop that shows
-    `min_visible` of its area. `finish` replaces everything else, for data sets of other libraries.
+    `min_visible` of its area. Crops are `contiguous`, or in channels-last memory. `finish` replaces
+    everything else, for data sets of other libraries.
 
     Raises UsageError for a transform that would move pixels, and leave boxes behind, for mixtures
     of images without classes, and for several crops of samples that have none.
@@ -92,7 +94,9 @@ def recipe_for(
     if companion is not None and is_cropped:
         across = None if width == height else width
         crop = parts.crop or Crop(height, train, across=across, crops=crops)
-        recipe = CropRecipe(reader, companion, transform, parts, crop, seed, through_decoded)
+        recipe = CropRecipe(
+            reader, companion, transform, parts, crop, seed, through_decoded, contiguous
+        )
         _check_crops(recipe, parts)
         return recipe
     if companion is not None and (takes_pictures or companion.moves):

@@ -274,9 +274,11 @@ class RunReport:
         data_bytes = self.dataset["bytes"]
         samples = counted(self.dataset["samples"], "sample")
         watch = self.epochs[0].watch if self.epochs else "accuracy"
+        spares = self.config.survival.spares
+        reserve = f", {spares} of them in reserve," if spares else ""
         table = Table(
             title=f"{printable(self.config.data.source)}: {samples}, {format_bytes(data_bytes)}; "
-            f"{counted(self.ranks, 'rank')} on {counted(self.nodes, 'node')}, "
+            f"{counted(self.ranks, 'rank')}{reserve} on {counted(self.nodes, 'node')}, "
             f"{self.config.ranks.exchange}, shuffle {self.config.batches.shuffle}",
             title_justify="left",
             caption=f"train: accuracy, held out: {label(watch)}. source, peer, ram, disk: share\n"

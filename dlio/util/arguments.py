@@ -118,6 +118,15 @@ def path_in(name: str, value: object, example: str = "/data/train") -> str:
     raise UsageError(f"{named(name, value)}: give a path, such as {example!r}")
 
 
+def script_in(path: str) -> str:
+    """Return the path of a script. Raises UsageError if it is not a file."""
+    if os.path.isdir(path):
+        raise UsageError(f"{path}: a folder, and no script: name a file in it")
+    if not os.path.isfile(path):
+        raise UsageError(f"{path}: no such script: check the path")
+    return path
+
+
 def paths_in(name: str, value: object) -> list[str]:
     """Return several paths as text; a single one is a list of one. Raises UsageError."""
     if value is None:

@@ -58,8 +58,9 @@ def open_private(root: str, *names: str, marked: int = 0) -> int:
     try:
         descriptor = open_folder(root, to_list=not names)
     except OSError as error:
+        remedy = "create it, or " if isinstance(error, FileNotFoundError) else ""
         raise TierError(
-            f"tier folder {root} cannot be opened ({error.strerror}): create it, or name another "
+            f"tier folder {root} cannot be opened ({error.strerror}): {remedy}name another "
             "one in --tiers"
         ) from error
     for depth, name in enumerate(names):

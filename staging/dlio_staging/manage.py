@@ -33,17 +33,25 @@ def find_roots(tiers: str | None) -> list[str]:
     """Return the folders of disk tiers: those given, those of DLIO_TIERS, or all that are found.
 
     Tiers are given as for `--tiers`, or as folders separated by commas; they are found in scratch
-    places, in the current folder, and wherever this user has kept some.
+    places, in the current folder, and wherever this user has kept some. Raises UsageError for a
+    folder that is not there.
     """
     text = tiers if tiers is not None else settings().tiers
     if text:
         parts = [part.strip() for part in text.split(",") if part.strip()]
-        if all(os.path.isdir(os.path.expanduser(part)) for part in parts):
-            return [os.path.abspath(os.path.expanduser(part)) for part in parts]
-        return [spec.root for spec in parse_tiers(text) if spec.kind == "disk"]
+        return [root for part in parts for root in _roots_of(part)]
     places = [place.path for place in scratch_folders().values()]
     usual = [*places, *known_roots(), "/tmp", "/var/tmp", os.getcwd()]  # noqa: S108 - only looked at
     return [root for root in dict.fromkeys(map(os.path.abspath, usual)) if holds_data(root)]
+
+
+def _roots_of(part: str) -> list[str]:
+    folder = os.path.expanduser(part)
+    if os.path.isdir(folder):
+        return [os.path.abspath(folder)]
+    if ":" not in part:
+        raise UsageError(f"tier {part}: no such folder: `dlio status` shows those in use")
+    return [spec.root for spec in parse_tiers(part) if spec.kind == "disk"]
 
 
 def describe_status(tiers: str | None) -> dict[str, object]:

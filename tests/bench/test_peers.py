@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,19 @@ def fake(tmp_path: Path) -> Any:
         )
 
     return start
+
+
+def test_temporary_files_of_a_contender_lie_beside_its_scratch() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        write = "import tempfile; open('told', 'w').write(tempfile.gettempdir())"
+        command = ["env", "-C", folder, os.path.realpath(f"/proc/{os.getpid()}/exe"), "-c", write]
+        task = Task([], [], 8, 2, 1, os.path.join(folder, "mine"))
+        with (
+            ContenderProcess("mine", command, task, 60.0) as process,
+            pytest.raises(UsageError, match="exited with code 0"),
+        ):
+            process.get_ready()
+        assert Path(folder, "told").read_text() == folder
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,7 @@ def test_ls_prints_samples_and_classes(dlio: Dlio, pictures: Path) -> None:
     said = dlio("ls", str(pictures)).stdout
     assert "folder, 12 samples" in said
     assert "checkers (4), crosses (4), dots (4)" in said
+    assert "label: int64, 0 to 2 in 12 samples" in said
     summary = json.loads(dlio("ls", str(pictures), "--json").stdout)
     assert summary["samples"] == 12
     assert summary["classes"] == {"checkers": 4, "crosses": 4, "dots": 4}

@@ -248,3 +248,12 @@ def test_of_an_empty_folder_no_reasons_of_readers_are_listed(tmp_path: Path) -> 
     with pytest.raises(SourceError) as caught:
         open_reader(str(tmp_path))
     assert str(caught.value) == f"{tmp_path} holds nothing to read: check the path"
+
+
+def test_a_folder_without_a_picture_is_an_error_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cats").mkdir()
+    with pytest.raises(SourceError, match="cats is a class folder without images"):
+        open_reader(str(tmp_path))
+    assert not caplog.records

@@ -150,7 +150,14 @@ def test_a_known_pipeline_is_done_without_pillow(
         subset = dlio.DataLoader(Subset(folder, [3, 1]), 2, num_workers=1, tiers="none")
         ((some, _),) = list(subset)
         subset.close()
+        (first, *_) = loader
+        rows = dlio.DataLoader(folder, 2, num_workers=1, tiers="none", collate_fn=list)
+        kept = [image for batch in rows for image, _ in batch]
+        rows.close()
     assert not opened
+    # In torch's layout: `view` works, and networks compute in the layout of their input.
+    assert first[0].is_contiguous()
+    assert all(image.is_contiguous() for image in kept)
     for image, label, (expected, number) in zip(images, labels, wanted, strict=True):
         assert int(label) == number
         assert (image - expected).abs().mean() < 1 / 255 / 0.224

@@ -103,6 +103,14 @@ def test_mistyped_tiers(tiers: str, remedy: str, pictures: pathlib.Path) -> None
     _is_clear(error, remedy)
 
 
+@pytest.mark.parametrize("generator", [3, np.random.default_rng(0)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_generator_that_is_none_of_torch(generator: Any, workers: int) -> None:
+    with pytest.raises(dlio.UsageError) as error:
+        dlio.DataLoader([1, 2], shuffle=True, num_workers=workers, generator=generator)
+    _is_clear(error, "generator=", "torch.Generator")
+
+
 @pytest.mark.parametrize("path", [None, 5, b"x", object(), "", [], "/nope", pathlib.Path("/nope")])
 def test_paths_that_are_none(path: object) -> None:
     with pytest.raises(dlio.DlioError) as error:

@@ -1,5 +1,6 @@
 """torch's contract on workers: the same cases on torch's class, on threads and on processes."""
 
+import contextvars
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,6 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.data
@@ -92,6 +94,52 @@ def test_a_thread_has_generators_of_its_own() -> None:
     finally:
         clear_worker_info()
     assert get_worker_info() is None
+
+
+class Moded(Dataset[Any]):
+    """Each sample is what a user's function finds of the modes of the thread that iterates."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[object, ...]:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return torch.is_grad_enabled(), product.dtype, np.geterr()["divide"], VARIABLE.get()
+
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_workers_have_the_modes_of_who_iterates(kind: Any, inference: bool) -> None:
+    loader = kind(Moded(), batch_size=None, num_workers=1)
+    usual = [True, torch.float32, np.geterr()["divide"], 0]
+    assert list(loader) == [usual] * 2
+    set_to = VARIABLE.set(3)
+    modes = torch.inference_mode() if inference else torch.no_grad()
+    with modes, np.errstate(divide="raise"), torch.autocast("cpu", torch.bfloat16):
+        assert list(loader) == [[False, torch.bfloat16, "raise", 3]] * 2
+    VARIABLE.reset(set_to)
+    assert list(loader) == [usual] * 2
+
+
+def test_a_transform_has_the_modes_of_who_iterates(pictures: Path) -> None:
+    seen: list[bool] = []
+
+    def transform(image: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_grad_enabled())
+        return image
+
+    options: dict[str, Any] = {"image_size": 16, "tiers": "none", "transform": transform}
+    with (
+        torch.no_grad(),
+        dlio.open(str(pictures), **options) as data,
+        dlio.DataLoader(data, 4, num_workers=2) as loader,
+    ):
+        assert sum(len(labels) for _, labels in loader) == len(seen)
+    assert seen
+    assert not any(seen)
 
 
 class Opened(Dataset[Any]):

@@ -61,9 +61,9 @@ def test_parts_of_a_data_set_keep_engine_decoding_and_tiers(
 @pytest.mark.parametrize(
     ("options", "engine", "reason"),
     [
-        ({"sampler": iter([3, 1] * 9)}, "threads", "a list_iterator chooses"),
-        ({"batch_sampler": _OwnBatches()}, "threads", "a _OwnBatches chooses"),
-        ({"sampler": [3, 1], "timeout": 60}, "threads", "a list chooses"),
+        ({"sampler": iter([3, 1] * 9)}, "threads", "list_iterator chooses"),
+        ({"batch_sampler": _OwnBatches()}, "threads", "_OwnBatches chooses"),
+        ({"sampler": [3, 1], "timeout": 60}, "threads", "list chooses"),
         ({"workers": "process"}, "torch", "worker processes"),
         ({"batch_size": None}, "threads", "single samples"),
     ],
@@ -87,6 +87,16 @@ def test_another_engine_is_named_with_the_reason(
     assert reason in said[0]
 
 
+def test_a_list_of_batches_is_read_by_dlio_without_a_word(
+    data: dlio.Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dlio.DataLoader(data, batch_sampler=[[3, 1], [0]], num_workers=1) as loader:
+        assert "engine='planned')" in repr(loader)
+        assert [len(labels) for _, labels in loader] == [2, 1]
+        assert loader.stats()["engine"] == "planned"
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
 def test_another_engine_keeps_the_tiers(data: dlio.Dataset) -> None:
     with dlio.DataLoader(data, 4, sampler=list(range(12))) as loader:
         _batches(loader)
@@ -96,7 +106,7 @@ def test_another_engine_keeps_the_tiers(data: dlio.Dataset) -> None:
 
 def test_lists_and_other_data_sets_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with dlio.DataLoader([1, 2, 3]) as loader:
-        assert "engine='torch' since dlio asks a list" in repr(loader)
+        assert "engine='torch' since dlio asks list[i]" in repr(loader)
         assert len(list(loader)) == 3
     assert not caplog.records
 

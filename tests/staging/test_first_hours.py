@@ -21,7 +21,7 @@ from dlio.storage.inventory import known_roots, remember_root
 from dlio.util import printable
 from dlio.util.folders import open_private
 from dlio.util.shared_folders import user_folder
-from dlio_staging.manage import StatusOptions, describe_status, status
+from dlio_staging.manage import StatusOptions, describe_status, find_roots, status
 from dlio_staging.pack_folder import pack
 from dlio_staging.pack_plan import PackOptions
 from dlio_staging.stage import stage
@@ -218,6 +218,13 @@ def test_status_leaves_out_tiers_in_which_nothing_is(
     assert str(empty) not in shown
     status(StatusOptions(tiers=str(empty)))
     assert "nothing is staged here" in capsys.readouterr().out
+
+
+def test_folders_of_tiers_may_be_mixed_with_sizes_and_have_to_be_there(tmp_path: Path) -> None:
+    tier, other = _tier(tmp_path, "tier"), _tier(tmp_path, "other")
+    assert find_roots(f"{tier},{other}:64MB") == [str(tier), str(other)]
+    with pytest.raises(UsageError, match="gone: no such folder"):
+        find_roots(f"{tier},{tmp_path}/gone")
 
 
 def test_a_cache_that_cannot_be_written_is_told_once(

@@ -20,6 +20,7 @@ import os
 import resource
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -133,7 +134,10 @@ def main(path: str) -> None:
         listener.listen(64)
         os.rename(f"{path}.new", path)
         command = _serve(listener)
-    if command is not None:
+    if command is None:
+        # The session's folder, which a session that is killed cannot remove.
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+    else:
         _become(command)
         _run_to_the_end(_take_options(command.arguments[1:], filters))
 

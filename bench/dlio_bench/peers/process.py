@@ -23,6 +23,8 @@ from dlio_bench.results.repeats import turns
 _LOOK_S: Final = 0.25
 _END_S: Final = 20.0
 _LINGER_S: Final = 3.0
+_MOST_OF_A_SOCKET: Final = 75
+"""Characters of a folder of which multiprocessing's sockets still have a valid address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,13 @@ class ContenderFigures:
     """Weights of the passes over rows that were not timed."""
     cpu_s: float
     """Seconds of all processes of the contender on processors, of all passes."""
+
+
+def _temporary(scratch: str) -> dict[str, str]:
+    """Variables with which a process has its temporary files next to its scratch folder, whose
+    owner removes both: torch's workers leave sockets in theirs when they are interrupted."""
+    folder = os.path.dirname(os.path.abspath(scratch))
+    return {"TMPDIR": folder} if len(folder) <= _MOST_OF_A_SOCKET else {}
 
 
 class ContenderProcess(Closable):
@@ -74,7 +83,7 @@ class ContenderProcess(Closable):
                 stdout=subprocess.PIPE,
                 stderr=self._said,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **_temporary(task.scratch), **(environment or {})},
             )
         except OSError as error:
             self._said.close()

@@ -32,6 +32,7 @@ from dlio.features.search.successive_halving import SuccessiveHalving
 from dlio.integrations.script.run_options import RunOptions
 from dlio.train.names import DEFAULT_MODEL
 from dlio.train.train_options import TrainOptions
+from dlio.util.arguments import script_in
 from dlio.util.child_processes import module_command
 from dlio.util.cores import available_cores
 from dlio.util.json_output import json_text
@@ -165,8 +166,8 @@ def command(
     words = script.script[1:] if script.script[:1] == ("--",) else script.script
     if not run.data.source and not words:
         raise UsageError("SRC is missing: name the data, or a script after --")
-    if words and not os.path.isfile(words[0]):
-        raise UsageError(f"{words[0]}: no such script")
+    if words:
+        script_in(words[0])
     for field in options_of(SearchedRun) if words else ():
         if field.name not in _OF_SCRIPTS and options[field.name] != field.default:
             raise UsageError(

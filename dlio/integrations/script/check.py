@@ -20,6 +20,7 @@ from dlio.integrations.script.scratch_folder import ScratchFolder, remove_outsid
 from dlio.integrations.script.step_comparison import Comparison, compare
 from dlio.integrations.script.step_records import ScriptRecord, load_record, recorded
 from dlio.launch.command_ranks import captured_ranks
+from dlio.util.arguments import script_in
 from dlio.util.printable import print_line
 from dlio.util.units import counted
 
@@ -49,8 +50,7 @@ def check_script(plan: CheckPlan, options: RunOptions, ranks: int, backend: str)
         raise UsageError(
             f"--batch {options.batch} makes other steps than one process: leave it out of --check"
         )
-    if not os.path.isfile(plan.script):
-        raise UsageError(f"{plan.script}: no such script")
+    script_in(plan.script)
     options = replace(options, fault_tolerance="off", min_ranks=1, balance=False)
     plan = replace(plan, home=os.path.realpath(os.getcwd()))
     with tempfile.TemporaryDirectory(prefix="dlio-check-", ignore_cleanup_errors=True) as folder:

@@ -43,6 +43,7 @@ from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.script_randoms import ScriptRandoms
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
+from dlio.util.arguments import script_in
 from dlio.util.units import counted
 
 _PLACE: Final = "_dlio_place"
@@ -63,8 +64,7 @@ def run_script(
 
     Raises UsageError if the script does not exist.
     """
-    if not os.path.isfile(path):
-        raise UsageError(f"{path}: no such script")
+    script_in(path)
     comm = world()
     check_survival(comm, options.fault_tolerance, options.min_ranks)
     spec = parse_exchange(options.exchange)

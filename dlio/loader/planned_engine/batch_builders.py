@@ -163,7 +163,7 @@ class PixelNumbers:
 class CropBatchBuilder(BatchBuilder):
     """Images as crops in the batch's own memory.
 
-    A batch is (uint8 tensor of shape (n, 3, size, size) in channels-last memory, int64 tensor of
+    A batch is (uint8 tensor of shape (n, 3, size, size), see `CropRecipe.laid_out`, int64 tensor of
     shape (n,)); with a transform the first is default_collate's result for the transformed crops.
     Several crops of each image have shape (n, crops, 3, size, size).
     In place of the labels it has masks of shape (n, size, size), or a list of targets. Unlabelled
@@ -203,7 +203,10 @@ class CropBatchBuilder(BatchBuilder):
         self.has_inputs = decoded is not None
         self.transforms = recipe.transforms
         self.finishes_slowly = (
-            collate is not None or partners is not None or recipe.batch_transform is not None
+            collate is not None
+            or partners is not None
+            or recipe.batch_transform is not None
+            or recipe.contiguous
         )
         self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
 
@@ -329,11 +332,11 @@ class CropBatchBuilder(BatchBuilder):
 
             labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels, tuple(rest), len(labels)
-        # Channels-last memory, which convolutions prefer; another layout would cost a copy here.
+        # Channels-last memory, which convolutions prefer: torch's layout costs a copy here.
         crops = torch.from_numpy(images[first : first + count])
         if self._numbers is not None:
             crops = crops.view(self._numbers.dtype)  # numpy knows no bfloat16.
-        crops = crops.movedim(-1, -3)
+        crops = recipe.laid_out(crops)
         if self._collate is not None:
             if isinstance(companions, np.ndarray):
                 companions = companions.tolist()

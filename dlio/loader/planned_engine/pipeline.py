@@ -57,6 +57,7 @@ from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 from dlio.loader.trace import Spans
 from dlio.storage.block import PayloadScratch
 from dlio.storage.hierarchy import Hierarchy
+from dlio.util.caller_modes import CallerModes
 from dlio.util.threads import Workers
 
 # A thread that gives the interpreter's lock up waits for it behind all others: with 16 threads, a
@@ -197,7 +198,9 @@ class Pipeline:
                 self._pool = NativePool(context.threads, files_of(context.hierarchy))
         # For the samples that native threads leave, one is enough as long as it is little.
         first = context.threads if self._pool is None else 1
-        self._workers = Workers("dlio-decode", self._run, first, wake=self._wake)
+        self._modes = CallerModes()  # For the user's functions.
+        run = self._modes.within(self._run)
+        self._workers = Workers("dlio-decode", run, first, wake=self._wake)
         self._workers.start()
         self._others: Workers | None = None
 
@@ -417,7 +420,9 @@ class Pipeline:
         with self._lock:  # The shuffle's thread calls it, too.
             if self._pool is not None and self._others is None:
                 more = self._context.threads - 1
-                self._others = Workers("dlio-decode-more", self._run_other, more)
+                self._others = Workers(
+                    "dlio-decode-more", self._modes.within(self._run_other), more
+                )
                 self._others.start()
 
     def _begin_batch(

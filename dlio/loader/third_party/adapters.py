@@ -104,11 +104,18 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
     if folders:
         reason = why_called(folders)
         if not reason:
-            return Dataset(view, tiers=tiers, seed=seed, transform=folders[0].transform)
+            # In torch's memory layout: scripts call `view`, and so do models.
+            return Dataset(
+                view,
+                tiers=tiers,
+                seed=seed,
+                transform=folders[0].transform,
+                contiguous=True,
+            )
         if reason not in _told:
             _told.add(reason)
             log_warning(
-                "a %s is as fast as in torch's loader, since %s: begin its transform with "
+                "%s: no faster than in torch's loader, since %s: begin its transform with "
                 "RandomResizedCrop, or Resize and CenterCrop, and end with ToTensor, or open the "
                 "folder by dlio.open, whose transform gets tensors",
                 *(printable(type(first).__name__), reason),

@@ -246,7 +246,7 @@ def _copied(server: WorkerServer) -> WorkerServer:
         made.dataset = copy.deepcopy(server.dataset)
     except Exception as error:
         raise UsageError(
-            f"a {type(server.dataset).__name__} has a state, and cannot be copied for each thread "
+            f"{type(server.dataset).__name__} has a state, and cannot be copied for each thread "
             f"({error}): choose workers='process'"
         ) from error
     return made

@@ -235,7 +235,10 @@ for _ in range(3):
     assert "KeyError: 'mine'" in done.stderr
 
 
-def test_a_missing_script_and_an_unknown_exchange_are_refused() -> None:
+def test_a_missing_script_and_an_unknown_exchange_are_refused(tmp_path: Path) -> None:
+    done = _run("-m", "dlio.cli", "run", str(tmp_path))
+    assert done.returncode == 2
+    assert f"{tmp_path}: a folder, and no script" in done.stderr
     done = _run("-m", "dlio.cli", "run", "nowhere.py")
     assert done.returncode == 2
     assert "nowhere.py: no such script" in done.stderr
