@@ -25,7 +25,16 @@ from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
-from dlio.data.source import Source, expand, inside, is_remote, last_name, listed_once, split_fields
+from dlio.data.source import (
+    Source,
+    expand,
+    inside,
+    is_hanging,
+    is_remote,
+    last_name,
+    listed_once,
+    split_fields,
+)
 from dlio.data.splits import (
     WHOLE,
     chosen_split,
@@ -406,6 +415,8 @@ def _reason(kind: Any, path: object) -> str | None:
     try:
         reason: str | None = kind.recognises(path)
     except SourceError as error:
+        if is_hanging(error):
+            raise  # Every other reader would wait for it, too.
         return str(error)
     return reason
 
