@@ -10,6 +10,7 @@ import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
@@ -42,7 +43,11 @@ _newest: Final[dict[str, WebFile | None]] = {}
 def web_options(url: str) -> dict[str, object]:
     """Return options of fsspec for a URL: of each link that is a web server's, by its scheme."""
     schemes = (link.partition("://")[0] for link in url.split("::"))
-    return {each: {"get_client": _client} for each in schemes if each in ("http", "https")}
+    return {
+        each: {"get_client": _client(settings().timeout_s)}
+        for each in schemes
+        if each in ("http", "https")
+    }
 
 
 def newest(url: str) -> WebFile | None:
@@ -66,19 +71,26 @@ def _error(text: str) -> Exception:
     return error
 
 
-async def _client(**options: Any) -> Any:
-    aiohttp = import_module("aiohttp")
-    trace = aiohttp.TraceConfig()
-    trace.on_request_end.append(_check)
-    own = {
-        "trace_configs": [trace, *options.pop("trace_configs", ())],
-        "headers": {"Accept-Encoding": "identity", **options.pop("headers", {})},
-        "timeout": aiohttp.ClientTimeout(total=settings().timeout_s),
-    }
-    try:
-        return aiohttp.ClientSession(**{"middlewares": (_ask_again,), **own, **options})
-    except TypeError:  # aiohttp before 3.12, which asks once.
-        return aiohttp.ClientSession(**own | options)
+@cache
+def _client(timeout_s: float) -> Callable[..., Awaitable[Any]]:
+    """Return what makes a client; the same for the same deadline, as fsspec keeps file systems by
+    their options."""
+
+    async def client(**options: Any) -> Any:
+        aiohttp = import_module("aiohttp")
+        trace = aiohttp.TraceConfig()
+        trace.on_request_end.append(_check)
+        own = {
+            "trace_configs": [trace, *options.pop("trace_configs", ())],
+            "headers": {"Accept-Encoding": "identity", **options.pop("headers", {})},
+            "timeout": aiohttp.ClientTimeout(total=timeout_s),
+        }
+        try:
+            return aiohttp.ClientSession(**{"middlewares": (_ask_again,), **own, **options})
+        except TypeError:  # aiohttp before 3.12, which asks once.
+            return aiohttp.ClientSession(**own | options)
+
+    return client
 
 
 async def _ask_again(request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
