@@ -253,6 +253,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each == "x.h5")) for each in FORMATS]
 )
+# SECURITY.md: S25
 def test_an_answer_is_the_one_that_was_asked_for_or_an_error(
     name: str,
     change: Callable[[Answer], None],
@@ -307,7 +308,7 @@ def test_a_file_that_another_reader_has_opened_anew_is_not_the_one_of_before(
 
 
 def test_a_file_of_another_time_is_another_file() -> None:
-    """By its stamp, which cached indexes carry, also if the server tells the time of change alone."""
+    """Its stamp, which cached indexes carry, differs, if the server tells only the time, too."""
     own, times = {"t.csv": TABLE}, ["Mon, 02 Nov 2026 10:00:00 GMT"]
 
     def dated(answer: Answer) -> None:
@@ -322,6 +323,7 @@ def test_a_file_of_another_time_is_another_file() -> None:
         assert File(f"{url}/t.csv").stamp != before
 
 
+# SECURITY.md: S25
 def test_another_server_gets_no_password(files: dict[str, bytes]) -> None:
     first: list[Headers] = []
     other: list[Headers] = []
