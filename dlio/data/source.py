@@ -228,7 +228,7 @@ class Source(FsspecHandle):
             except Exception as error:
                 if getattr(error.__cause__, "status", 404) not in (404, 410):
                     return failed(self.url, error)
-        return SourceError(f"{redact(self.url)}: no such file or folder: check the path")
+        return SourceError(f"{self.url}: no such file or folder: check the path")
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""
@@ -605,7 +605,7 @@ def expand(path: str | Sequence[str]) -> list[str]:
             matches = _globbed(each) if is_pattern else [each]
             files += [match + names for match in matches]
             if len(files) > _MAX_FILES:
-                raise UsageError(f"{redact(pattern)} stands for over {_MAX_FILES:,} files")
+                raise UsageError(f"{pattern} stands for over {_MAX_FILES:,} files")
     if not files:
         raise SourceError("no files are named: check the path")
     return files
@@ -633,9 +633,7 @@ def inside(url: str, name: str) -> str:
     Raises SourceError for a name that would make another URL of it: data sets choose their names.
     """
     if "::" in name or "://" in name:
-        raise SourceError(
-            f"{redact(url)}: the name {name} has :: or ://, which stand for URLs: rename it"
-        )
+        raise SourceError(f"{url}: the name {name} has :: or ://, which stand for URLs: rename it")
     before, own, after = _own_link(url)
     return f"{before}{own.rstrip('/')}/{name}{after}"
 
@@ -652,7 +650,7 @@ def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceEr
         reason = f"no whole answer for {seconds}: the source hangs (DLIO_TIMEOUT sets the patience)"
     if getattr(error, "errno", None) == errno.ESPIPE:
         reason = "it is a pipe or a socket, not a regular file"
-    return SourceError(f"{redact(url)} {text}: {redact(reason)}")
+    return SourceError(f"{url} {text}: {reason}")
 
 
 def is_hanging(error: BaseException | None) -> bool:
@@ -701,7 +699,7 @@ def _globbed(url: str) -> list[str]:
         slash = "/" if scheme in ("file", "local", "memory") else ""
         matches = [f"{before}{scheme}://{slash}{name.removeprefix('/')}{after}" for name in names]
     if not matches:
-        raise SourceError(f"{redact(url)} matches no file: check the pattern")
+        raise SourceError(f"{url} matches no file: check the pattern")
     return matches
 
 
@@ -714,7 +712,7 @@ def _braces(text: str) -> list[str]:
     if span is not None:
         first, last = int(span[1]), int(span[2])
         if abs(last - first) >= _MAX_FILES:
-            raise UsageError(f"{redact(text)} stands for over {_MAX_FILES:,} files")
+            raise UsageError(f"{text} stands for over {_MAX_FILES:,} files")
         width = max(len(span[1]), len(span[2])) if span[1][0] == "0" or span[2][0] == "0" else 0
         step = 1 if last >= first else -1
         options = [str(number).zfill(width) for number in range(first, last + step, step)]
@@ -726,5 +724,5 @@ def _braces(text: str) -> list[str]:
     for option in options:
         texts += _braces(text[: match.start()] + option + text[match.end() :])
         if len(texts) > _MAX_FILES:
-            raise UsageError(f"{redact(text)} stands for over {_MAX_FILES:,} files")
+            raise UsageError(f"{text} stands for over {_MAX_FILES:,} files")
     return texts

@@ -19,7 +19,7 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.data.source import File, Source
-from dlio.errors import SourceError
+from dlio.errors import DlioError, SourceError
 from dlio_staging.pack_folder import pack
 
 if find_spec("aiohttp") is None:
@@ -373,3 +373,32 @@ def test_no_object_of_h5py_is_collected_while_h5py_waits_for_the_server(
     assert len(seen) > 1
     assert not any(seen)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("missing.csv", {}),
+        ("missing.zarr::image", {}),
+        ("t{0..9999999}.csv", {}),
+        ("t.csv", {"split": "val"}),
+        ("t.csv", {"mix": 3}),
+        ("t.csv", {"format": "zarr"}),
+        ("t.csv", {"columns": ["none"]}),
+        ("x.npz::none", {}),
+        ("x.npz", {"select": "time=0..9"}),
+        ("store", {"format": "zarr"}),
+    ],
+)
+def test_errors_hold_no_secrets_of_urls(
+    name: str, options: dict[str, object], files: dict[str, bytes]
+) -> None:
+    with served({**files, "store/zarr.json": b"{}"}, _as_asked) as url:
+        url = f"{url.replace('://', '://mia:geheim@')}/{name}"
+        at = url.find("::")
+        url = f"{url}?sig=geheim" if at < 0 else f"{url[:at]}?sig=geheim{url[at:]}"
+        with pytest.raises(DlioError) as refused:
+            open_reader(url, **options)
+    for text in (str(refused.value), repr(refused.value)):
+        assert "geheim" not in text
+        assert "\n" not in text
