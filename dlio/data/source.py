@@ -431,6 +431,11 @@ class File(FsspecHandle):
             end = None if count is None else offset + count
             with request():
                 data: bytes = self._files.cat_file(self._path, start=offset, end=end)
+        if count is not None and len(data) > count:
+            raise SourceError(
+                f"{self.name}: the server sent {len(data)} bytes for a request of {count}: it does "
+                "not serve parts of files; use one that does, or copy the files"
+            )
         self._check_same()
         return data
 

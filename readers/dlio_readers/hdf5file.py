@@ -58,7 +58,7 @@ Handle: TypeAlias = Any
 """An h5py.File or h5py.Dataset, which have no types."""
 
 
-class UncollectedReads(io.RawIOBase):
+class _UncollectedReads(io.RawIOBase):
     """A stream whose reads no garbage collection interrupts.
 
     h5py holds its lock while it waits for fsspec's thread. That thread would wait for the lock, for
@@ -210,7 +210,7 @@ class Hdf5File:
             with ReadErrors(self.file.name, "cannot be opened as an HDF5 file"):
                 try:
                     with self.file.for_library() as opened:
-                        stream = opened if isinstance(opened, str) else UncollectedReads(opened)
+                        stream = opened if isinstance(opened, str) else _UncollectedReads(opened)
                         self._opened = h5py.File(stream, "r", rdcc_nbytes=8 << 20)
                 except OSError as error:
                     raise self._refusal(str(error)) from error
