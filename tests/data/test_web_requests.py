@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import h5py
 import numpy as np
@@ -200,7 +200,7 @@ def _to_a_file(answer: Answer) -> None:
     answer.headers = {"Location": "file:///etc/passwd", "Content-Length": "0"}
 
 
-KINDS: Final = {
+KINDS: Final[dict[Callable[[Answer], None], str]] = {
     _as_asked: "",
     _compressed: "sends it compressed",
     _in_a_code_of_its_own: "sends it compressed",
@@ -391,7 +391,7 @@ def test_no_object_of_h5py_is_collected_while_h5py_waits_for_the_server(
     ],
 )
 def test_errors_hold_no_secrets_of_urls(
-    name: str, options: dict[str, object], files: dict[str, bytes]
+    name: str, options: dict[str, Any], files: dict[str, bytes]
 ) -> None:
     with served({**files, "store/zarr.json": b"{}"}, _as_asked) as url:
         url = f"{url.replace('://', '://mia:geheim@')}/{name}"
