@@ -28,7 +28,7 @@ _FIRST_PAUSE_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WebFile:
-    """What a web server has last said of a whole file."""
+    """The last words of a web server about a whole file."""
 
     size: int | None
     """Bytes; None if the server does not tell."""
@@ -51,12 +51,12 @@ def web_options(url: str) -> dict[str, object]:
 
 
 def newest(url: str) -> WebFile | None:
-    """Return what a server has last said of a file; None for what is not a web server's."""
+    """Return the last words of a server about a file; None for files of other places."""
     return _newest.get(_key(url)) if url.startswith(("http://", "https://")) else None
 
 
 def is_absent(error: FileNotFoundError) -> bool:
-    """True if a web server says that there is no such file, or that none may be seen; False if it
+    """True if a web server says that a file is not there, or may not be seen; False if it
     is busy or broken, or its answer is none, which fsspec raises as FileNotFoundError as well."""
     status = getattr(error.__cause__, "status", 404 if error.__cause__ is None else 0)
     return 400 <= status < 500 and status != 429
@@ -162,12 +162,12 @@ async def _check_part(asked: str, answer: Any) -> int | None:
                 "files (HTTP range requests); use one that does, such as nginx, or copy the files"
             )
         return size
-    told = answer.headers.get("Content-Range", "")
-    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", told)
+    content_range = answer.headers.get("Content-Range", "")
+    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", content_range)
     if sent is None:
-        if told or answer.content_type == "multipart/byteranges":
+        if content_range or answer.content_type == "multipart/byteranges":
             raise _error(
-                f"the server's answer says no part of the file ({told or answer.content_type})"
+                f"the server's answer says no part of the file ({content_range or answer.content_type})"
             )
         return None
     size = None if sent[3] == "*" else int(sent[3])

@@ -34,7 +34,7 @@ assert len(OTHER) == len(TABLE)
 
 
 class Answer:
-    """What a right server would send; tests change it."""
+    """An answer as a right server sends it; tests change it."""
 
     def __init__(self, method: str, asked: str, data: bytes, number: int) -> None:
         self.method, self.asked, self.number = method, asked, number
@@ -267,16 +267,16 @@ def test_an_answer_is_the_one_that_was_asked_for_or_an_error(
     expected = _samples(str(tmp_path / name))
     with served(files, change) as url:
         try:
-            found = _samples(f"{url}/{name}?signature=geheim")
+            samples = _samples(f"{url}/{name}?signature=geheim")
         except SourceError as error:
-            told = str(error)
-            assert KINDS[change], told
-            assert re.search(KINDS[change], told), told
-            assert "\n" not in told
-            assert "geheim" not in told
-            assert url in told
+            message = str(error)
+            assert KINDS[change], message
+            assert re.search(KINDS[change], message), message
+            assert "\n" not in message
+            assert "geheim" not in message
+            assert url in message
         else:
-            assert found == expected
+            assert samples == expected
 
 
 def test_a_busy_server_is_asked_again(
