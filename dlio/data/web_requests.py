@@ -166,9 +166,8 @@ async def _check_part(asked: str, answer: Any) -> int | None:
     sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", content_range)
     if sent is None:
         if content_range or answer.content_type == "multipart/byteranges":
-            raise _error(
-                f"the server's answer says no part of the file ({content_range or answer.content_type})"
-            )
+            shown = content_range or answer.content_type
+            raise _error(f"the server's answer says no part of the file ({shown})")
         return None
     size = None if sent[3] == "*" else int(sent[3])
     begin = int(first) if first else max(0, size - int(last)) if size is not None else int(sent[1])
