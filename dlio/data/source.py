@@ -140,7 +140,7 @@ class Source(FsspecHandle):
         """Names of files that a reader has met, and leaves out."""
         if is_remote(url):
             with ReadErrors(url, "cannot be opened"):
-                self._opened, self.root = url_to_fs(url)
+                self._opened, self.root = _url_to_fs(url)
             self.root = self.root.rstrip("/")
         self._place = DataRoot.of(self.root)
 
@@ -376,7 +376,7 @@ class File(FsspecHandle):
         """Text of the time of change."""
         with ReadErrors(url):
             if root is None and is_remote(url):
-                self._opened, self._path = url_to_fs(url)
+                self._opened, self._path = _url_to_fs(url)
                 info = self._files.info(self._path)
                 if info["type"] != "file":
                     raise SourceError(f"{self.name} is not a file: check the path")
@@ -535,7 +535,7 @@ def fsspec() -> ModuleType:
     return import_module("fsspec")
 
 
-def url_to_fs(url: str) -> tuple[Any, str]:
+def _url_to_fs(url: str) -> tuple[Any, str]:
     """Return the file system of fsspec for a URL, and the path in it."""
     system, path = fsspec().core.url_to_fs(url, **web_options(url))
     return system, path
@@ -697,7 +697,7 @@ def _globbed(url: str) -> list[str]:
         matches = sorted(glob.glob(os.path.expanduser(url)))
     else:
         with ReadErrors(url):
-            system, root = url_to_fs(url)
+            system, root = _url_to_fs(url)
             names = sorted(system.glob(root))
         before, own, after = _own_link(url)
         scheme = own.partition("://")[0]

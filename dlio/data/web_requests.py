@@ -19,8 +19,6 @@ from dlio.util.printable import log_warning
 from dlio.util.settings import settings
 from dlio.util.units import counted
 
-__all__ = ["WebFile", "is_absent", "newest", "web_options"]
-
 _BUSY: Final = (429, 503)
 _TRIES: Final = 5
 _FIRST_PAUSE_S: Final = 0.5
