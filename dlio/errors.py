@@ -62,6 +62,9 @@ class DlioError(Exception):
     def __str__(self) -> str:
         return printable(super().__str__())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
 
 class UsageError(DlioError, ValueError):
     """An option, a specification or a combination of these is unsuitable."""

@@ -27,6 +27,7 @@ _STAMPS: Final = (
     "etag",
     "mtime",
     "LastModified",
+    "Last-Modified",
     "last_modified",
     "updated",
     "created",

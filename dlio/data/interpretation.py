@@ -82,7 +82,7 @@ class Interpretation:
         nothing was found, which is an error."""
         if not self.weight:
             return
-        shown = redact(self.path if isinstance(self.path, str) else str(self.path))
+        shown = redact(str(self.path))
         text = f"{shown}: read as {self.words or self.format}"
         if self.left_out:
             tell_once(f"{text}; left out: {', '.join(self.left_out)}")
@@ -115,7 +115,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
         alike = other.is_marked if best.is_marked else best.weight < _CLEAR * other.weight
         if alike:
             raise UsageError(
-                f"{redact(path)} is {best.words}, or {other.words}: choose with "
+                f"{path} is {best.words}, or {other.words}: choose with "
                 f"format={name!r} or format={rival!r}"
             )
     left = list(best.left_out)
@@ -240,7 +240,7 @@ def files_of_split(path: str, fields: str, reading: Interpretation, split: str |
         if len(splits) > 1:
             raise UsageError(_several(path, {name: len(each) for name, each in splits.items()}))
         return
-    chosen = chosen_split(split, list(splits), redact(path))
+    chosen = chosen_split(split, list(splits), path)
     reading.split = chosen
     reading.path = [inside(path, name) + fields for name in splits[chosen]]
     reading.others = {
@@ -256,7 +256,7 @@ def _several(path: str, counts: dict[str, int]) -> str:
     names = [name for name in SPLITS if name in counts]
     shown = ", ".join(f"{n} ({counts[n]} file{'s' * (counts[n] != 1)})" for n in names)
     return (
-        f"{redact(path)} holds the splits {shown}: {how_to_choose(names[0])}, or split={WHOLE!r} "
+        f"{path} holds the splits {shown}: {how_to_choose(names[0])}, or split={WHOLE!r} "
         "for all of them as one data set"
     )
 
@@ -265,7 +265,7 @@ def check_pattern(pattern: str, paths: Sequence[str]) -> None:
     """Warn once if a pattern stands for files of several splits."""
     splits = splits_among([last_name(path) for path in paths])
     if len(splits) > 1:
-        text = f"{redact(pattern)} stands for the splits {', '.join(splits)}, read as one data set"
+        text = f"{pattern} stands for the splits {', '.join(splits)}, read as one data set"
         tell_once(f"{text}: choose one with split=")
 
 
@@ -291,7 +291,7 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     if not splits:
         return None
     if split is not None:
-        chosen = chosen_split(split, splits, redact(path))
+        chosen = chosen_split(split, splits, path)
         _check_alike(source, chosen, splits)
         _tell_of_twins(source, chosen, [name for name in folders if name not in parts])
         return source.inner(chosen), chosen
@@ -301,13 +301,13 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
         return None
     full = [name for name in splits if source.names(name)]
     if len(full) == 1:
-        tell_once(f"{redact(path)} holds one split alone: open {inside(redact(path), full[0])}")
+        tell_once(f"{path} holds one split alone: open {inside(path, full[0])}")
         return source.inner(full[0]), full[0]
     first = next((name for name in splits if parts[name] == SPLITS[0]), splits[0])
     beside = f", next to {', '.join(others[:_NAMED])}" if others else ""
     raise UsageError(
-        f"{redact(path)} holds the splits {', '.join(splits)}{beside}: {how_to_choose(first)}, or "
-        f"open {inside(redact(path), first)}"
+        f"{path} holds the splits {', '.join(splits)}{beside}: {how_to_choose(first)}, or "
+        f"open {inside(path, first)}"
     )
 
 

@@ -27,7 +27,16 @@ from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
-from dlio.data.source import Source, expand, inside, is_remote, last_name, listed_once, split_fields
+from dlio.data.source import (
+    Source,
+    expand,
+    inside,
+    is_hanging,
+    is_remote,
+    last_name,
+    listed_once,
+    split_fields,
+)
 from dlio.data.splits import (
     WHOLE,
     chosen_split,
@@ -36,7 +45,7 @@ from dlio.data.splits import (
     split_column,
     splits_among,
 )
-from dlio.errors import DlioError, SourceError, UsageError, redact
+from dlio.errors import DlioError, SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing, trusting
@@ -162,7 +171,7 @@ def _tell_of_labels(reader: Reader) -> None:
     kinds = reader.schema.kinds
     column = split_column(kinds) if hasattr(reader, "unlabelled") else None
     if column is not None:
-        tell_once(f"{redact(str(reader.path))}: {not_chosen_by(column)}")
+        tell_once(f"{reader.path}: {not_chosen_by(column)}")
     text: str = getattr(reader, "unlabelled", "")
     if text:
         text += "; so the data set has no labels (`targets` are 0)"
@@ -182,14 +191,14 @@ def _tell_of_labels(reader: Reader) -> None:
                 "source (`targets` are 0)"
             )
     if text:
-        tell_once(f"{redact(str(reader.path))}: {text}")
+        tell_once(f"{reader.path}: {text}")
 
 
 def _compare_classes(
     reader: Reader, reading: Interpretation, split: str, paths: Sequence[str]
 ) -> None:
     """Warn once if another split has other classes, so that a label means another one there."""
-    shown = f"{redact(str(reader.path))}: its classes"
+    shown = f"{reader.path}: its classes"
     own, theirs = list(reader.classes), None
     urls = [split_fields(path)[0] for path in paths]
     if not is_remote(urls[0]) and os.path.isdir(urls[0]):
@@ -243,13 +252,13 @@ def _understood(
     elif isinstance(path, str):
         if split is not None and split != WHOLE:
             groups = splits_among([last_name(each) for each in several])
-            chosen = chosen_split(split, list(groups), redact(path))
+            chosen = chosen_split(split, list(groups), path)
             several = [each for each in several if last_name(each) in groups[chosen]]
             return _understood(several, kinds, None, options)
         if split is None:
             check_pattern(path, several)
     name, kind, reasons = _recognised(first, kinds, one=True)
-    shown = redact(str(path))
+    shown = str(path)
     if kind is None:
         bare, fields = split_fields(first)
         if fields:
@@ -276,7 +285,7 @@ def _of_folder(
         bare, _ = _fitting_of(url, kinds)
         if bare:
             names = split_fields(url + fields)[1]
-            raise _without_parts(redact(url + fields), names, url, bare[0][0])
+            raise _without_parts(url + fields, names, url, bare[0][0])
     reading = best_fit(url, fitting, kinds, options) if fitting else None
     if reading is not None:
         reading.options = options
@@ -317,16 +326,16 @@ def _of_folder(
                 words = f"{named_files(files)} in {redact(url)}, which may hold labels or splits"
                 outer = [*outer, f"{words}: choose one with table= and label= if it does"]
             made.left_out = [*outer, *made.left_out]
-            tell_once(f"{redact(url)} holds samples in {redact(below)} alone, which is read")
+            tell_once(f"{url} holds samples in {below} alone, which is read")
             return made
         if reading is None or (path_rules_of(reading.kind).is_fallback and not reading.weight):
             _check_several(url, kinds)
         if split is not None and split != WHOLE:
-            raise no_splits(split, redact(url))
+            raise no_splits(split, url)
     if reading is None:
         if os.path.isdir(url) and not Source(url).names():
-            raise SourceError(f"{redact(url)} holds nothing to read: check the path")
-        raise _unknown(redact(url + fields), reasons, named=True)
+            raise SourceError(f"{url} holds nothing to read: check the path")
+        raise _unknown(url + fields, reasons, named=True)
     return reading
 
 
@@ -343,14 +352,13 @@ def _check_several(url: str, kinds: Kinds) -> None:
         first = next(iter(known))
         shown = ", ".join(f"{name} ({form})" for name, form in known.items())
         raise UsageError(
-            f"{redact(url)} holds the data sets {shown}: open one of them, such as "
-            f"{redact(inside(url, first))}"
+            f"{url} holds the data sets {shown}: open one of them, such as {inside(url, first)}"
         )
 
 
 def _without_parts(shown: str, fields: Sequence[str], bare: str, name: str) -> SourceError:
     return SourceError(
-        f"{shown} names {', '.join(fields)}, but {redact(bare)} ({name}) has no such parts to "
+        f"{shown} names {', '.join(fields)}, but {bare} ({name}) has no such parts to "
         "choose from: give the path alone"
     )
 
@@ -414,6 +422,8 @@ def _reason(kind: Any, path: object) -> str | None:
     try:
         reason: str | None = kind.recognises(path)
     except SourceError as error:
+        if is_hanging(error):
+            raise  # Every other reader would wait for it, too.
         return str(error)
     return reason
 
@@ -451,7 +461,7 @@ def _made(name: str, kind: ReaderType, path: object, options: dict[str, object])
     for option in options:
         if option not in known:
             raise UsageError(
-                f"{option}=: the {name} reader, which reads {redact(str(path))}, has no such "
+                f"{option}=: the {name} reader, which reads {path}, has no such "
                 f"option{nearest(option, [*own, *OPEN_ARGUMENTS])}"
             )
     options = {
@@ -459,7 +469,7 @@ def _made(name: str, kind: ReaderType, path: object, options: dict[str, object])
     }
     if path_rules_of(kind).takes_objects:
         return kind(path, **options)
-    with parsing(redact(str(path))):
+    with parsing(str(path)):
         return kind(path, **options)
 
 

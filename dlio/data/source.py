@@ -25,12 +25,16 @@ from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import DataRoot, check_descent
 from dlio.data.requests import pread, pread_into, request
+from dlio.data.web_requests import is_absent, newest, web_options
 from dlio.errors import DlioError, SourceError, UsageError, printable, redact
 from dlio.util.limits import check_regular
+from dlio.util.settings import settings
 from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
 from dlio.util.units import counted
 
 _MAX_FILES: Final = 1_000_000
+_MOST_PAGE: Final = 16 << 20
+"""Bytes of a web server's page that lists a folder."""
 _CHAINING: Final = re.compile(
     r"(zip|tar|libarchive|simplecache|filecache|blockcache|dir|cached)://"
 )
@@ -96,8 +100,9 @@ class ReadErrors:
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, DlioError):
-            # An error of the system, or of memory, says nothing about the contents.
+            # An error of the system, of memory or of a server says nothing about the contents.
             outside = isinstance(error, MemoryError) or getattr(error, "errno", None)
+            outside = outside or type(error).__module__.startswith("aiohttp") or is_hanging(error)
             text = "cannot be read" if outside else self._text
             raise failed(self._where, error, text) from error
 
@@ -135,7 +140,7 @@ class Source(FsspecHandle):
         """Names of files that a reader has met, and leaves out."""
         if is_remote(url):
             with ReadErrors(url, "cannot be opened"):
-                self._opened, self.root = fsspec().core.url_to_fs(url)
+                self._opened, self.root = _url_to_fs(url)
             self.root = self.root.rstrip("/")
         self._place = DataRoot.of(self.root)
 
@@ -183,11 +188,30 @@ class Source(FsspecHandle):
 
     def is_folder(self, name: str = "") -> bool:
         """True if a path is a folder. Raises SourceError when that cannot be found out."""
+        # A web server's folder is a page of links, which fsspec reads as a whole.
+        if self._is_web and not self._exists_on_web(name, most=_MOST_PAGE):
+            return False
         return self._ask("isdir", os.path.isdir, name)
 
     def exists(self, name: str = "") -> bool:
         """True if a path exists. Raises SourceError when that cannot be found out."""
-        return self._ask("exists", _exists, name)
+        return self._exists_on_web(name) if self._is_web else self._ask("exists", _exists, name)
+
+    @property
+    def _is_web(self) -> bool:
+        return self._files is not None and "http" in self._files.protocol
+
+    def _exists_on_web(self, name: str, most: int | None = None) -> bool:
+        """True if a web server has a file, of up to `most` bytes. fsspec itself says that there is
+        none where a server is busy, refuses or is gone."""
+        with ReadErrors(self.path(name)):
+            try:
+                size = self._files.info(self.path(name))["size"]
+            except FileNotFoundError as error:
+                if is_absent(error):
+                    return False
+                raise
+        return most is None or size is None or size <= most
 
     def _ask(self, question: str, local: Callable[[str], bool], name: str) -> bool:
         with ReadErrors(self.path(name)):
@@ -196,18 +220,15 @@ class Source(FsspecHandle):
             return bool(getattr(self._files, question)(self.path(name)))
 
     def missing(self) -> SourceError:
-        """Return the error to raise where `exists` says no: a web server may have refused, or be
-        gone, which fsspec takes for a file that is not there."""
-        if self._files is not None and "http" in self._files.protocol:
+        """Return the error to raise where `exists` says no: a web server may have refused, which
+        is not the same as a file that is not there."""
+        if self._is_web:
             try:
                 self._files.info(self.root)
             except Exception as error:
-                cause = error.__cause__
-                if type(cause).__name__ == "TooManyRedirects":
-                    return SourceError(f"{redact(self.url)}: the server redirects in a circle")
-                if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410):
-                    return failed(self.url, cause)
-        return SourceError(f"{redact(self.url)}: no such file or folder: check the path")
+                if getattr(error.__cause__, "status", 404) not in (404, 410):
+                    return failed(self.url, error)
+        return SourceError(f"{self.url}: no such file or folder: check the path")
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""
@@ -355,10 +376,15 @@ class File(FsspecHandle):
         """Text of the time of change."""
         with ReadErrors(url):
             if root is None and is_remote(url):
-                self._opened, self._path = fsspec().core.url_to_fs(url)
+                self._opened, self._path = _url_to_fs(url)
                 info = self._files.info(self._path)
-                if info["type"] != "file" or info["size"] is None:
-                    raise SourceError(f"{self.name} is not a file of a known size: check the path")
+                if info["type"] != "file":
+                    raise SourceError(f"{self.name} is not a file: check the path")
+                if info["size"] is None:
+                    raise SourceError(
+                        f"{self.name}: the server does not tell the file's size, which dlio needs: "
+                        "use one that does, or copy the file"
+                    )
                 self.size = int(info["size"])
                 self.times = stamp_of(info)
             else:
@@ -407,11 +433,17 @@ class File(FsspecHandle):
                 data: bytes = self._files.cat_file(self._path, start=offset, end=end)
         if count is not None and len(data) > count:
             raise SourceError(
-                f"{self.name}: the server sent {len(data)} bytes for a request of {count}: it "
-                "does not serve parts of files (HTTP range requests); use one that does, such as "
-                "nginx, or copy the files"
+                f"{self.name}: the server sent {len(data)} bytes for a request of {count}: it does "
+                "not serve parts of files; use one that does, or copy the files"
             )
+        self._check_same()
         return data
+
+    def _check_same(self) -> None:
+        """Raise SourceError if a web server has said since that it has another file."""
+        now = newest(self._path)
+        if now is not None and (now.times != self.times or now.size not in (self.size, None)):
+            raise SourceError(f"{self.name} has changed since it was opened: run again")
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset` on. Raises SourceError when the file is too short."""
@@ -439,6 +471,7 @@ class File(FsspecHandle):
             if self.local_path is not None:
                 return io.FileIO(self.root.open_regular(self.local_path))
             stream: BinaryIO = self._files.open(self._path, "rb")
+        self._check_same()
         return stream
 
     @contextmanager
@@ -500,6 +533,12 @@ def file_at(url: str) -> FilePlace:
 def fsspec() -> ModuleType:
     """Return fsspec, which takes long to import."""
     return import_module("fsspec")
+
+
+def _url_to_fs(url: str) -> tuple[Any, str]:
+    """Return the file system of fsspec for a URL, and the path in it."""
+    system, path = fsspec().core.url_to_fs(url, **web_options(url))
+    return system, path
 
 
 def is_remote(url: str) -> bool:
@@ -571,7 +610,7 @@ def expand(path: str | Sequence[str]) -> list[str]:
             matches = _globbed(each) if is_pattern else [each]
             files += [match + names for match in matches]
             if len(files) > _MAX_FILES:
-                raise UsageError(f"{redact(pattern)} stands for over {_MAX_FILES:,} files")
+                raise UsageError(f"{pattern} stands for over {_MAX_FILES:,} files")
     if not files:
         raise SourceError("no files are named: check the path")
     return files
@@ -599,19 +638,31 @@ def inside(url: str, name: str) -> str:
     Raises SourceError for a name that would make another URL of it: data sets choose their names.
     """
     if "::" in name or "://" in name:
-        raise SourceError(
-            f"{redact(url)}: the name {name} has :: or ://, which stand for URLs: rename it"
-        )
+        raise SourceError(f"{url}: the name {name} has :: or ://, which stand for URLs: rename it")
     before, own, after = _own_link(url)
     return f"{before}{own.rstrip('/')}/{name}{after}"
 
 
 def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceError:
     """Return the error to raise when a file cannot be read, or something else is wrong."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec raises this for all that a web server answers.
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if type(error).__name__ == "TooManyRedirects":
+        reason = "the server redirects in a circle"
+    elif is_hanging(error):
+        seconds = f"{settings().timeout_s:.0f} s"
+        reason = f"no whole answer for {seconds}: the source hangs (DLIO_TIMEOUT sets the patience)"
     if getattr(error, "errno", None) == errno.ESPIPE:
         reason = "it is a pipe or a socket, not a regular file"
-    return SourceError(f"{redact(url)} {text}: {redact(reason)}")
+    return SourceError(f"{url} {text}: {reason}")
+
+
+def is_hanging(error: BaseException | None) -> bool:
+    """True for an error that says that a source has given no answer before a deadline."""
+    while error is not None and not (isinstance(error, TimeoutError) and error.errno is None):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _size_of(row: dict[str, Any]) -> int:
@@ -646,14 +697,14 @@ def _globbed(url: str) -> list[str]:
         matches = sorted(glob.glob(os.path.expanduser(url)))
     else:
         with ReadErrors(url):
-            system, root = fsspec().core.url_to_fs(url)
+            system, root = _url_to_fs(url)
             names = sorted(system.glob(root))
         before, own, after = _own_link(url)
         scheme = own.partition("://")[0]
         slash = "/" if scheme in ("file", "local", "memory") else ""
         matches = [f"{before}{scheme}://{slash}{name.removeprefix('/')}{after}" for name in names]
     if not matches:
-        raise SourceError(f"{redact(url)} matches no file: check the pattern")
+        raise SourceError(f"{url} matches no file: check the pattern")
     return matches
 
 
@@ -666,7 +717,7 @@ def _braces(text: str) -> list[str]:
     if span is not None:
         first, last = int(span[1]), int(span[2])
         if abs(last - first) >= _MAX_FILES:
-            raise UsageError(f"{redact(text)} stands for over {_MAX_FILES:,} files")
+            raise UsageError(f"{text} stands for over {_MAX_FILES:,} files")
         width = max(len(span[1]), len(span[2])) if span[1][0] == "0" or span[2][0] == "0" else 0
         step = 1 if last >= first else -1
         options = [str(number).zfill(width) for number in range(first, last + step, step)]
@@ -678,5 +729,5 @@ def _braces(text: str) -> list[str]:
     for option in options:
         texts += _braces(text[: match.start()] + option + text[match.end() :])
         if len(texts) > _MAX_FILES:
-            raise UsageError(f"{redact(text)} stands for over {_MAX_FILES:,} files")
+            raise UsageError(f"{text} stands for over {_MAX_FILES:,} files")
     return texts

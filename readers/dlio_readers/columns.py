@@ -35,7 +35,7 @@ from dlio.data.schema import (
     parse_kind,
 )
 from dlio.data.source import File, ReadErrors
-from dlio.errors import CorruptBlock, SourceError, UsageError, redact
+from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.arguments import nearest
@@ -409,10 +409,10 @@ class ColumnReader(PathReader):
         Raises UsageError if a part of `select` is of no column.
         """
         dimensions = {name: getattr(column, "dimensions", None) for name, column in columns.items()}
-        check_select(select, redact(self.path), dimensions)
+        check_select(select, self.path, dimensions)
         if len(columns) > MAX_FIELDS:
             raise UsageError(
-                f"{redact(self.path)} has {counted(len(columns), 'column')}, more than "
+                f"{self.path} has {counted(len(columns), 'column')}, more than "
                 f"{MAX_FIELDS}: name those to read, as in x::a,b; of a table of text, columns= "
                 "joins numbers to one"
             )

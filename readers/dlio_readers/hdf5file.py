@@ -5,9 +5,11 @@ other files. Contiguous data sets are read in parallel without the HDF5 library.
 through the library, one read at a time because of its global lock.
 """
 
+import gc
+import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, BinaryIO, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +56,39 @@ _FREE_BYTES: Final = 256 << 20
 _SLACK: Final = 1 << 14
 Handle: TypeAlias = Any
 """An h5py.File or h5py.Dataset, which have no types."""
+
+
+class _UncollectedReads(io.RawIOBase):
+    """A stream whose reads no garbage collection interrupts.
+
+    h5py holds its lock while it waits for fsspec's thread. That thread would wait for the lock, for
+    ever, if it collected an object of h5py's meanwhile.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream: Any = stream
+
+    def readinto(self, into: Any) -> int:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            count: int = self._stream.readinto(into)
+        finally:
+            if collects:
+                gc.enable()
+        return count
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        place: int = self._stream.seek(offset, whence)
+        return place
+
+    def tell(self) -> int:
+        place: int = self._stream.tell()
+        return place
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 class Chunks:
@@ -175,7 +210,8 @@ class Hdf5File:
             with ReadErrors(self.file.name, "cannot be opened as an HDF5 file"):
                 try:
                     with self.file.for_library() as opened:
-                        self._opened = h5py.File(opened, "r", rdcc_nbytes=8 << 20)
+                        stream = opened if isinstance(opened, str) else _UncollectedReads(opened)
+                        self._opened = h5py.File(stream, "r", rdcc_nbytes=8 << 20)
                 except OSError as error:
                     raise self._refusal(str(error)) from error
         return self._opened

@@ -12,7 +12,7 @@ from dlio.data.identity import store_sample
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import ReadErrors, Source, file_at, is_remote, own_name, split_fields
 from dlio.data.splits import no_splits
-from dlio.errors import SourceError, UsageError, redact
+from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
 from dlio.util.units import counted
@@ -83,24 +83,22 @@ class ZarrReader(ColumnReader):
         url, names = split_fields(path)
         url, archive = _in_archive(url)
         root = self._open(url)
-        packed = parse_schema(root.attrs.get(SCHEMA), redact(path))
+        packed = parse_schema(root.attrs.get(SCHEMA), path)
         self._names: list[str] = []
         self._missing = missing or ("error" if packed is not None else "fill")
-        images = ome_images(root, redact(url)) if packed is None and not names else {}
+        images = ome_images(root, url) if packed is None and not names else {}
         if split is not None and (images or packed is not None or names):
-            raise no_splits(split, redact(path))
+            raise no_splits(split, path)
         if images:
             self._use_images(url, archive, images, select)
             return
         arrays = self._arrays(root)
         if packed is None and not names:
-            parts = chosen_arrays(redact(path), arrays, split)
+            parts = chosen_arrays(path, arrays, split)
             if len(parts) > 1:
-                raise UsageError(f"split={split!r}: {redact(path)}: open its splits one by one")
+                raise UsageError(f"split={split!r}: {path}: open its splits one by one")
             if split is None and len(arrays) == len(parts[0]):
-                check_groups(
-                    redact(path), {name: tuple(each.shape) for name, each in arrays.items()}
-                )
+                check_groups(path, {name: tuple(each.shape) for name, each in arrays.items()})
             arrays = parts[0]
         classes: list[str] = []
         schema = None
@@ -108,14 +106,14 @@ class ZarrReader(ColumnReader):
             schema, classes = packed
             names = names or tuple(name for name, _ in schema.fields)
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        chosen, count = choose(redact(path), shapes, names, by_file=False)
+        chosen, count = choose(path, shapes, names, by_file=False)
         columns: dict[str, Column] = {}
         for name in chosen:
             array = arrays[name]
-            where = f"{redact(url)}::{name}"
+            where = f"{url}::{name}"
             for each in (name, name + ENDS, name + SHAPE):
                 if each in arrays:
-                    self._check_array(arrays[each], f"{redact(url)}::{each}", missing)
+                    self._check_array(arrays[each], f"{url}::{each}", missing)
             self._check_chunks(array, where)
             classes = [str(each) for each in array.attrs.get("classes", classes)]
             if name + ENDS in arrays:
@@ -133,7 +131,7 @@ class ZarrReader(ColumnReader):
             part = slab(select, name, tuple(array.shape[1:]))
             columns[name] = PlainColumn(array, _unit(array), part)
         self._by_field = {
-            name: [_chunked(arrays[name], f"{redact(url)}::{name}")]
+            name: [_chunked(arrays[name], f"{url}::{name}")]
             for name, column in columns.items()
             if isinstance(column, PlainColumn) and select is None
         }
@@ -155,12 +153,12 @@ class ZarrReader(ColumnReader):
     ) -> None:
         """Use the images of OME-Zarr as samples. Raises SourceError, UsageError."""
         if select is not None:
-            raise UsageError(f"select=: the samples of {redact(url)} are images: give patch=")
+            raise UsageError(f"select=: the samples of {url} are images: give patch=")
         parts: dict[str, list[PlainColumn]] = {}
         self._by_field, self._files_are_samples = {}, True
         for path, fields in images.items():
             for name, array in fields.items():
-                where = f"{redact(url)}::{array.path}"
+                where = f"{url}::{array.path}"
                 if not storable(array.dtype):
                     raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
                 self._check_array(array, where, None)
@@ -171,7 +169,7 @@ class ZarrReader(ColumnReader):
         for name, each in parts.items():
             kinds = {(column.dtype, len(column.shape)) for column in each}
             if len(kinds) > 1:
-                raise UsageError(f"{redact(url)}: its images differ in {name}: open them alone")
+                raise UsageError(f"{url}: its images differ in {name}: open them alone")
         columns = {name: VolumeColumn(each) for name, each in parts.items()}
         self._setup(columns, len(images), [url, archive, self._stamp()])
 

@@ -20,6 +20,7 @@ from zarr.storage import FsspecStore, LocalStore
 
 from dlio.data.requests import request
 from dlio.data.source import ReadErrors, Source
+from dlio.data.web_requests import web_options
 from dlio.errors import SourceError
 from dlio.util.decompression_limits import exceeds, is_cut_off
 
@@ -152,7 +153,8 @@ class RemoteFiles(FsspecStore):
     @classmethod
     def at(cls, source: Source) -> Self:
         """Return the store at a URL."""
-        store: Any = cls.from_url(source.url, read_only=True)
+        options = web_options(source.url)
+        store: Any = cls.from_url(source.url, storage_options=options, read_only=True)
         store.limits, store.archived = _ArrayLimits(), source.url.startswith("zip://")
         return cast("Self", store)
 

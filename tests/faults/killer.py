@@ -308,20 +308,20 @@ def _every_copy(
 def _forget_unmerged(
     folder: Path, killed: Sequence[int], ledger: dict[int, dict[int, list[int]]]
 ) -> None:
-    """Leave out, of the lines of ranks that were lost after the end of an epoch, the samples that
-    no weights have: where ranks have weights of their own, these may be lost with them."""
+    """Leave out, of the lines of ranks that were lost, the samples that no weights have, if one of
+    the ranks was lost after the end of the epoch: where ranks have weights of their own, its own
+    may be lost with it, and those that it had merged of a rank lost before."""
     lines = [json.loads(text) for text in (folder / "trace.jsonl").read_text().splitlines()]
     saved = _saved(folder)
     for epoch, steps in ledger.items():
         end = max(line["step"] for line in lines if line["epoch"] == epoch)
-        for rank in killed:
-            own = [line for line in lines if (line["epoch"], line["rank"]) == (epoch, rank)]
-            if own and max(line["step"] for line in own) == end:
-                for line in own:
-                    gone = [each for each in line["samples"] if not saved[line["update"], each]]
-                    kept = Counter(steps[line["update"]]) - Counter(gone)
-                    steps[line["update"]] = list(kept.elements())
-                    _EXEMPT.setdefault((str(folder), epoch), set()).update(gone)
+        own = [line for line in lines if line["epoch"] == epoch and line["rank"] in killed]
+        if any(line["step"] == end for line in own):
+            for line in own:
+                gone = [each for each in line["samples"] if not saved[line["update"], each]]
+                kept = Counter(steps[line["update"]]) - Counter(gone)
+                steps[line["update"]] = list(kept.elements())
+                _EXEMPT.setdefault((str(folder), epoch), set()).update(gone)
 
 
 _EXEMPT: Final[dict[tuple[str, int], set[int]]] = {}

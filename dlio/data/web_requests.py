@@ -1,0 +1,181 @@
+"""Requests to web servers: what fsspec, which sends them, does not compare with the answers.
+
+A server, or a proxy on the way, may compress what it sends, send another part of a file than it was
+asked for, or another version. Each of these is an error here, and none becomes samples. Servers
+that are busy are asked again, and an answer that does not come whole ends at DLIO_TIMEOUT.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+from dlio.data.identity import stamp_of
+from dlio.util.printable import log_warning
+from dlio.util.settings import settings
+from dlio.util.units import counted
+
+_BUSY: Final = (429, 503)
+_TRIES: Final = 5
+_FIRST_PAUSE_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class WebFile:
+    """The last words of a web server about a whole file."""
+
+    size: int | None
+    """Bytes; None if the server does not tell."""
+    times: str
+    """Text of its ETag or time of change, as `stamp_of` has it."""
+
+
+_newest: Final[dict[str, WebFile | None]] = {}
+"""By URL without user: of all files that were asked for by HEAD."""
+
+
+def web_options(url: str) -> dict[str, object]:
+    """Return options of fsspec for a URL: of each link that is a web server's, by its scheme."""
+    schemes = (link.partition("://")[0] for link in url.split("::"))
+    return {
+        each: {"get_client": _client(settings().timeout_s)}
+        for each in schemes
+        if each in ("http", "https")
+    }
+
+
+def newest(url: str) -> WebFile | None:
+    """Return the last words of a server about a file; None for files of other places."""
+    return _newest.get(_key(url)) if url.startswith(("http://", "https://")) else None
+
+
+def is_absent(error: FileNotFoundError) -> bool:
+    """True if a web server says that a file is not there, or may not be seen; False if it
+    is busy or broken, or its answer is none, which fsspec raises as FileNotFoundError as well."""
+    status = getattr(error.__cause__, "status", 404 if error.__cause__ is None else 0)
+    return 400 <= status < 500 and status != 429
+
+
+def _key(url: object) -> str:
+    return re.sub(r"://[^/@]*@", "://", str(import_module("yarl").URL(str(url)))).partition("#")[0]
+
+
+def _error(text: str) -> Exception:
+    error: Exception = import_module("aiohttp").ClientPayloadError(text)
+    return error
+
+
+@cache
+def _client(timeout_s: float) -> Callable[..., Awaitable[Any]]:
+    """Return what makes a client; the same for the same deadline, as fsspec keeps file systems by
+    their options."""
+
+    async def client(**options: Any) -> Any:
+        aiohttp = import_module("aiohttp")
+        trace = aiohttp.TraceConfig()
+        trace.on_request_end.append(_check)
+        own = {
+            "trace_configs": [trace, *options.pop("trace_configs", ())],
+            "headers": {"Accept-Encoding": "identity", **options.pop("headers", {})},
+            "timeout": aiohttp.ClientTimeout(total=timeout_s),
+        }
+        try:
+            return aiohttp.ClientSession(**{"middlewares": (_ask_again,), **own, **options})
+        except TypeError:  # aiohttp before 3.12, which asks once.
+            return aiohttp.ClientSession(**own | options)
+
+    return client
+
+
+async def _ask_again(request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Ask a busy server again when it says, unless that is after the deadline."""
+    left_s = settings().timeout_s
+    for number in range(_TRIES):
+        response = await handler(request)
+        pause_s = _FIRST_PAUSE_S * 2**number
+        with suppress(ValueError):  # A date, which few servers send.
+            pause_s = max(0.0, float(response.headers.get("Retry-After", pause_s)))
+        left_s -= pause_s
+        if response.status not in _BUSY or number == _TRIES - 1 or left_s <= 0:
+            break
+        text = "%s: the server is busy (%d): asked again in %.1f s"
+        log_warning(text, request.url, response.status, pause_s)
+        response.close()
+        await asyncio.sleep(pause_s)
+    return response
+
+
+async def _check(_session: Any, _context: Any, params: Any) -> None:
+    """Raise an error, and give the connection up, unless an answer is to what was asked."""
+    answer = params.response
+    if params.method == "HEAD" and answer.status in (405, 501):  # GET will tell.
+        _newest[_key(params.url)] = None
+    if answer.status < 300:
+        try:
+            await _compare(params.method, params.headers.get("Range", ""), answer)
+        except BaseException:
+            answer.close()
+            raise
+
+
+async def _compare(method: str, asked: str, answer: Any) -> None:
+    encoding = answer.headers.get("Content-Encoding", "identity")
+    if encoding not in ("", "identity"):
+        raise _error(
+            f"the server sends it compressed ({encoding}), although asked not to: have it send the "
+            "file as it is, or copy the file"
+        )
+    size = answer.content_length
+    if method == "GET" and size is None and "Transfer-Encoding" not in answer.headers:
+        raise _error(
+            "the server does not tell the length of its answer, so that one that was cut off looks "
+            "whole: use another server, or copy the file"
+        )
+    if asked:
+        size = await _check_part(asked, answer)
+    about = {key: answer.headers[key] for key in ("ETag", "Last-Modified") if key in answer.headers}
+    said = WebFile(size, stamp_of(about))
+    key = _key(answer.history[0].url if answer.history else answer.url)
+    if method == "HEAD" or (not asked and key in _newest):
+        _newest[key] = said
+    elif asked and (before := _newest.get(key)) is not None:
+        sizes = {before.size, size} - {None}
+        # A server may leave either out of an answer.
+        if len(sizes) > 1 or (before.times and said.times and before.times != said.times):
+            raise _error("the file on the server has changed since it was opened: run again")
+
+
+async def _check_part(asked: str, answer: Any) -> int | None:
+    """Compare a part of a file with the range that was asked for; return the file's size."""
+    first, _, last = asked.removeprefix("bytes=").partition("-")
+    size: int | None = answer.content_length
+    if answer.status != 206:
+        if first != "0" or size is None or (last and size > int(last) + 1):
+            raise _error(
+                "the server sends the whole file for a part of it: it does not serve parts of "
+                "files (HTTP range requests); use one that does, such as nginx, or copy the files"
+            )
+        return size
+    content_range = answer.headers.get("Content-Range", "")
+    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", content_range)
+    if sent is None:
+        if content_range or answer.content_type == "multipart/byteranges":
+            shown = content_range or answer.content_type
+            raise _error(f"the server's answer says no part of the file ({shown})")
+        return None
+    size = None if sent[3] == "*" else int(sent[3])
+    begin = int(first) if first else max(0, size - int(last)) if size is not None else int(sent[1])
+    if int(sent[1]) != begin or (first and last and int(sent[2]) > int(last)):
+        raise _error(
+            f"the server sent the bytes {sent[1]}-{sent[2]}, and was asked for {asked[6:]}: use "
+            "another server, or copy the files"
+        )
+    # Libraries take the bytes that are missing for zeros.
+    sent_bytes, told_bytes = len(await answer.read()), int(sent[2]) + 1 - int(sent[1])
+    if sent_bytes != told_bytes:
+        raise _error(f"the server sent {sent_bytes} of {counted(told_bytes, 'byte')}: run again")
+    return size
