@@ -11,6 +11,7 @@ masked. In the first steps of a line of the script, ranks add up their counts be
 one message of 2.5 KiB; later only where a rank's own numbers do not tell (see `loss_plan`).
 """
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
@@ -35,6 +36,7 @@ from dlio.integrations.script.loss_terms import (
     LossTerm,
     LossTerms,
     find_terms,
+    has_mask,
     is_of_one,
     selects_nothing,
 )
@@ -136,6 +138,7 @@ class ScriptLossWeights:
             if self.is_inside or self._context.aside:
                 original(tensors, *args, **options)
                 return
+            self._context.part = 1.0
             self._context.backward()
             if self._context.lead is None:
                 original(tensors, *args, **options)
@@ -172,8 +175,11 @@ class ScriptLossWeights:
         """Weigh the terms of a loss inside the `with` block. Yields what makes it the loss of the
         whole batch after that, or None if that is unknown."""
         line = self._context.guard.line
+        whole = len(batch.samples) if self._context.batch == "global" else batch.weight
+        self._context.part = batch.weight / whole if whole else 0.0
         step = self._quick(roots, batch, line)
         if step is not None:
+            self._knows_part(step, batch)
             yield self._whole_loss(roots[0], None)
             return
         loops = batch.of.use.plans.loops
@@ -189,6 +195,7 @@ class ScriptLossWeights:
             step = self._planned(parts, batch, line)
             if step is not None:
                 weight, factors = step.weight, step.factors
+                self._knows_part(step, batch)
                 if step.of_loss is not None:
                     self._context.guard.of_loss = step.of_loss
                     loss = self._whole_loss(roots[0], None)
@@ -209,17 +216,42 @@ class ScriptLossWeights:
         joins |= is_part and not (parts.unknown or parts.hidden)
         if loss is None and exchanges and joins:
             self._context.mixed_losses.update(dict.fromkeys(roots, True))
-        handles = []
-        try:
-            for term, factor in zip(parts.terms, factors, strict=False):
-                for each in (term.each or (term,)) if abs(factor - 1) > 1e-9 else ():
-                    # Below the division by a count of 0, which makes NaN of a gradient of 0, too.
-                    node = each.node if factor else each.reduces
-                    handles.append(node.register_prehook(_times(factor)))
+        with _multiplied(parts, factors):
             yield loss
+
+    @contextmanager
+    def of_samples(self, roots: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have `torch.autograd.grad` give one process's gradients of samples inside the `with`
+        block."""
+        batch = self._context.lead
+        if batch is None or self._context.batch == "per-rank" or self.is_inside:
+            yield
+            return
+        size, part = int(batch.weight), batch.weight / len(batch.samples)
+        parts = find_terms(roots, GraphStates(max(size, 1)))
+        means = [
+            not term.is_sum or any(_is_count(term, each, size) for each in term.divisors)
+            for term in parts.terms
+        ]
+        pairs = zip(parts.terms, means, strict=True)
+        if parts.unknown or parts.hidden or any(m and _is_uneven(t, size) for t, m in pairs):
+            self._context.say(
+                f"{script_line()}: torch.autograd.grad gives gradients of samples there, of a loss "
+                "that is not a plain mean or sum over the samples of each rank's part of a batch: "
+                "they are not one process's",
+                any_rank=True,
+            )
+        self.is_inside = True  # A mode of torch's functions calls it again.
+        try:
+            with _multiplied(parts, [part if is_mean else 1.0 for is_mean in means]):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self.is_inside = False
+
+
+    def _knows_part(self, step: PlannedStep, batch: ScriptBatch) -> None:
+        if abs(step.weight - batch.weight) > 1e-9 * batch.weight:
+            self._context.part = None  # The weights of the other ranks are not known yet.
 
     def _weigh(self, exchanges: Iterable[Exchange], weight: float) -> None:
         self.latest = weight
@@ -331,7 +363,7 @@ class ScriptLossWeights:
             for term, row in zip(parts.terms, totals.terms, strict=False)
         ]
         if self._context.is_alone:
-            self._tell_padding(parts, totals, counts)
+            self._tell_padding(parts, batch, totals, counts)
             self._learn(roots, parts, batch, totals, counts, line)
         elif self._context.has_others and any(map(_is_unclear, origins)):
             self._context.say(
@@ -558,6 +590,7 @@ class ScriptLossWeights:
     def _tell_padding(
         self,
         parts: LossTerms,
+        batch: ScriptBatch,
         totals: _Totals,
         counts: Sequence[_Count | None],
     ) -> None:
@@ -566,6 +599,15 @@ class ScriptLossWeights:
                 continue
             if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2:
                 continue  # As many on each rank, whatever its samples: they are of another input.
+            if not _has_all(term, batch):
+                self._context.say(
+                    f"{script_line()}: {term.name} is a mean over some of the samples of each "
+                    "rank's part of a batch, as of a slice (split, chunk, x[i:i + n]), and counts "
+                    "by them: one process has other slices, and another gradient. Take batches of "
+                    "the slice's size from the loader and step after some of them, or give each "
+                    "rank whole batches by --batch per-rank"
+                )
+                continue
             key = f"{script_line()} {term.name}"
             if row[4] < row[3]:
                 self._uneven[key] = -1  # Something is masked.
@@ -671,6 +713,35 @@ def _row(
             counts,
         ]
     return row
+
+
+@contextmanager
+def _multiplied(parts: LossTerms, factors: Sequence[float]) -> Iterator[None]:
+    """Multiply the gradients that enter some terms of a loss inside the `with` block."""
+    handles = []
+    try:
+        for term, factor in zip(parts.terms, factors, strict=False):
+            for each in (term.each or (term,)) if abs(factor - 1) > 1e-9 else ():
+                # Below the division by a count of 0, which makes NaN of a gradient of 0, too.
+                node = each.node if factor else each.reduces
+                handles.append(node.register_prehook(_times(factor)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _has_all(term: LossTerm, batch: ScriptBatch) -> bool:
+    """True if a mean may be over all samples of a rank's part of a batch, some of whose elements a
+    mask may leave out."""
+    size = len(batch.place)
+    rows = [math.prod(term.shape[: k + 1]) for k in range(len(term.shape))]
+    return not size or any(each % size == 0 for each in (*rows, *term.shape)) or has_mask(term.node)
+
+
+def _is_uneven(term: LossTerm, size: int) -> bool:
+    """True if a mean does not count the same number of elements of each sample."""
+    return not term.is_sum and term.count % max(size, 1) != 0
 
 
 def _times(

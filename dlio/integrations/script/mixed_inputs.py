@@ -100,6 +100,8 @@ class MixedInputs(TorchFunctionMode):
         """Tensors of the network whose samples are in another order."""
         self._samples = 0
         self._is_on = self._has_told = False
+        self.requires_gradient: Callable[[], None] = lambda: None
+        """Called where the script has a tensor that is no parameter require a gradient."""
         self.is_left = False
         """True once functions are compiled: their graphs would have to be made twice."""
 
@@ -153,6 +155,8 @@ class MixedInputs(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = _original(func)
         result = func(*args, **(kwargs or {}))
+        if (kwargs and kwargs.get("requires_grad")) or _sets_requires_grad(func):
+            self.requires_gradient()
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._called(getattr(func, "__name__", ""), args, kwargs or {}, result)
         return result
@@ -361,6 +365,10 @@ def _original(func: Any) -> Any:
             if present is func:
                 return originals.get(name, func)
     return func
+
+
+def _sets_requires_grad(func: Any) -> bool:
+    return getattr(func, "__self__", None) is torch.Tensor.requires_grad
 
 
 def _several(value: Any) -> list[int]:
