@@ -477,9 +477,17 @@ class ScriptLossWeights:
 
         All ranks decide alike, as they do by totals. `whole` is the size of the batch.
         """
-        if not term.is_sum:
-            return _Count(term.count, *row[:3].tolist())
         ranks = row[3]
+        if not term.is_sum:
+            for number, divisor in enumerate(term.divisors[:_DIVISORS]):
+                values, squares = row[5 + 4 * number : 7 + 4 * number].tolist()
+                if divisor.is_tensor and ranks * squares - values**2 > 1e-9 * values**2:
+                    self._context.say(
+                        f"{script_line()}: a mean over the batch is divided or multiplied there by "
+                        "a number that is another one on each rank: the gradient is not that of "
+                        "one process. If it is a mean or sum of weights, divide a sum by a sum"
+                    )
+            return _Count(term.count, *row[:3].tolist())
         for number, divisor in enumerate(term.divisors[:_DIVISORS]):
             values, squares, products, counts = row[5 + 4 * number : 9 + 4 * number].tolist()
             differs = ranks * squares - values**2 > 1e-9 * values**2
@@ -560,7 +568,7 @@ class ScriptLossWeights:
             context.say(
                 f"{where}: a sum over a rank's part of a batch is divided by 1 there, which "
                 "clamp(min=1) makes of a part without any element that counts, too: if so, the "
-                "gradient of such a step is not that of one process",
+                "loss and the gradient of such a step are not those of one process",
                 any_rank=True,
             )
         if len(parts.terms) > _TERMS:
