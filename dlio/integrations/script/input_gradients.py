@@ -1,8 +1,8 @@
 """Gradients of samples and of what a network makes of them: one process's, as far as is known.
 
 A rank's loss is the mean over its part of a batch. What autograd leaves in an input, such as that
-of an adversarial sample, is therefore larger than in one process, by the inverse of that part; ranks
-average those of parameters alone. Here they become the part's share of the batch's loss.
+of an adversarial sample, is therefore larger than in one process, by the inverse of that part;
+ranks average those of parameters alone. Here they become the part's share of the batch's loss.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence

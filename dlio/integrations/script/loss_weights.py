@@ -57,6 +57,12 @@ _LOOKS: Final = 2
 """Times that the whole graph of a loss is searched, for each line of the script and kind."""
 
 
+_SEVERAL: Final = (
+    " of one batch, where batches of several loaders are under way: if it joins them, the gradient "
+    "is not quite that of one process"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class _Totals:
     """Sums over all ranks, of one backward: of samples, their squares, and losses."""
@@ -119,6 +125,9 @@ class ScriptLossWeights:
         self._uneven: dict[str, int] = {}
         """By line and operation, steps in which means without a mask had uneven counts; -1 if a
         mask was seen."""
+        self._slices: dict[str, tuple[ScriptBatch, float]] = {}
+        """By line and operation, the batch of the latest mean over some of its samples, and how
+        many."""
         self._plan = LossPlan()
         """That of the latest backward."""
         context.guard.doubted = self.doubted
@@ -247,7 +256,6 @@ class ScriptLossWeights:
                 yield
         finally:
             self.is_inside = False
-
 
     def _knows_part(self, step: PlannedStep, batch: ScriptBatch) -> None:
         if abs(step.weight - batch.weight) > 1e-9 * batch.weight:
@@ -563,6 +571,7 @@ class ScriptLossWeights:
             context.say(
                 f"{where}: the loss comes from {parts.hidden[0]}, which nothing sees into: it is "
                 "taken for a mean over the samples of each rank's part"
+                + ("" if context.is_alone else _SEVERAL)
             )
         if any(term.may_be_kept for term in parts.terms):
             context.say(
@@ -595,6 +604,14 @@ class ScriptLossWeights:
                 any_rank=True,
             )
 
+    def _is_slice(self, term: LossTerm, batch: ScriptBatch, key: str) -> bool:
+        """True if a mean at a line has counted another number of samples of the same batch."""
+        if _has_all(term, batch):
+            return False
+        before = self._slices.get(key)
+        self._slices[key] = (batch, term.count)
+        return before is not None and before[0] is batch and before[1] != term.count
+
     def _tell_padding(
         self,
         parts: LossTerms,
@@ -603,20 +620,24 @@ class ScriptLossWeights:
         counts: Sequence[_Count | None],
     ) -> None:
         for term, row, count in zip(parts.terms, totals.terms, counts, strict=False):
-            if count is None or term.is_sum or count.is_even(totals):
+            if count is None or term.is_sum:
                 continue
-            if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2:
+            key = f"{script_line()} {term.name}"
+            is_slice = self._is_slice(term, batch, key)
+            if count.is_even(totals) and not is_slice:
+                continue
+            if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2 and not is_slice:
                 continue  # As many on each rank, whatever its samples: they are of another input.
-            if not _has_all(term, batch):
+            if is_slice or not _has_all(term, batch):
                 self._context.say(
                     f"{script_line()}: {term.name} is a mean over some of the samples of each "
                     "rank's part of a batch, as of a slice (split, chunk, x[i:i + n]), and counts "
-                    "by them: one process has other slices, and another gradient. Take batches of "
-                    "the slice's size from the loader and step after some of them, or give each "
-                    "rank whole batches by --batch per-rank"
+                    "by them: one process has other slices, and this gradient only where all "
+                    "slices are of one size. Take batches of that size from the loader and step "
+                    "after some of them, or give each rank whole batches by --batch per-rank",
+                    any_rank=is_slice,
                 )
                 continue
-            key = f"{script_line()} {term.name}"
             if row[4] < row[3]:
                 self._uneven[key] = -1  # Something is masked.
             elif self._uneven.get(key, 0) >= 0:
