@@ -278,13 +278,13 @@ class _Keeping:
 
     def by_queue(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         out = _NET(x)
-        loss = (out @ self.queue.clone().T).logsumexp(1).mean()
+        loss: torch.Tensor = (out @ self.queue.clone().T).logsumexp(1).mean()
         self.queue[:_SAMPLES] = out.detach()
         return loss
 
     def by_list(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         out = _NET(x)
-        loss = (out @ torch.cat(self.kept).T).logsumexp(1).mean()
+        loss: torch.Tensor = (out @ torch.cat(self.kept).T).logsumexp(1).mean()
         self.kept.append(out.detach())
         return loss
 
