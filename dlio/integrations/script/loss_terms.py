@@ -548,14 +548,14 @@ def _reduction(node: Any, point: Any, divisors: tuple[Divisor, ...]) -> LossTerm
 def _inner_divisors(node: Any) -> tuple[Divisor, ...]:
     """Return the numbers that all elements of a sum are divided by before they are added up: taken
     for counts where they follow from the samples, as one outside would be."""
-    found: tuple[Divisor, ...] = ()
+    divisors: tuple[Divisor, ...] = ()
     for below in _below(node):
         name = name_of(below)
         if name == "DivBackward0":
-            found += _divisor(below, name, len(_inputs(below)))
+            divisors += _divisor(below, name, len(_inputs(below)))
         elif name not in ("MulBackward0", "NegBackward0", "ViewBackward0", "SqueezeBackward0"):
             break
-    return tuple(replace(each, is_tensor=False) for each in found)
+    return tuple(replace(each, is_tensor=False) for each in divisors)
 
 
 def _selects(node: Any) -> bool:

@@ -113,7 +113,7 @@ class MixedInputs(TorchFunctionMode):
         self._samples = 0
         self._is_on = self._has_told = False
         self.requires_gradient: Callable[[], None] = lambda: None
-        """Called where the script has a tensor that is no parameter require a gradient."""
+        """Called where the script has a tensor other than a parameter require a gradient."""
         self.is_left = False
         """True once functions are compiled: their graphs would have to be made twice."""
 

@@ -1,4 +1,4 @@
-"""What is made of the gradients of samples and activations: adversarial samples, penalties."""
+"""Uses of the gradients of samples and activations: adversarial samples, penalties."""
 
 import sys
 
