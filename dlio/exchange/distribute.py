@@ -33,6 +33,8 @@ from dlio.util.units import counted
 
 _around: "WeakKeyDictionary[torch.optim.Optimizer, ExchangeHandle]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
+OF_SAMPLES: Final = "_dlio_of_samples"
+"""Attribute of tensors with a part for each sample of a rank's batch: nobody else has them."""
 _Closure = Callable[[], torch.Tensor | float | None]
 _Naming = Callable[[Sequence[nn.Parameter]], Named]
 _IGNORES_LOSS: Final = tuple(
@@ -503,8 +505,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Parameters of the optimizer's groups that require gradients, but for those of lazy modules
-    that have not computed yet."""
-    return [p for p in parameters_of(optimizer) if p.requires_grad and has_shape(p)]
+    that have not computed yet, and tensors of a rank's own samples."""
+    return [
+        p
+        for p in parameters_of(optimizer)
+        if p.requires_grad and has_shape(p) and not getattr(p, OF_SAMPLES, False)
+    ]
 
 
 def exchange_around(optimizer: torch.optim.Optimizer) -> ExchangeHandle | None:

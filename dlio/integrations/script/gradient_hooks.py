@@ -30,10 +30,13 @@ class GradientHooks:
 
     Args:
         waits: tells of a parameter whether its gradient is a mean over all ranks then.
+        part: returns the part of the batch's loss that is this rank's, None if it is not known.
     """
 
-    def __init__(self, waits: Callable[[torch.Tensor], bool]) -> None:
-        self._waits = waits
+    def __init__(
+        self, waits: Callable[[torch.Tensor], bool], part: Callable[[], float | None]
+    ) -> None:
+        self._waits, self._part = waits, part
         self._is_inside = False
         self._changes: list[_HookCall] = []
         """Calls of hooks that may change a gradient before it is added to `.grad`."""
@@ -53,9 +56,10 @@ class GradientHooks:
 
         @wraps(original)
         def register(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-            own = str(getattr(hook, "__module__", "")).startswith("dlio.")
-            if own or not isinstance(tensor, nn.Parameter):
+            if str(getattr(hook, "__module__", "")).startswith(("dlio.", "torch.")):
                 return original(tensor, hook)
+            if not isinstance(tensor, nn.Parameter):
+                return original(tensor, self._scaled(hook) if is_change else hook)
 
             def waiting(argument: torch.Tensor) -> torch.Tensor | None:
                 if not self._is_inside or not self._waits(tensor):
@@ -70,6 +74,19 @@ class GradientHooks:
             return original(tensor, waiting)
 
         return register
+
+    def _scaled(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that gets one process's gradient of a tensor of samples."""
+
+        def scaled(gradient: torch.Tensor) -> torch.Tensor | None:
+            part = self._part() if self._is_inside else None
+            if part is None or part == 1:
+                result: torch.Tensor | None = hook(gradient)
+                return result
+            result = hook(gradient * part)
+            return result if result is None or not part else result / part
+
+        return scaled
 
     @contextmanager
     def backward(self) -> Iterator[None]:

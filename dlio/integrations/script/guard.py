@@ -57,6 +57,11 @@ _REMEDY: Final = (
     "Each rank sees its share of a batch: let the script decide by values that are the same on all "
     "ranks, such as the loss after backward()"
 )
+_SLICES: Final = (
+    ". If it goes through slices of a batch (split, chunk, x[i:i + n]) with a backward for each, a "
+    "rank's share has fewer: take batches of the slice's size from the loader and step after some "
+    "of them, or give each rank whole batches by --batch per-rank"
+)
 _Call = tuple[int, str, str, int]
 """(number, the call, file and line of the script)."""
 _Report = tuple[int, str, str]
@@ -499,8 +504,10 @@ def _difference(reports: Sequence[Sequence[Sequence[Any]]]) -> str:
         for number, call, line in report:
             own = mine.get(int(number))
             if own is not None and own[0].partition(" (")[0] != call.partition(" (")[0]:
+                is_backward = any(each.startswith("backward") for each in (own[0], call))
                 return (
                     f"the ranks of the script do different things: rank 0 goes on with {own[0]} at "
                     f"{own[1]}, rank {rank} with {call} at {line}. {_REMEDY}"
+                    f"{_SLICES if is_backward else ''}"
                 )
     return ""

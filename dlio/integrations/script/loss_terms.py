@@ -541,7 +541,21 @@ def _reduction(node: Any, point: Any, divisors: tuple[Divisor, ...]) -> LossTerm
     count = float(math.prod(shape[d] for d in dims))
     name = "sum" if is_sum else "mean"
     pads = len(dims) > 1 and not _selects(node)
-    return LossTerm(point, node, name, is_sum, count, shape, divisors, pads)
+    inner = _inner_divisors(node) if is_sum else ()
+    return LossTerm(point, node, name, is_sum, count, shape, (*inner, *divisors), pads)
+
+
+def _inner_divisors(node: Any) -> tuple[Divisor, ...]:
+    """Return the numbers that all elements of a sum are divided by before they are added up: taken
+    for counts where they follow from the samples, as one outside would be."""
+    divisors: tuple[Divisor, ...] = ()
+    for below in _below(node):
+        name = name_of(below)
+        if name == "DivBackward0":
+            divisors += _divisor(below, name, len(_inputs(below)))
+        elif name not in ("MulBackward0", "NegBackward0", "ViewBackward0", "SqueezeBackward0"):
+            break
+    return tuple(replace(each, is_tensor=False) for each in divisors)
 
 
 def _selects(node: Any) -> bool:

@@ -11,6 +11,7 @@ masked. In the first steps of a line of the script, ranks add up their counts be
 one message of 2.5 KiB; later only where a rank's own numbers do not tell (see `loss_plan`).
 """
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
@@ -35,6 +36,7 @@ from dlio.integrations.script.loss_terms import (
     LossTerm,
     LossTerms,
     find_terms,
+    has_mask,
     is_of_one,
     selects_nothing,
 )
@@ -53,6 +55,12 @@ _UNEVEN: Final = 3
 """Steps with uneven counts after which the script may pad."""
 _LOOKS: Final = 2
 """Times that the whole graph of a loss is searched, for each line of the script and kind."""
+
+
+_SEVERAL: Final = (
+    " of one batch, where batches of several loaders are under way: if it joins them, the gradient "
+    "is not quite that of one process"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,9 @@ class ScriptLossWeights:
         self._uneven: dict[str, int] = {}
         """By line and operation, steps in which means without a mask had uneven counts; -1 if a
         mask was seen."""
+        self._slices: dict[str, tuple[ScriptBatch, float]] = {}
+        """By line and operation, the batch of the latest mean over some of its samples, and how
+        many."""
         self._plan = LossPlan()
         """That of the latest backward."""
         context.guard.doubted = self.doubted
@@ -136,6 +147,7 @@ class ScriptLossWeights:
             if self.is_inside or self._context.aside:
                 original(tensors, *args, **options)
                 return
+            self._context.part = 1.0
             self._context.backward()
             if self._context.lead is None:
                 original(tensors, *args, **options)
@@ -172,8 +184,11 @@ class ScriptLossWeights:
         """Weigh the terms of a loss inside the `with` block. Yields what makes it the loss of the
         whole batch after that, or None if that is unknown."""
         line = self._context.guard.line
+        whole = len(batch.samples) if self._context.batch == "global" else batch.weight
+        self._context.part = batch.weight / whole if whole else 0.0
         step = self._quick(roots, batch, line)
         if step is not None:
+            self._knows_part(step, batch)
             yield self._whole_loss(roots[0], None)
             return
         loops = batch.of.use.plans.loops
@@ -189,6 +204,7 @@ class ScriptLossWeights:
             step = self._planned(parts, batch, line)
             if step is not None:
                 weight, factors = step.weight, step.factors
+                self._knows_part(step, batch)
                 if step.of_loss is not None:
                     self._context.guard.of_loss = step.of_loss
                     loss = self._whole_loss(roots[0], None)
@@ -209,17 +225,41 @@ class ScriptLossWeights:
         joins |= is_part and not (parts.unknown or parts.hidden)
         if loss is None and exchanges and joins:
             self._context.mixed_losses.update(dict.fromkeys(roots, True))
-        handles = []
-        try:
-            for term, factor in zip(parts.terms, factors, strict=False):
-                for each in (term.each or (term,)) if abs(factor - 1) > 1e-9 else ():
-                    # Below the division by a count of 0, which makes NaN of a gradient of 0, too.
-                    node = each.node if factor else each.reduces
-                    handles.append(node.register_prehook(_times(factor)))
+        with _multiplied(parts, factors):
             yield loss
+
+    @contextmanager
+    def of_samples(self, roots: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have `torch.autograd.grad` give one process's gradients of samples inside the `with`
+        block."""
+        batch = self._context.lead
+        if batch is None or self._context.batch == "per-rank" or self.is_inside:
+            yield
+            return
+        size, part = int(batch.weight), batch.weight / len(batch.samples)
+        parts = find_terms(roots, GraphStates(max(size, 1)))
+        means = [
+            not term.is_sum or any(_is_count(term, each, size) for each in term.divisors)
+            for term in parts.terms
+        ]
+        pairs = zip(parts.terms, means, strict=True)
+        if parts.unknown or parts.hidden or any(m and _is_uneven(t, size) for t, m in pairs):
+            self._context.say(
+                f"{script_line()}: torch.autograd.grad gives gradients of samples there, of a loss "
+                "that is not a plain mean or sum over the samples of each rank's part of a batch: "
+                "they are not one process's",
+                any_rank=True,
+            )
+        self.is_inside = True  # A mode of torch's functions calls it again.
+        try:
+            with _multiplied(parts, [part if is_mean else 1.0 for is_mean in means]):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self.is_inside = False
+
+    def _knows_part(self, step: PlannedStep, batch: ScriptBatch) -> None:
+        if abs(step.weight - batch.weight) > 1e-9 * batch.weight:
+            self._context.part = None  # The weights of the other ranks are not known yet.
 
     def _weigh(self, exchanges: Iterable[Exchange], weight: float) -> None:
         self.latest = weight
@@ -331,7 +371,7 @@ class ScriptLossWeights:
             for term, row in zip(parts.terms, totals.terms, strict=False)
         ]
         if self._context.is_alone:
-            self._tell_padding(parts, totals, counts)
+            self._tell_padding(parts, batch, totals, counts)
             self._learn(roots, parts, batch, totals, counts, line)
         elif self._context.has_others and any(map(_is_unclear, origins)):
             self._context.say(
@@ -445,9 +485,17 @@ class ScriptLossWeights:
 
         All ranks decide alike, as they do by totals. `whole` is the size of the batch.
         """
-        if not term.is_sum:
-            return _Count(term.count, *row[:3].tolist())
         ranks = row[3]
+        if not term.is_sum:
+            for number, divisor in enumerate(term.divisors[:_DIVISORS]):
+                values, squares = row[5 + 4 * number : 7 + 4 * number].tolist()
+                if divisor.is_tensor and ranks * squares - values**2 > 1e-9 * values**2:
+                    self._context.say(
+                        f"{script_line()}: a mean over the batch is divided or multiplied there by "
+                        "a number that is another one on each rank: the gradient is not that of "
+                        "one process. If it is a mean or sum of weights, divide a sum by a sum"
+                    )
+            return _Count(term.count, *row[:3].tolist())
         for number, divisor in enumerate(term.divisors[:_DIVISORS]):
             values, squares, products, counts = row[5 + 4 * number : 9 + 4 * number].tolist()
             differs = ranks * squares - values**2 > 1e-9 * values**2
@@ -523,12 +571,13 @@ class ScriptLossWeights:
             context.say(
                 f"{where}: the loss comes from {parts.hidden[0]}, which nothing sees into: it is "
                 "taken for a mean over the samples of each rank's part"
+                + ("" if context.is_alone else _SEVERAL)
             )
         if any(term.may_be_kept for term in parts.terms):
             context.say(
                 f"{where}: a sum over a rank's part of a batch is divided by 1 there, which "
                 "clamp(min=1) makes of a part without any element that counts, too: if so, the "
-                "gradient of such a step is not that of one process",
+                "loss and the gradient of such a step are not those of one process",
                 any_rank=True,
             )
         if len(parts.terms) > _TERMS:
@@ -555,18 +604,40 @@ class ScriptLossWeights:
                 any_rank=True,
             )
 
+    def _is_slice(self, term: LossTerm, batch: ScriptBatch, key: str) -> bool:
+        """True if a mean at a line has counted another number of samples of the same batch."""
+        if _has_all(term, batch):
+            return False
+        before = self._slices.get(key)
+        self._slices[key] = (batch, term.count)
+        return before is not None and before[0] is batch and before[1] != term.count
+
     def _tell_padding(
         self,
         parts: LossTerms,
+        batch: ScriptBatch,
         totals: _Totals,
         counts: Sequence[_Count | None],
     ) -> None:
         for term, row, count in zip(parts.terms, totals.terms, counts, strict=False):
-            if count is None or term.is_sum or count.is_even(totals):
+            if count is None or term.is_sum:
                 continue
-            if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2:
-                continue  # As many on each rank, whatever its samples: they are of another input.
             key = f"{script_line()} {term.name}"
+            is_slice = self._is_slice(term, batch, key)
+            if count.is_even(totals) and not is_slice:
+                continue
+            if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2 and not is_slice:
+                continue  # As many on each rank, whatever its samples: they are of another input.
+            if is_slice or not _has_all(term, batch):
+                self._context.say(
+                    f"{script_line()}: {term.name} is a mean over some of the samples of each "
+                    "rank's part of a batch, as of a slice (split, chunk, x[i:i + n]), and counts "
+                    "by them: one process has other slices, and this gradient only where all "
+                    "slices are of one size. Take batches of that size from the loader and step "
+                    "after some of them, or give each rank whole batches by --batch per-rank",
+                    any_rank=is_slice,
+                )
+                continue
             if row[4] < row[3]:
                 self._uneven[key] = -1  # Something is masked.
             elif self._uneven.get(key, 0) >= 0:
@@ -671,6 +742,35 @@ def _row(
             counts,
         ]
     return row
+
+
+@contextmanager
+def _multiplied(parts: LossTerms, factors: Sequence[float]) -> Iterator[None]:
+    """Multiply the gradients that enter some terms of a loss inside the `with` block."""
+    handles = []
+    try:
+        for term, factor in zip(parts.terms, factors, strict=False):
+            for each in (term.each or (term,)) if abs(factor - 1) > 1e-9 else ():
+                # Below the division by a count of 0, which makes NaN of a gradient of 0, too.
+                node = each.node if factor else each.reduces
+                handles.append(node.register_prehook(_times(factor)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _has_all(term: LossTerm, batch: ScriptBatch) -> bool:
+    """True if a mean may be over all samples of a rank's part of a batch, some of whose elements a
+    mask may leave out."""
+    size = len(batch.place)
+    rows = [math.prod(term.shape[: k + 1]) for k in range(len(term.shape))]
+    return not size or any(each % size == 0 for each in (*rows, *term.shape)) or has_mask(term.node)
+
+
+def _is_uneven(term: LossTerm, size: int) -> bool:
+    """True if a mean does not count the same number of elements of each sample."""
+    return not term.is_sum and term.count % max(size, 1) != 0
 
 
 def _times(

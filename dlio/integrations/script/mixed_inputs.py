@@ -68,8 +68,13 @@ class _Kind(Enum):
     """All on what the network makes of all samples, such as a loss that is taken as a number."""
     MIXED = auto()
     """Each on a sample and on others."""
+    EARLIER = auto()
+    """On samples of batches before, as a queue or a memory bank keeps them."""
     ORDER = auto()
     """All are places of samples, in an order that was drawn."""
+
+
+_LASTING: Final = (_Kind.SAMPLES, _Kind.STATISTIC, _Kind.MIXED, _Kind.EARLIER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +103,17 @@ class MixedInputs(TorchFunctionMode):
         self._states: MutableMapping[torch.Tensor, _Knowledge] = WeakIdKeyDictionary()
         self._moved_outputs: MutableMapping[torch.Tensor, _Knowledge] = WeakIdKeyDictionary()
         """Tensors of the network whose samples are in another order."""
+        self._earlier: MutableMapping[torch.Tensor, _Knowledge] = WeakIdKeyDictionary()
+        """Tensors made of samples of earlier batches, but for these themselves."""
+        self._batch: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+        self._earlier_line = ""
+        """The line where earlier samples meet a gradient in this batch."""
+        self._meets = False
+        """True once samples of this batch meet a gradient."""
         self._samples = 0
         self._is_on = self._has_told = False
+        self.requires_gradient: Callable[[], None] = lambda: None
+        """Called where the script has a tensor other than a parameter require a gradient."""
         self.is_left = False
         """True once functions are compiled: their graphs would have to be made twice."""
 
@@ -108,7 +122,10 @@ class MixedInputs(TorchFunctionMode):
         if self.is_left or self._is_on or samples < _LEAST:
             return
         self._samples, self._is_on, self._has_told = samples, True, False
+        self._earlier_line, self._meets = "", False
+        self._states.update(self._earlier)
         self._states.update(dict.fromkeys(tensors, _Knowledge(_Kind.SAMPLES)))
+        self._batch.update(dict.fromkeys(tensors, True))
         torch._C._push_on_torch_function_stack(self)
 
     def knows_order(self, order: torch.Tensor) -> None:
@@ -122,6 +139,17 @@ class MixedInputs(TorchFunctionMode):
             return
         self._is_on = False
         take_mode_off(self)
+        # A script that takes batches ahead computes on the earlier one alone.
+        if self._earlier_line and self._meets:
+            self._say(
+                f"{self._earlier_line}: values of samples of earlier batches, as in a queue or a "
+                "memory bank, meet those of this one there, and each rank has kept those of its "
+                "parts alone: the training is not one process's"
+            )
+        for tensor, state in self._states.items():
+            if state.kind in _LASTING and tensor not in self._batch:
+                self._earlier[tensor] = _Knowledge(_Kind.EARLIER)
+        self._batch.clear()
         self._states.clear()
         self._moved_outputs.clear()
 
@@ -153,6 +181,8 @@ class MixedInputs(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = _original(func)
         result = func(*args, **(kwargs or {}))
+        if (kwargs and kwargs.get("requires_grad")) or _sets_requires_grad(func):
+            self.requires_gradient()
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._called(getattr(func, "__name__", ""), args, kwargs or {}, result)
         return result
@@ -218,6 +248,9 @@ class MixedInputs(TorchFunctionMode):
             is_many = each.numel() > 1 or any(each is weight for weight in weights)
             if state is None or (adds and each.numel() == 1):
                 continue
+            if state.kind is _Kind.EARLIER:
+                self._earlier_line = self._earlier_line or script_line()
+            self._meets |= state.kind is _Kind.SAMPLES
             is_statistic = state.kind is _Kind.STATISTIC and is_many
             if is_statistic or state.kind in (_Kind.MIXED, _Kind.LOSS):
                 self._tell(state.function, state.line)
@@ -274,6 +307,9 @@ class MixedInputs(TorchFunctionMode):
                 return known[0]
             return _Knowledge(_Kind.MIXED, None, "a random choice", script_line())
         known = [state for state in known if state.kind is not _Kind.ORDER]
+        earlier = [state for state in known if state.kind is _Kind.EARLIER]
+        if earlier:
+            return earlier[0]
         for kind in (_Kind.MIXED, _Kind.LOSS, _Kind.STATISTIC):
             of_kind = [state for state in known if state.kind is kind]
             if of_kind:
@@ -361,6 +397,10 @@ def _original(func: Any) -> Any:
             if present is func:
                 return originals.get(name, func)
     return func
+
+
+def _sets_requires_grad(func: Any) -> bool:
+    return getattr(func, "__self__", None) is torch.Tensor.requires_grad
 
 
 def _several(value: Any) -> list[int]:

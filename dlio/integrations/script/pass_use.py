@@ -34,7 +34,7 @@ class PassUse:
         """True if an optimizer has stepped on its batches."""
         self.is_under_way = False
         """True from its first batch to its end."""
-        self._is_begun = self._is_computed = self._is_backward = False
+        self._is_begun = self._is_computed = self._is_backward = self._has_steps = False
         self.plans = LossPlans()
         """Of the losses of its batches; all passes of a loader have the same ones."""
 
@@ -65,6 +65,7 @@ class PassUse:
 
     def steps(self) -> None:
         """Note that an optimizer steps, or that a scaler skips it."""
+        self._has_steps |= self._is_begun
         if self._is_backward:
             self.trains = self.was_trained = True
             self._memory.trained.add(self._key)
@@ -76,6 +77,13 @@ class PassUse:
         if not self.trains or self._is_backward or not self._is_begun:
             return None
         self._memory.trained.discard(self._key)
+        if self._has_steps:
+            # As its samples were changed first, such as by an augmentation, they are not known.
+            return (
+                f"{self._where}: this pass was divided among the ranks, and an optimizer stepped, "
+                "but nothing shows that it trained on these samples: if it did not, the pass's "
+                "numbers are those of rank 0's part of the data"
+            )
         return (
             f"{self._where}: this pass was divided among the ranks, as an earlier one from there "
             "trained, but it trained nothing: its numbers are those of rank 0's part of the data"

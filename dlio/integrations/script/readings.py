@@ -74,8 +74,8 @@ class Readings:
                 context.say(
                     f"{line_of(frame)}: the loss read there, or one that it is a part of, adds up "
                     "terms that count other elements, such as a sum and a mean: it is a mean of "
-                    "the losses of the ranks' parts, not quite that of one process. Gradients are "
-                    "right"
+                    "the losses of the ranks' parts, not quite that of one process, and NaN where "
+                    "a part has no element to count. No gradient differs for that reason"
                 )
                 return
             if isinstance(result, int | float):

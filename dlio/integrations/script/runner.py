@@ -27,13 +27,14 @@ from dlio.comm.survival.recovery import check_survival, once_on_rank_0, recovery
 from dlio.errors import UsageError
 from dlio.exchange import Exchange, parse_exchange
 from dlio.exchange.buckets import Named, broadcast_tensors, has_shape
-from dlio.exchange.distribute import ExchangeHandle, trained_by
+from dlio.exchange.distribute import OF_SAMPLES, ExchangeHandle, trained_by
 from dlio.exchange.script_takeover import on_takeover
 from dlio.integrations.script import share
 from dlio.integrations.script.compiled_calls import around_compile
 from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.gradient_hooks import GradientHooks
 from dlio.integrations.script.guard import ScriptGuard
+from dlio.integrations.script.input_gradients import InputGradients
 from dlio.integrations.script.loss_weights import ScriptLossWeights
 from dlio.integrations.script.muted_output import muted
 from dlio.integrations.script.readings import METHODS, Readings
@@ -149,7 +150,9 @@ class _ScriptTakeover:
         context.guard.unowned = self._unowned
         context.guard.buffers = self._script_buffers
         self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
-        self._hooks = GradientHooks(self._has_means)
+        self._hooks = GradientHooks(self._has_means, lambda: context.part)
+        self._inputs = InputGradients(context, lambda: self._ranks.parameters)
+        context.mixed_inputs.requires_gradient = self._inputs.require
         self._readings = Readings(context)
         self._randoms = ScriptRandoms(comm.rank, context, lambda: self._ranks.parameters)
         context.between_passes = self._tell
@@ -189,6 +192,8 @@ class _ScriptTakeover:
             put(kind, "register_hook", self._hooks.around_register(kind.register_hook))
             name = "register_post_accumulate_grad_hook"
             put(kind, name, self._hooks.around_register_after(getattr(kind, name)))
+            put(kind, "requires_grad_", self._inputs.around_requiring(kind.requires_grad_))
+            put(kind, "retain_grad", self._inputs.around_retaining(kind.retain_grad))
             put(torch.autograd, "grad", self._grad(torch.autograd.grad))
             weighed = self._losses.around_backward(torch.autograd.backward)
             put(torch.autograd, "backward", self._backward(weighed))
@@ -314,6 +319,11 @@ class _ScriptTakeover:
         """Synchronise an optimizer's parameters from now on, starting from rank 0's. Collective."""
         self._context.guard.meet("the making of an optimizer")
         fresh = trained_by(optimizer)
+        if self._are_of_samples(fresh):
+            for parameter in fresh:
+                setattr(parameter, OF_SAMPLES, True)
+            return
+        self._tell_gradients(fresh)
         named = self._named([p for p in fresh if self._ranks.exchange_of(p) is None])
         uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
         self._ranks.add(optimizer, named)
@@ -327,6 +337,24 @@ class _ScriptTakeover:
         optimizer.register_step_post_hook(self._has_stepped)
         self._context.has_optimizer = True
         self._modules.clear()
+
+    def _are_of_samples(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """True if parameters are tensors with a part for each of the rank's samples, such as
+        adversarial changes of them. Collective."""
+        if not any(self._context.places()):
+            return False
+        mine = bool(parameters) and all(map(self._inputs.is_of_samples, parameters))
+        return all(uniform(self._comm, lambda: self._comm.allgather(mine)))
+
+    def _tell_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Tell of gradients that backward has left before any optimizer had the parameters."""
+        known = self._ranks.exchange_of
+        if any(p.grad is not None and known(p) is None for p in parameters):
+            self._context.say(
+                f"{script_line()}: parameters that no optimizer had have gradients of earlier "
+                "batches there, each rank's of its parts, and ranks average their sums: they are "
+                "not quite one process's; call zero_grad first if they are not to count"
+            )
 
     def _named(self, parameters: Sequence[nn.Parameter]) -> Named:
         # In the order of the model, in which backward reaches them, not that of parameter groups.
@@ -395,8 +423,10 @@ class _ScriptTakeover:
                 return
             keeps_graph = bool(options.get("retain_graph") or options.get("create_graph"))
             keeps_graph |= any(args[1:3])  # In torch's order, after the gradients of `tensors`.
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             with (
                 self._hooks.backward(),
+                self._inputs.backward(roots, keeps_graph),
                 self._context.guard.backward(tensors, keeps_graph) as losses,
             ):
                 original(tensors, *args, **options)
@@ -423,6 +453,10 @@ class _ScriptTakeover:
                     "of losses that are made of it: one process's, where all between is linear; "
                     "lengths, signs and angles of such gradients are those of the parts"
                 )
+            elif all(map(self._inputs.is_of_samples, several)) and not _is_transformed():
+                roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+                with self._losses.of_samples(roots):
+                    return original(outputs, several, *args, **options)
             return original(outputs, several, *args, **options)
 
         return grad
@@ -495,6 +529,7 @@ class _ScriptTakeover:
             return  # A checkpoint computes again: the weight is that of the loss.
         with_gradients = torch.is_grad_enabled()
         if with_gradients:
+            self._inputs.computes_on(inputs)
             self._context.use(inputs)
             self._ranks.samples = self._context.weight
         if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -593,6 +628,11 @@ _REFUSED: Final = (
     "init_process_group, so it is distributed already: start it with mpirun or torchrun, or remove "
     "that call and use `dlio run`"
 )
+
+
+def _is_transformed() -> bool:
+    """True within `torch.func.grad` and its like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _MutedWriter:

@@ -33,7 +33,9 @@ def telling_failures(path: str, rank: int) -> Iterator[None]:
         faulthandler.enable()  # The script's line at a crash.
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        line = f"ended{_place(error.__traceback__)}: KeyboardInterrupt"
+        _tell(RankFailure(rank, time.monotonic(), "", line), prints=True)
         raise
     except BrokenPipeError:
         raise

@@ -71,6 +71,9 @@ class ScriptContext:
         """True once the script has made an optimizer."""
         self.weight = 1.0
         """Number of this rank's samples in the batch that the script computes on."""
+        self.part: float | None = 1.0
+        """The part of the whole batch's loss that is this rank's in the present backward; None if
+        it is not known."""
         self.divides = True
         """False if every rank computes on whole batches, and rank 0's gradients count."""
         self._sizes: dict[str, bool] = {}

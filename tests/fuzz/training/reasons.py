@@ -167,8 +167,18 @@ _KNOWN: Final = (
         (WEIGHTS,),
     ),
     _Notice(
-        re.compile("the loss comes from square, which nothing sees into"),
+        re.compile("the loss comes from square, which nothing sees into: .* each rank's part$"),
         _is("loss", "custom"),
+    ),
+    _Notice(
+        re.compile("the loss comes from square, which nothing sees into: .* of several loaders"),
+        lambda choices: choices.get("loss") == "custom" and choices.get("several") == "loaders",
+        (WEIGHTS,),
+    ),
+    _Notice(
+        re.compile("parameters that no optimizer had have gradients of earlier batches there"),
+        _is("stage", "optimizer"),
+        (WEIGHTS,),
     ),
     _Notice(
         re.compile("batch norm uses the statistics of each rank's share"),
@@ -203,6 +213,10 @@ _KNOWN: Final = (
     _Notice(
         re.compile("this pass was divided among the ranks, .* but it trained nothing"),
         _is_resumed_at_the_end,
+    ),
+    _Notice(
+        re.compile("this pass was divided among the ranks, and an optimizer stepped, but nothing"),
+        _is("several", "loaders"),
     ),
     _Notice(
         re.compile("LBFGS searches along a line, where rounding decides: from then on every rank"),

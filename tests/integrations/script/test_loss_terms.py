@@ -227,3 +227,13 @@ def test_sums_of_no_element_are_seen(kept: int) -> None:
         loss = total / mask.sum().clamp(min=1)
         (term,) = find_terms([loss], GraphStates(_N)).terms
         assert selects_nothing(term.reduces) == (kept == 0)
+
+
+def test_a_divisor_of_all_elements_is_one_of_their_sum() -> None:
+    each = functional.cross_entropy(_out(), _y, reduction="none")
+    weights = torch.arange(8.0)
+    for loss in ((each * weights / weights.sum()).sum(), (each.neg() / weights.sum()).sum() / 2):
+        (term,) = find_terms([loss], GraphStates(_N)).terms
+        assert [divisor.value for divisor in term.divisors][:1] == [28.0]
+    (term,) = find_terms([(each.square() / 28 + 1).sqrt().sum()], GraphStates(_N)).terms
+    assert term.divisors == ()  # It is not one of the sum.

@@ -268,6 +268,70 @@ def _said(step: _Step) -> list[str]:
     return said
 
 
+class _Keeping:
+    """Steps that keep something of their samples for later ones."""
+
+    def __init__(self) -> None:
+        self.queue, self.kept = torch.rand(20, 3), [torch.rand(_SAMPLES, 3)]
+        self.ahead: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.averages = torch.rand(4)
+
+    def by_queue(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = _NET(x)
+        loss: torch.Tensor = (out @ self.queue.clone().T).logsumexp(1).mean()
+        self.queue[:_SAMPLES] = out.detach()
+        return loss
+
+    def by_list(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = _NET(x)
+        loss: torch.Tensor = (out @ torch.cat(self.kept).T).logsumexp(1).mean()
+        self.kept.append(out.detach())
+        return loss
+
+    def by_average(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = _loss(x + self.averages, y)
+        self.averages = 0.9 * self.averages + 0.1 * x.mean(0)
+        return loss
+
+    def taken_ahead(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        last, self.ahead = self.ahead, ((x - 1) / 2, y)
+        return _loss(*(last or self.ahead))
+
+    def for_a_metric(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = _NET(x)
+        self.kept.append(out.detach())
+        torch.cat(self.kept).mean()
+        return nn.functional.cross_entropy(out, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_told"),
+    [
+        ("by_queue", True),
+        ("by_list", True),
+        ("by_average", True),
+        ("taken_ahead", False),
+        ("for_a_metric", False),
+    ],
+)
+def test_samples_of_earlier_batches_are_told_where_later_ones_meet_them(
+    name: str, is_told: bool
+) -> None:
+    said: list[str] = []
+    watch = MixedInputs(said.append)
+    step: _Step = getattr(_Keeping(), name)
+    for _ in range(3):
+        x, y = torch.randn(_SAMPLES, 4), torch.arange(_SAMPLES) % 3
+        watch.start([x, y], _SAMPLES)
+        try:
+            torch.autograd.backward(step(x, y))
+        finally:
+            watch.close()
+        del x, y
+    assert any("values of samples of earlier batches" in each for each in said) == is_told
+    assert all(each.startswith("test_mixed_inputs.py:") for each in said)
+
+
 @pytest.mark.parametrize("mixes", [True, False])
 def test_a_collate_function_is_looked_at_too(mixes: bool) -> None:
     def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

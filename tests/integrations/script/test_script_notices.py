@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -334,3 +335,99 @@ def test_what_starts_dlio_is_no_line_of_the_script() -> None:
     exec(compile("def run_script(act): return act()", file, "exec"), names)
     assert script_lines.script_frame()
     assert not names["run_script"](script_lines.script_frame)
+
+
+_TOLD = """
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(30, 4)
+data = TensorDataset(x, (x[:, 0] > 0).long(), torch.rand(30))
+first, head = nn.Linear(4, 6), nn.Linear(6, 2)
+change = torch.zeros(1, 4, requires_grad=True)
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+def each_of(x, y):
+    return functional.cross_entropy(head(first(x)), y, reduction="none")
+for x, y, w in DataLoader(data, batch_size=10):
+    each_of(x + change, y).mean().backward()  # tensor of shape (1, 4)
+    change.data += change.grad
+    optimizer.step()
+    optimizer.zero_grad()
+optimizer = torch.optim.SGD([*first.parameters(), *head.parameters()], lr=0.1)  # no optimizer had
+for x, y, w in DataLoader(data, batch_size=8):
+    optimizer.zero_grad()
+    for a, b in zip(x.chunk(2), y.chunk(2)):
+        loss = each_of(a, b).mean() / 2
+        loss.backward()  # some of the samples
+    optimizer.step()
+for x, y, w in DataLoader(data, batch_size=10):
+    loss = (each_of(x, y) * w).mean() / w.mean()
+    optimizer.zero_grad()
+    loss.backward()  # another one on each rank
+    optimizer.step()
+kept = []
+for x, y, w in DataLoader(data, batch_size=10):
+    out = first(x)
+    scores = out @ torch.cat([head.weight, *kept]).T  # samples of earlier batches
+    optimizer.zero_grad()
+    functional.cross_entropy(scores, y).backward()
+    optimizer.step()
+    kept.append(out.detach())
+"""
+
+
+@pytest.mark.mpi
+def test_gradients_and_samples_of_a_rank_s_own_are_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_TOLD)
+    errors = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr.splitlines()
+    said = [each for each in errors if each.startswith("dlio run: ")]
+    for number, text in enumerate(_TOLD.splitlines(), 1):
+        _, _, words = text.partition("  # ")
+        if words:
+            at = f"script.py:{number}: "
+            assert [each for each in said if at in each and words in each], (words, said)
+
+
+@pytest.mark.mpi
+def test_ranks_that_slice_their_shares_otherwise_are_told_how_to_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        _SCRIPT.partition("def train")[0]
+        + """
+for x, y, label in DataLoader(data, batch_size=9):
+    optimizer.zero_grad()
+    for a, b in zip(x.split(4), y.split(4)):
+        functional.mse_loss(model(a), b).backward()
+    optimizer.step()
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "dlio.cli", "run", "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "with backward at script.py:13" in last
+    assert "take batches of the slice's size from the loader" in last
+
+
+@pytest.mark.mpi
+def test_an_interrupt_of_a_rank_s_own_is_told_with_the_script_s_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nraise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "dlio.cli", "run", "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 130
+    assert re.search(r"ranks? [01 and]+ ended at \S*script.py:2: KeyboardInterrupt", done.stderr)

@@ -1,0 +1,141 @@
+"""Gradients of samples and of what a network makes of them: one process's, as far as is known.
+
+A rank's loss is the mean over its part of a batch. What autograd leaves in an input, such as that
+of an adversarial sample, is therefore larger than in one process, by the inverse of that part;
+ranks average those of parameters alone. Here they become the part's share of the batch's loss.
+"""
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dlio.integrations.script.loss_terms import GraphStates, name_of
+from dlio.integrations.script.script_lines import script_line
+from dlio.integrations.script.share import ScriptContext
+
+_NODES: Final = 20_000
+"""Most nodes of a graph among which such tensors are looked for."""
+
+
+class InputGradients:
+    """Scales the gradients that a backward leaves in tensors that are not parameters.
+
+    Args:
+        exchanged: returns the parameters whose gradients ranks average.
+    """
+
+    def __init__(
+        self, context: ScriptContext, exchanged: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        self._context, self._exchanged = context, exchanged
+        self._is_used = False
+        """True once some tensor has required a gradient that is not a parameter: graphs are
+        searched from then on."""
+        self._kept: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+        """Results of operations that keep their gradients."""
+
+    def around_requiring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Tensor.requires_grad_`."""
+
+        @wraps(original)
+        def requires(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            self._is_used |= not isinstance(tensor, nn.Parameter)
+            return original(tensor, *args, **options)
+
+        return requires
+
+    def around_retaining(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Tensor.retain_grad`."""
+
+        @wraps(original)
+        def retain(tensor: torch.Tensor) -> Any:
+            if tensor.grad_fn is not None:
+                self._is_used = self._kept[tensor] = True
+            return original(tensor)
+
+        return retain
+
+    def require(self) -> None:
+        """Note that some tensor requires a gradient, and is not a parameter."""
+        self._is_used = True
+
+    def computes_on(self, inputs: Sequence[object]) -> None:
+        """Note the inputs of a module."""
+        if not self._is_used:
+            self._is_used = any(
+                isinstance(x, torch.Tensor)
+                and x.requires_grad
+                and x.is_leaf
+                and not isinstance(x, nn.Parameter)
+                for x in inputs
+            )
+
+    def is_of_samples(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor has a part for each sample of this rank's, and is none of parameters."""
+        size = next((len(at) for at, _ in self._context.places() if len(at) in tensor.shape[:2]), 0)
+        if not size or hasattr(tensor, "_dlio_place"):
+            return False
+        if tensor.grad_fn is not None:
+            return not GraphStates(size).is_constant(tensor.grad_fn)
+        # A copy of a parameter may have as many rows as there are samples.
+        return all(tensor.shape != each.shape for each in self._exchanged())
+
+    @contextmanager
+    def backward(self, roots: Sequence[torch.Tensor], keeps_graph: bool) -> Iterator[None]:
+        """Scale the gradients that a backward within the `with` statement adds."""
+        context = self._context
+        if not self._is_used or context.lead is None or context.aside:
+            yield
+            return
+        tensors = [*self._leaves(roots), *(each for each in self._kept if each.requires_grad)]
+        before = [each.grad if keeps_graph else _copy(each.grad) for each in tensors]
+        yield
+        with torch.set_grad_enabled(keeps_graph):
+            for tensor, old in zip(tensors, before, strict=True):
+                if (new := tensor.grad) is not None and new is not old:
+                    self._scale(tensor, old, new, keeps_graph)
+
+    def _scale(
+        self, tensor: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor, keeps_graph: bool
+    ) -> None:
+        part = self._context.part
+        if part is None or not self.is_of_samples(tensor):
+            self._context.say(
+                f"{script_line()}: the gradient that backward leaves there in a tensor of shape "
+                f"{tuple(tensor.shape)}, which no optimizer of the script has, is that of the loss "
+                "of each rank's part of a batch: it is not one process's"
+            )
+        elif part != 1:
+            scaled = new * part if old is None else old + (new - old) * part
+            if keeps_graph:
+                tensor.grad = scaled
+            else:
+                new.copy_(scaled)
+
+    def _leaves(self, roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        exchanged = {id(each) for each in self._exchanged()}
+        stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+        seen = set(stack)
+        while stack and len(seen) < _NODES:
+            node: Any = stack.pop()
+            if name_of(node) == "AccumulateGrad":
+                leaf = node.variable
+                if id(leaf) not in exchanged and not _is_of_module(leaf):
+                    yield leaf
+            below = [f for f, _ in node.next_functions if f is not None and f not in seen]
+            seen.update(below)
+            stack += below
+
+
+def _is_of_module(tensor: torch.Tensor) -> bool:
+    # Modules' parameters that no optimizer has are compared among the ranks (see `guard`).
+    return isinstance(tensor, nn.Parameter) and hasattr(tensor, "_dlio_place")
+
+
+def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.detach().clone()

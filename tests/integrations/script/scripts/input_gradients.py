@@ -1,0 +1,67 @@
+"""Uses of the gradients of samples and activations: adversarial samples, penalties."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(3)
+x = torch.randn(45, 6)
+y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept: dict[str, torch.Tensor] = {}
+
+
+def loss_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(a), b)
+
+
+def by_backward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.requires_grad_()
+    loss_of(a, b).backward()
+    loss_of(a, b).backward()  # Adds to it.
+    return a.detach() + 3 * a.grad
+
+
+def by_grad(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.requires_grad = True
+    (gradient,) = torch.autograd.grad(loss_of(a, b), a)
+    return a.detach() + 3 * gradient
+
+
+def by_optimizer(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    change = torch.zeros_like(a, requires_grad=True)
+    attack = torch.optim.SGD([change], lr=2.0, momentum=0.5, maximize=True)
+    for _ in range(2):
+        attack.zero_grad()
+        loss_of(a + change, b).backward()
+        attack.step()
+    return a + change.detach()
+
+
+def by_activation(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    first = model[0](a)
+    first.retain_grad()
+    hidden = torch.tanh(first)
+    hidden.register_hook(lambda gradient: kept.update(hidden=gradient))
+    functional.cross_entropy(model[2](hidden), b).backward()
+    return a + (first.grad @ model[0].weight + kept["hidden"][:, :6]).detach()
+
+
+for make in (by_backward, by_grad, by_optimizer, by_activation):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True):
+        changed = make(a.clone(), b)
+        optimizer.zero_grad()
+        loss_of(changed, b).backward()
+        optimizer.step()
+for a, b in DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True):
+    a.requires_grad_()
+    loss = loss_of(a, b)
+    (gradient,) = torch.autograd.grad(loss, a, create_graph=True)
+    optimizer.zero_grad()
+    (loss + gradient.square().sum()).backward()
+    optimizer.step()
+torch.save(model.state_dict(), sys.argv[1])
