@@ -82,6 +82,8 @@ class Alone:
     by_steps: float
     """Mean loss of its steps."""
     evaluated: float
+    last: float
+    """Loss of the last batch."""
 
 
 def alone(case: Case, whole_groups: bool) -> Alone:
@@ -106,7 +108,7 @@ def alone(case: Case, whole_groups: bool) -> Alone:
     net.eval()
     with torch.no_grad():
         evaluated = float(net(data.inputs, data.targets)["loss"])
-    return Alone(flat(net), total / size, sum(steps) / len(steps), evaluated)
+    return Alone(flat(net), total / size, sum(steps) / len(steps), evaluated, float(loss))
 
 
 def compared(net: Net, case: Case, weights: torch.Tensor) -> Iterator[str]:
@@ -172,6 +174,7 @@ def with_lightning(case: Case) -> Iterator[str]:
     one = alone(case, whole_groups=True)
     yield from compared(module.net, case, one.weights)
     yield from near("train_epoch", trainer.callback_metrics["train_epoch"], one.by_samples)
+    yield from near("train_step", trainer.callback_metrics["train_step"], one.last)
     yield from near("val", trainer.callback_metrics["val"], one.evaluated)
 
 
