@@ -410,6 +410,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
             options.setdefault("tiers", _context.tiers)
         super().__init__(dataset, *args, **options)
+        self._is_dealt = True  # Or whole on all ranks, which then compute the same.
         self._collates = (
             self.collate_fn
             if self.collate_fn is default_collate
