@@ -75,6 +75,7 @@ from dlio.util.arguments import MOST_SEED, PathText, whole_number
 from dlio.util.closable import Closable
 from dlio.util.cores import available_cores
 from dlio.util.printable import log_warning
+from dlio.util.units import counted
 
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
@@ -430,8 +431,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         self._is_dealt, (rank, ranks) = True, place(self.group, self.mesh)
         if ranks > 1 and not rank:
             log_warning(
-                f"each of {ranks} ranks reads all that {type(self.dataset).__name__} yields there: "
-                "a sample is used once only if its __iter__ yields each rank another part"
+                f"each of {counted(ranks, 'rank')} reads all that {type(self.dataset).__name__} "
+                "yields there: a sample is used once only if its __iter__ yields each rank another part"
             )
 
     def _resumes_in_lightning(self) -> bool:

@@ -14,7 +14,7 @@ from dlio.integrations import TrainerMixin
 
 
 class ForeignTrainer:
-    """What the mixin reads of a Trainer."""
+    """A Trainer, as far as the mixin reads it."""
 
     def __init__(self, data: Any, split_batches: bool = False, **options: Any) -> None:
         self.train_dataset = self.eval_dataset = data

@@ -241,8 +241,8 @@ def main(folder: Path) -> None:
     trainer = _trainer("dlio", ranks, max_epochs=4)
     loader = dlio.DataLoader(_data(44), _GLOBAL_BATCH // ranks, shuffle=True, seed=5)
     trainer.fit(module, loader, _loader(ranks, 16))
-    weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-    results["scheduled"] = [*module.rates, *weights]
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    results["scheduled"] = [*module.rates, *weights.tolist()]
 
     for exchange in ("gossip", "gossip(gradient)", "local-sgd(2)+int8", "asgd"):
         module = Module()

@@ -65,7 +65,8 @@ def test_frameworks_take_loaders_of_dlio_for_torchs_in_a_script() -> None:
     class Own(SharingLoader[int]):
         pass
 
-    loader, torchs = dlio.DataLoader([1]), torch.utils.data.DataLoader([1])
+    data = torch.utils.data.TensorDataset(torch.zeros(1))
+    loader, torchs = dlio.DataLoader(data), torch.utils.data.DataLoader(data)
     assert isinstance(loader, SharingLoader)
     assert not isinstance(loader, Own)
     assert not isinstance(torchs, dlio.DataLoader)
