@@ -432,7 +432,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if ranks > 1 and not rank:
             log_warning(
                 f"each of {counted(ranks, 'rank')} reads all that {type(self.dataset).__name__} "
-                "yields there: a sample is used once only if its __iter__ yields each rank another part"
+                "yields there: samples are used once only if its __iter__ yields each rank a part"
             )
 
     def _resumes_in_lightning(self) -> bool:
