@@ -202,6 +202,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self._batch_size = BatchSize()
         self._owns_group = self._failed = False
         self._batches = SharedBatches()
+        self._weight = 1.0
+        """Of this rank in means over ranks, inside a step."""
 
     @property
     def _place(self) -> LaunchInfo:
@@ -274,6 +276,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self._ranks = self._start(self.model, optimizers)
         if self.is_distributed:
             listen(self._batches)
+            trainer.fit_loop.epoch_loop._get_monitor_value = self._monitored
 
     def _prepare_for_losses(self, trainer: Any) -> None:
         if self._losses is not None:
@@ -298,6 +301,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         stop_listening(self._batches)
+        vars(self.lightning_module.trainer.fit_loop.epoch_loop).pop("_get_monitor_value", None)
         # After an error other ranks may not reach a collective.
         if not self._failed:
             if self._ranks is not None:
@@ -360,12 +364,20 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         with self._counted():
             return super().test_step(*args, **options)
 
-    def _counted(self) -> contextlib.AbstractContextManager[None]:
-        """Keep a batch that repeats other ranks' samples out of the module's metrics."""
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Have ranks count by their samples of the batch in means over ranks. One that repeats
+        other ranks' samples is kept out of the module's metrics."""
         share = self._batches.share
-        if share is None or share.samples:
-            return contextlib.nullcontext()
-        return uncounted(self.lightning_module)
+        if share is None:
+            yield
+            return
+        self._weight = share.weight
+        try:
+            with contextlib.nullcontext() if share.samples else uncounted(self.lightning_module):
+                yield
+        finally:
+            self._weight = 1.0
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -406,6 +418,21 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self.finish()
         if self._ranks_differ:
             self.lightning_module.load_state_dict(self._mean_state())
+
+    def _monitored(self, name: str) -> Any:
+        """Return the logged value that a schedule of learning rates follows: its mean over ranks,
+        as ranks with other learning rates would get other weights. Collective."""
+        own = self.lightning_module.trainer.callback_metrics.get(name)
+        if own is None:
+            return None
+        of_all = self.all_gather(torch.as_tensor(own, dtype=torch.float64))
+        if torch.allclose(of_all, of_all[0], rtol=0.0, atol=0.0, equal_nan=True):
+            return own
+        _rank_zero.rank_zero_warn(
+            f"each rank has another {name!r}, which a learning rate follows: the rate follows the "
+            "mean over ranks; log the value with sync_dist=True to have it the same everywhere"
+        )
+        return of_all.mean()
 
     def on_validation_start(self) -> None:
         end_step()  # It may take any time.
@@ -482,6 +509,9 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, in place as Lightning's own strategies do. Collective.
 
+        In a step on a batch of dlio's loader, ranks count by their samples in a mean: that of a
+        value over each rank's samples is the one over the whole batch.
+
         Args:
             reduce_op: `mean`, `sum`, `max`, `min` or `product`. The mean of integers is a new float
                 tensor.
@@ -499,7 +529,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             raise unknown_word("reduce_op", reduce_op, REDUCED)
         if name in ("mean", "avg") and not tensor.is_floating_point():
             tensor = tensor.float()
-        rows = self._together(lambda: gather_tensor(tensor, comm))
+        own = tensor.detach() * self._weight if name in ("mean", "avg") else tensor
+        rows = self._together(lambda: gather_tensor(own, comm))
         reduced = REDUCED[name](rows).to(tensor.dtype)
         return tensor.detach().copy_(reduced)
 

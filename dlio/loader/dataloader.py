@@ -75,6 +75,7 @@ from dlio.util.arguments import MOST_SEED, PathText, whole_number
 from dlio.util.closable import Closable
 from dlio.util.cores import available_cores
 from dlio.util.printable import log_warning
+from dlio.util.units import counted
 
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
@@ -221,6 +222,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         """Samples of each rank in the batch that was handed out last; None if ranks do not share
         it."""
         self._source, self._has_warned = TorchSource(), False
+        self._is_dealt = not isinstance(self.dataset, torch.utils.data.IterableDataset)
+        """False for data that each rank reads whole, until that is said."""
         self._skipped = 0
         """Batches that the next pass leaves out."""
         self.end_of_dataloader, self.remainder = False, -1
@@ -408,6 +411,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
         self._follow_changes()
+        self._tell_of_copies()
         passes_end = self._resumes_in_lightning()
         keeper = self._keeper()
         if keeper is not None:
@@ -419,6 +423,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         if passes_end:
             self._pass_end()
         return self.begin() if assigner is None else ElasticIterator(assigner, len(self))
+
+    def _tell_of_copies(self) -> None:
+        """Say once that ranks do not share the samples of an iterable data set."""
+        if self._is_dealt:
+            return
+        self._is_dealt, (rank, ranks) = True, place(self.group, self.mesh)
+        if ranks > 1 and not rank:
+            log_warning(
+                f"each of {counted(ranks, 'rank')} reads all that {type(self.dataset).__name__} "
+                "yields there: samples are used once only if its __iter__ yields each rank a part"
+            )
 
     def _resumes_in_lightning(self) -> bool:
         """True if Lightning begins the first pass of a resumed training, whose state is loaded, or

@@ -82,6 +82,8 @@ class Alone:
     by_steps: float
     """Mean loss of its steps."""
     evaluated: float
+    last: float
+    """Loss of the last batch."""
 
 
 def alone(case: Case, whole_groups: bool) -> Alone:
@@ -106,7 +108,7 @@ def alone(case: Case, whole_groups: bool) -> Alone:
     net.eval()
     with torch.no_grad():
         evaluated = float(net(data.inputs, data.targets)["loss"])
-    return Alone(flat(net), total / size, sum(steps) / len(steps), evaluated)
+    return Alone(flat(net), total / size, sum(steps) / len(steps), evaluated, float(loss))
 
 
 def compared(net: Net, case: Case, weights: torch.Tensor) -> Iterator[str]:
@@ -172,6 +174,7 @@ def with_lightning(case: Case) -> Iterator[str]:
     one = alone(case, whole_groups=True)
     yield from compared(module.net, case, one.weights)
     yield from near("train_epoch", trainer.callback_metrics["train_epoch"], one.by_samples)
+    yield from near("train_step", trainer.callback_metrics["train_step"], one.last)
     yield from near("val", trainer.callback_metrics["val"], one.evaluated)
 
 
@@ -210,7 +213,33 @@ def with_accelerate(case: Case) -> Iterator[str]:
         yield f"after {skips} batches samples {numbers}"
 
 
-def with_transformers(case: Case) -> Iterator[str]:
+class MoreNumbers(Numbers):
+    """With a value that no network takes: Trainer leaves it out."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(index), "unused": torch.tensor(index)}
+
+
+class ItemNet(Net):
+    """Divides its loss by the number of items that it is told, as language models do."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **options: Any) -> dict[str, Any]:
+        outputs: dict[str, Any] = super().forward(x, labels)
+        return {**outputs, "loss": outputs["loss"] * len(x) / options["num_items_in_batch"]}
+
+
+def with_items(case: Case) -> Iterator[str]:
+    """Trainer with losses that are divided by the items of a step, of all ranks or of each."""
+    size, batch_size, accumulated = case
+    group = batch_size * accumulated
+    one = alone((size, group, 1), whole_groups=False)
+    yield from with_transformers(case, ItemNet(), one)
+    yield from with_transformers(case, ItemNet(), one, average_tokens_across_devices=False)
+
+
+def with_transformers(
+    case: Case, net: Net | None = None, one: Alone | None = None, **options: Any
+) -> Iterator[str]:
     import transformers
 
     from dlio.integrations import TrainerMixin
@@ -218,15 +247,13 @@ def with_transformers(case: Case) -> Iterator[str]:
     size, batch_size, accumulated = case
 
     class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, unused-ignore]
-        def get_train_dataloader(self) -> Any:
-            loader = super().get_train_dataloader()
-            loader.shuffle = False
-            return loader
+        pass
 
-    net = Net()
+    net, one = net or Net(), one or alone(case, whole_groups=False)
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
             output_dir=folder,
+            train_sampling_strategy="sequential",
             num_train_epochs=1,
             per_device_train_batch_size=batch_size,
             per_device_eval_batch_size=batch_size,
@@ -239,18 +266,17 @@ def with_transformers(case: Case) -> Iterator[str]:
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
-            remove_unused_columns=False,
+            **options,
         )
         trainer = Trainer(
             model=net,
             args=args,
-            train_dataset=Numbers(size),
-            eval_dataset=Numbers(size),
+            train_dataset=MoreNumbers(size),
+            eval_dataset=MoreNumbers(size),
             optimizers=(torch.optim.SGD(net.parameters(), _RATE), None),
         )
         with contextlib.redirect_stdout(io.StringIO()):
             done = trainer.train()
-        one = alone(case, whole_groups=False)
         yield from compared(net, case, one.weights)
         yield from near("train_loss", done.training_loss, one.by_steps)
         predicted = trainer.predict(Numbers(size))

@@ -73,6 +73,10 @@ def test_frameworks_train_and_evaluate_as_one_process(mpirun: MpiRun, tmp_path: 
     assert not _faults(mpirun, tmp_path, 2, FRAMEWORKS, BY_DAY)
 
 
+def test_losses_by_items_are_those_of_one_process(mpirun: MpiRun, tmp_path: Path) -> None:
+    assert not _faults(mpirun, tmp_path, 2, ("items",), BY_DAY)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(6500)
 @pytest.mark.parametrize("framework", FRAMEWORKS)

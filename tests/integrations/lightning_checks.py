@@ -30,6 +30,8 @@ from dlio.integrations.lightning import DlioStrategy
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
 _GLOBAL_BATCH = 8
+COLUMN = 4
+"""Of samples; its mean is below 0 on one of two ranks, and above 0 on the other and on both."""
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
@@ -93,6 +95,23 @@ class Unfrozen(Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.02)
+
+
+class Scheduled(Module):
+    """The net, whose learning rate follows a value that each rank has of its own samples."""
+
+    rates: list[float]
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("own", batch[0][:, COLUMN].mean() * (1 + self.current_epoch))
+
+    def on_train_epoch_start(self) -> None:
+        self.rates = [*getattr(self, "rates", []), self.optimizers().param_groups[0]["lr"]]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.02)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "own"}}
 
 
 def _data(count: int) -> TensorDataset:
@@ -217,6 +236,13 @@ def main(folder: Path) -> None:
     trainer.fit(module, dlio.DataLoader(_data(44), _GLOBAL_BATCH // ranks, shuffle=True, seed=5))
     assert not torch.equal(before, module.backbone.weight)
     results["unfrozen"] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+    module = Scheduled()
+    trainer = _trainer("dlio", ranks, max_epochs=4)
+    loader = dlio.DataLoader(_data(44), _GLOBAL_BATCH // ranks, shuffle=True, seed=5)
+    trainer.fit(module, loader, _loader(ranks, 16))
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    results["scheduled"] = [*module.rates, *weights.tolist()]
 
     for exchange in ("gossip", "gossip(gradient)", "local-sgd(2)+int8", "asgd"):
         module = Module()

@@ -50,6 +50,9 @@ def _check(alone: dict[str, Any], results: list[dict[str, Any]], folder: Path) -
         # Two optimizers stepped by hand; the loader distributes its data; the last batch is small.
         assert each["by_hand"] == pytest.approx(alone["by_hand"], abs=1e-5)
         assert each["unfrozen"] == pytest.approx(alone["unfrozen"], abs=1e-5)
+        # A learning rate that follows a value of each rank's own samples.
+        assert each["scheduled"][:4] == [0.02, 0.02, 0.01, 0.005]
+        assert each["scheduled"] == pytest.approx(alone["scheduled"], abs=1e-5)
         for key in ("val", "metric", "again"):
             assert each[key] == pytest.approx(alone[key], abs=1e-5), key
         for exchange in ("gossip", "gossip(gradient)", "local-sgd(2)+int8", "asgd"):

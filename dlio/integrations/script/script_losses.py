@@ -27,7 +27,8 @@ def losses_of(tensors: Any, frames: Sequence[FrameType], most: int) -> list[torc
     scalars = {id(tensors): tensors}
     for frame in frames:
         for each in frame.f_locals.values():
-            if _is_scalar(each):
+            # A call takes longer than to look at the type of each variable.
+            if type(each) is torch.Tensor and _is_scalar(each):
                 scalars.setdefault(id(each), each)
     losses = list(scalars.values())
     if len(losses) > 1:  # In most scripts there is one, and its graph need not be walked.

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+from abc import ABCMeta
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -380,7 +381,20 @@ class _ShareBalance:
         return self._shares
 
 
-class SharingLoader(DataLoader[_T_co]):
+class _InTorchsPlace(ABCMeta):
+    """Has every loader of dlio's be an instance of the class in the place of torch's: frameworks
+    that are imported meanwhile ask whether a loader that a script has from dlio is one."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.__subclasscheck__(type(instance))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if cls is SharingLoader:
+            return DataLoader in subclass.__mro__
+        return super().__subclasscheck__(subclass)
+
+
+class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
     """The DataLoader that a script gets in place of torch's.
 
     A training pass yields this rank's share of each batch. Another pass yields whole batches, so
@@ -399,6 +413,7 @@ class SharingLoader(DataLoader[_T_co]):
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
             options.setdefault("tiers", _context.tiers)
         super().__init__(dataset, *args, **options)
+        self._is_dealt = True  # Or whole on all ranks, which then compute the same.
         self._collates = (
             self.collate_fn
             if self.collate_fn is default_collate

@@ -10,8 +10,10 @@ from types import FrameType
 import pytest
 import torch
 
+import dlio
 from dlio.comm.launch_detection import hidden_launch, show_launch, torchrun_place
 from dlio.integrations.script.script_losses import losses_of
+from dlio.integrations.script.share import SharingLoader
 
 
 def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
@@ -56,6 +58,20 @@ def test_losses_of_frameworks_between_the_script_and_its_backward_count() -> Non
     assert losses[0] is root
     assert any(each is given for each in losses[1:])
     assert len(losses) == 2  # Each once, in however many frames it is.
+
+
+def test_frameworks_take_loaders_of_dlio_for_torchs_in_a_script() -> None:
+    # What `isinstance(loader, torch.utils.data.DataLoader)` asks while `dlio run` runs a script.
+    class Own(SharingLoader[int]):
+        pass
+
+    data = torch.utils.data.TensorDataset(torch.zeros(1))
+    loader, torchs = dlio.DataLoader(data), torch.utils.data.DataLoader(data)
+    assert isinstance(loader, SharingLoader)
+    assert not isinstance(loader, Own)
+    assert not isinstance(torchs, dlio.DataLoader)
+    assert issubclass(Own, SharingLoader)
+    assert not issubclass(SharingLoader, Own)
 
 
 @pytest.mark.mpi
