@@ -45,7 +45,7 @@ from dlio.data.splits import (
     split_column,
     splits_among,
 )
-from dlio.errors import DlioError, SourceError, UsageError
+from dlio.errors import DlioError, SourceError, UsageError, redact
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing, trusting

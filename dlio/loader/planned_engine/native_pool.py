@@ -397,7 +397,7 @@ def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLoca
 
 
 class NativeFiles(Closable):
-    """Files of blocks: open while a pool reads them, mapped until this and all its pools are closed.
+    """Files of blocks: open while a pool reads, mapped until this and all its pools are closed.
 
     Raises OSError without memory.
     """
@@ -409,7 +409,7 @@ class NativeFiles(Closable):
         most_open = _MOST_OPEN if soft < 0 else min(_MOST_OPEN, soft // _OPEN_SHARE)
         files = library.files_open(_MOST_MAPPED, most_open)
         if not files:
-            raise OSError("there is no memory for files of blocks")
+            raise OSError("memory for the files of blocks cannot be had")
         self.process = os.getpid()
         self.address: int = files
         self._close = weakref.finalize(self, library.files_close, files)
