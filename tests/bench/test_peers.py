@@ -200,6 +200,19 @@ def test_workers_of_a_contender_are_ended_with_it(fake: Any) -> None:
         contender.get_ready()
         assert contender.footprint()["processes"] == 2
         group = contender._process.pid
+    _await_end(group)
+
+
+def test_paused_workers_of_a_contender_go_with_it_when_it_is_killed(fake: Any) -> None:
+    with fake("workers") as contender:
+        contender.get_ready()
+        contender.pause()
+        contender._process.kill()  # As by the kernel, when the benchmark is killed.
+        contender._process.wait()
+        _await_end(contender._process.pid)
+
+
+def _await_end(group: int) -> None:
     deadline = time.monotonic() + 60
     while True:
         try:

@@ -299,9 +299,12 @@ def race(
                 gone.close()
 
         def end(interruption: type[BaseException] | None, *_: object) -> None:
+            if interruption is not None:
+                # It would finish its pass first. All before any is waited for: another interruption
+                # may follow.
+                for contender in running.values():
+                    contender.kill()
             for contender in running.values():
-                if interruption is not None:
-                    contender.kill()  # It would finish its pass first.
                 contender.close()
 
         stack.push(end)

@@ -73,11 +73,16 @@ def weight(rows: npt.ArrayLike, labels: npt.ArrayLike) -> int:
     return int(sums @ (1 + np.asarray(labels, np.int64) % 97))
 
 
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def serve(make: Callable[[Task], Pass], packages: Sequence[str]) -> None:
     """Answer requests until standard input ends: `make` prepares the data of a task and returns its
     pass; versions of the distributions in `packages` are reported."""
-    # A paused process would outlive a benchmark that is killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Paused processes would outlive a benchmark that is killed.
+    _end_with_parent()
+    os.register_at_fork(after_in_child=_end_with_parent)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Output of libraries must not mix with answers.
 
