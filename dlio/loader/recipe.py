@@ -264,14 +264,6 @@ class CropRecipe(Recipe):
         pixels = self.decoder.prepare(encoded, name)
         return pixels, beside, time.thread_time() - began
 
-    def laid_out(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return pixels of shape (..., height, width, 3) as (..., 3, height, width): a view of the
-        same memory, or a copy if `contiguous`, page-locked if the memory is."""
-        made = pixels.movedim(-1, -3)
-        if not self.contiguous:
-            return made
-        return torch.empty(made.shape, dtype=made.dtype, pin_memory=pixels.is_pinned()).copy_(made)
-
     def transformed(
         self, slot: npt.NDArray[np.uint8], epoch: int, sample: int
     ) -> tuple[Sample, float]:
@@ -286,7 +278,9 @@ class CropRecipe(Recipe):
             for number, pixels in enumerate(slot.reshape(-1, *slot.shape[-3:])):
                 self._parts.paint(pixels, self.seed, epoch, sample, number)
             seconds = time.perf_counter() - started
-        images = self.laid_out(torch.from_numpy(slot))
+        images = torch.from_numpy(slot).movedim(-1, -3)
+        if self.contiguous:
+            images = images.contiguous()
         if self.transform is None:
             return images, seconds
         results = []

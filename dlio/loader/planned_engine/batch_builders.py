@@ -24,6 +24,7 @@ import torch
 from dlio.data.schema import Buffer
 from dlio.image.decoder import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
+from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
 from dlio.loader.planned_engine.native_pool import (
     DECODED,
@@ -163,8 +164,8 @@ class PixelNumbers:
 class CropBatchBuilder(BatchBuilder):
     """Images as crops in the batch's own memory.
 
-    A batch is (uint8 tensor of shape (n, 3, size, size), see `CropRecipe.laid_out`, int64 tensor of
-    shape (n,)); with a transform the first is default_collate's result for the transformed crops.
+    A batch is (uint8 tensor of shape (n, 3, size, size), int64 tensor of shape (n,)); with a
+    transform the first is default_collate's result for the transformed crops.
     Several crops of each image have shape (n, crops, 3, size, size).
     In place of the labels it has masks of shape (n, size, size), or a list of targets. Unlabelled
     images are {name of the field: images}.
@@ -172,6 +173,7 @@ class CropBatchBuilder(BatchBuilder):
     `collate` is a function of the user; None for torch's own. The tier `decoded` is offered the
     images that are decoded here, and `images` is the uninitialised memory of the batch. With
     `numbers`, which are the crops' bytes as `numbers.values` has them, the batch is made of these.
+    With `planar`, of shape (batch, 3, height, width), they are copied into memory of that.
     """
 
     def __init__(
@@ -184,13 +186,14 @@ class CropBatchBuilder(BatchBuilder):
         samples: npt.NDArray[np.int64],
         partners: BatchPartners | None,
         numbers: PixelNumbers | None = None,
+        planar: BatchMemory | None = None,
     ) -> None:
         super().__init__(samples)
         self.may_be_decoded = decoded is not None
         self.makes_together = decoded is None
         self._recipe, self._collate, self._decoded = recipe, collate, decoded
         self._images, self._partners, self._epoch = images, partners, epoch
-        self._numbers = numbers
+        self._numbers, self._planar = numbers, planar
         fields = recipe.companion.numbers
         # Class numbers in an array, where native threads may write them.
         classes = np.zeros(len(samples), np.int64)
@@ -206,7 +209,7 @@ class CropBatchBuilder(BatchBuilder):
             collate is not None
             or partners is not None
             or recipe.batch_transform is not None
-            or recipe.contiguous
+            or planar is not None
         )
         self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
 
@@ -333,10 +336,11 @@ class CropBatchBuilder(BatchBuilder):
             labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels, tuple(rest), len(labels)
         # Channels-last memory, which convolutions prefer: torch's layout costs a copy here.
-        crops = torch.from_numpy(images[first : first + count])
+        crops = torch.from_numpy(images[first : first + count]).movedim(-1, -3)
+        if self._planar is not None and not recipe.transforms:
+            crops = torch.from_numpy(self._planar.take(count)).copy_(crops)
         if self._numbers is not None:
             crops = crops.view(self._numbers.dtype)  # numpy knows no bfloat16.
-        crops = recipe.laid_out(crops)
         if self._collate is not None:
             if isinstance(companions, np.ndarray):
                 companions = companions.tolist()

@@ -81,6 +81,8 @@ def _crop_batches(
     shape = recipe.crop.shape
     rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
     images = BatchMemory((rows, *shape), np.uint8, kind)
+    in_planes = (rows, *shape[:-3], shape[-1], *shape[-3:-1])
+    planar = BatchMemory(in_planes, np.uint8, kind) if recipe.contiguous else None
     native, made = _native_crops(recipe, decoded), None
     if native is not None and stays and not recipe.transforms and recipe.batch_transform:
         made = recipe.batch_transform.values()
@@ -96,19 +98,24 @@ def _crop_batches(
             epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
         ) -> CropBatchBuilder:
             memory = images.take(len(samples) if together > 1 else None)
-            return CropBatchBuilder(recipe, collate, decoded, memory, epoch, samples, partners)
+            return CropBatchBuilder(
+                recipe, collate, decoded, memory, epoch, samples, partners, None, planar
+            )
 
         return BatchFactory(begin, size, native, together)
 
     dtype, bits = made.dtype, made.view(_BITS[made.itemsize]).numpy()
     memories = BatchMemory((rows, *shape), bits.dtype, kind)
+    planar = BatchMemory(in_planes, bits.dtype, kind) if recipe.contiguous else None
 
     def begin_numbers(
         epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
     ) -> CropBatchBuilder:
         numbers = PixelNumbers(memories.take(), bits, dtype)
         memory = images.take()  # Written where native threads leave a picture to Python's.
-        return CropBatchBuilder(recipe, collate, decoded, memory, epoch, samples, partners, numbers)
+        return CropBatchBuilder(
+            recipe, collate, decoded, memory, epoch, samples, partners, numbers, planar
+        )
 
     return BatchFactory(
         begin_numbers,
