@@ -1,0 +1,79 @@
+"""Losses of the batches of two loaders, as ranks of mpirun; rank 0 prints the notices of each."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dlio
+from dlio.comm import world
+
+_Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
+_said: list[str] = []
+
+
+class _Kept(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _said.append(record.getMessage())
+
+
+def one_loss(net: nn.Module, x: torch.Tensor, u: torch.Tensor) -> None:
+    torch.autograd.backward(net(x).square().mean() + net(u).square().mean())
+
+
+def joined(net: nn.Module, x: torch.Tensor, u: torch.Tensor) -> None:
+    torch.autograd.backward(net(torch.cat([x, u])).square().mean())
+
+
+def one_after_another(net: nn.Module, x: torch.Tensor, u: torch.Tensor) -> None:
+    torch.autograd.backward(net(x).square().mean())
+    torch.autograd.backward(net(u).square().mean())
+
+
+def train(loss: _Loss, counts: tuple[int, int]) -> torch.Tensor:
+    """Return the weights after an epoch of batches of 4 on each rank, in order."""
+    torch.manual_seed(1)
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    sets = [TensorDataset(torch.randn(n, 4) + k) for k, n in enumerate(counts)]
+    with dlio.distribute(net, optimizer):
+        for (x,), (u,) in zip(*(dlio.DataLoader(each, 4) for each in sets), strict=True):
+            optimizer.zero_grad()
+            loss(net, x, u)
+            optimizer.step()
+        mine = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    torch.manual_seed(1)
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    whole = [torch.randn(n, 4) + k for k, n in enumerate(counts)]
+    for x, u in zip(*(each.split(4 * world().size) for each in whole), strict=True):
+        optimizer.zero_grad()
+        loss(net, x, u)
+        optimizer.step()
+    return mine - torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def main() -> None:
+    assert world().size == 2
+    logging.getLogger("dlio").addHandler(_Kept())
+    for loss, counts, is_told in (
+        (one_loss, (22, 19), True),
+        (one_loss, (19, 24), True),  # The last batch of one of them is whole.
+        (joined, (22, 19), True),
+        (one_loss, (22, 22), False),
+        (one_after_another, (22, 19), False),
+    ):
+        _said.clear()
+        gap = float(train(loss, counts).abs().max())
+        told = [each for each in _said if "weighed by another one" in each]
+        what = f"{loss.__name__} {counts}: {gap:.1e}, {_said}"
+        assert len(told) == (is_told and world().rank == 0), what
+        assert all("joined_batches_checks.py:" in each for each in told), what
+        assert (gap > 1e-5) == is_told, what
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
