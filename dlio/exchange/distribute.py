@@ -288,6 +288,11 @@ class ExchangeHandle(Closable):
             self.batches.close()
             self.batches = None
 
+    def follow(self) -> None:
+        """Begin to exchange the parameters that optimizers have got, before a backward computes
+        gradients of them that the caller may read. Collective."""
+        self._around_step(None)
+
     def take_assigned(self) -> None:
         """Average gradients that were assigned to `.grad`, and the first ones of parameters that
         came later, before the step does. Collective."""

@@ -106,6 +106,8 @@ class ScriptContext:
         """The batch of which this rank got a part last."""
         self.between_passes: Callable[[], None] = lambda: None
         """Called as a pass begins. Collective."""
+        self.before_backward: Callable[[], None] = lambda: None
+        """Called before each backward. Collective."""
         self.balance = False
         """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0

@@ -367,6 +367,14 @@ for x, y, w in DataLoader(data, batch_size=10):
     optimizer.zero_grad()
     loss.backward()  # another one on each rank
     optimizer.step()
+late = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+for number, (x, y, w) in enumerate(DataLoader(data, batch_size=10)):
+    if number == 2:
+        optimizer.add_param_group({"params": late.parameters()})
+    loss = functional.cross_entropy(head(first(x)) + late(x), y)
+    loss.backward()  # parameters that no optimizer had
+    optimizer.step()
 kept = []
 for x, y, w in DataLoader(data, batch_size=10):
     out = first(x)
