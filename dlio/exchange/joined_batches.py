@@ -6,7 +6,7 @@ ranks share otherwise, such as the last ones of two loaders in `zip(a, b)`.
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Final
 
@@ -44,7 +44,8 @@ class JoinedBatches:
         # Of inputs that are made of batches, such as torch.cat([x, u]), all that may be in them.
         shares = list(self._fresh) if share is None else [share]
         self._fresh.clear()
-        for each in tensors_of(output) if shares else ():
+        outputs: Iterable[Any] = tensors_of(output) if shares else ()  # register_hook has no types.
+        for each in outputs:
             if each.requires_grad:
                 each.register_hook(lambda _: self._reached(shares))
 

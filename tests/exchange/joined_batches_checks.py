@@ -1,4 +1,5 @@
-"""Losses of the batches of two loaders, as ranks of mpirun; rank 0 prints the notices of each."""
+"""Losses of the batches of two loaders, and schedules that follow a rank's own metric, as ranks of
+mpirun; each rank raises what is wrong."""
 
 import logging
 from collections.abc import Callable
@@ -55,9 +56,36 @@ def train(loss: _Loss, counts: tuple[int, int]) -> torch.Tensor:
     return mine - torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
 
+def follow(metrics: list[list[float]], exchange: str = "allreduce") -> list[float]:
+    """Return the learning rates after each step with a rank's metric of each list."""
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    rates = []
+    with dlio.distribute(net, optimizer, exchange):
+        for each in metrics:
+            schedule.step(each[world().rank])
+            rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def check_plateaus() -> None:
+    for metrics, exchange, wanted, told in (
+        ([[3.0, 1.0], [1.0, 2.0], [2.0, 4.0]], "allreduce", [1.0, 1.0, 0.5], "gets their mean"),
+        ([[3.0, 3.0], [4.0, 4.0]], "allreduce", [1.0, 0.5], ""),
+        ([[3.0, 3.0], [4.0, 4.0]], "local-sgd(2)", [1.0, 0.5], "each rank's own"),
+    ):
+        _said.clear()
+        rates = follow(metrics, exchange)
+        assert rates == wanted, (rates, metrics)
+        assert len(_said) == (bool(told) and world().rank == 0), _said
+        assert all(told in each for each in _said), _said
+
+
 def main() -> None:
     assert world().size == 2
     logging.getLogger("dlio").addHandler(_Kept())
+    check_plateaus()
     for loss, counts, is_told in (
         (one_loss, (22, 19), True),
         (one_loss, (19, 24), True),  # The last batch of one of them is whole.
