@@ -501,7 +501,8 @@ def _agree_on_plateaus() -> None:
         original(scheduler, metrics, *args, **options)
 
     vars(step)["_is_dlios"] = True
-    ReduceLROnPlateau.step = step  # type: ignore[method-assign]
+    schedule: Any = ReduceLROnPlateau
+    schedule.step = step
 
 
 def _tell_unowned(model: nn.Module, ranks: ExchangeHandle) -> None:

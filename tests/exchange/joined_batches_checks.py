@@ -49,7 +49,7 @@ def train(loss: _Loss, counts: tuple[int, int]) -> torch.Tensor:
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     whole = [torch.randn(n, 4) + k for k, n in enumerate(counts)]
-    for x, u in zip(*(each.split(4 * world().size) for each in whole), strict=True):
+    for x, u in zip(*(torch.split(each, 4 * world().size) for each in whole), strict=True):
         optimizer.zero_grad()
         loss(net, x, u)
         optimizer.step()
@@ -70,7 +70,7 @@ def follow(metrics: list[list[float]], exchange: str = "allreduce") -> list[floa
 
 
 def check_plateaus() -> None:
-    for metrics, exchange, wanted, told in (
+    for metrics, exchange, wanted, words in (
         ([[3.0, 1.0], [1.0, 2.0], [2.0, 4.0]], "allreduce", [1.0, 1.0, 0.5], "gets their mean"),
         ([[3.0, 3.0], [4.0, 4.0]], "allreduce", [1.0, 0.5], ""),
         ([[3.0, 3.0], [4.0, 4.0]], "local-sgd(2)", [1.0, 0.5], "each rank's own"),
@@ -78,8 +78,8 @@ def check_plateaus() -> None:
         _said.clear()
         rates = follow(metrics, exchange)
         assert rates == wanted, (rates, metrics)
-        assert len(_said) == (bool(told) and world().rank == 0), _said
-        assert all(told in each for each in _said), _said
+        assert len(_said) == (bool(words) and world().rank == 0), _said
+        assert all(words in each for each in _said), _said
 
 
 def main() -> None:
@@ -95,11 +95,11 @@ def main() -> None:
     ):
         _said.clear()
         gap = float(train(loss, counts).abs().max())
-        told = [each for each in _said if "weighed by another one" in each]
-        what = f"{loss.__name__} {counts}: {gap:.1e}, {_said}"
-        assert len(told) == (is_told and world().rank == 0), what
-        assert all("joined_batches_checks.py:" in each for each in told), what
-        assert (gap > 1e-5) == is_told, what
+        notices = [each for each in _said if "weighed by another one" in each]
+        case = f"{loss.__name__} {counts}: {gap:.1e}, {_said}"
+        assert len(notices) == (is_told and world().rank == 0), case
+        assert all("joined_batches_checks.py:" in each for each in notices), case
+        assert (gap > 1e-5) == is_told, case
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A DataLoader that divides the batches of a single-process script among the ranks."""
 
 import contextlib
+import inspect
 import sys
 import threading
 from abc import ABCMeta
@@ -652,6 +653,10 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
             return [[index for each in group for index in each] for group in groups]
         return batches
+
+
+# Lightning makes a loader anew by the parameters that it sees: without it, of batches of 1.
+vars(SharingLoader.__init__)["__signature__"] = inspect.signature(DataLoader.__init__)
 
 
 @contextlib.contextmanager

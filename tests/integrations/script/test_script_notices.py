@@ -1,5 +1,6 @@
 """Losses and metrics that cannot be one process's are told in a line that names the script's."""
 
+import inspect
 import json
 import os
 import re
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from dlio.integrations.script import script_lines
 from dlio.integrations.script.pass_use import PassMemory, loop_trains
+from dlio.integrations.script.share import SharingLoader
 
 _SCRIPT = """
 import torch
@@ -335,6 +337,11 @@ def test_what_starts_dlio_is_no_line_of_the_script() -> None:
     exec(compile("def run_script(act): return act()", file, "exec"), names)
     assert script_lines.script_frame()
     assert not names["run_script"](script_lines.script_frame)
+
+
+def test_frameworks_that_make_a_loader_anew_see_its_parameters() -> None:
+    ours = inspect.signature(SharingLoader.__init__).parameters
+    assert set(inspect.signature(DataLoader.__init__).parameters) <= set(ours)
 
 
 _TOLD = """
