@@ -442,7 +442,7 @@ def distribute(
     mean of all ranks' gradients in `.grad`, so that clipping, accumulation, schedulers and scalers
     work as before. Gradients that are assigned to `.grad`, and the first ones of parameters that
     come later, are averaged before the step: call `take_assigned` before they are clipped. Hooks on
-    parameters see this rank's gradients, before the mean: clip what `backward` leaves. An
+    parameters see this rank's gradients, before the mean: clip those that `backward` leaves. An
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
     alike, each on its own share of the data, with losses that are means. Ranks count by the samples
     that a `dlio.DataLoader` hands out, until `weigh` is called; a loss that joins batches of

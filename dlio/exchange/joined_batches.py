@@ -36,8 +36,8 @@ class JoinedBatches:
         if len(self._fresh) < 64:  # The script computes on none of them.
             self._fresh.append(share)
 
-    def computed(self, module: object, args: Any, options: Any, output: Any) -> None:
-        """Follow what a model has computed with gradients; a forward hook."""
+    def computed(self, module: object, args: object, options: object, output: object) -> None:
+        """Follow the outputs of a model; a forward hook."""
         if self._was_told or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         share = share_of([args, options])

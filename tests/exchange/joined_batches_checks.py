@@ -1,5 +1,5 @@
 """Losses of the batches of two loaders, and schedules that follow a rank's own metric, as ranks of
-mpirun; each rank raises what is wrong."""
+mpirun; each rank raises an error where one is wrong."""
 
 import logging
 from collections.abc import Callable

@@ -105,7 +105,7 @@ class LossWeights:
             self._joined.took(share)
 
     def computed(self, module: Any, args: Any, options: Any, output: Any) -> None:
-        """Learn of what a model that is prepared has computed."""
+        """Learn of the outputs of a model that is prepared."""
         if self.fixed is None and module.training:
             self._joined.computed(module, args, options, output)
 
