@@ -241,7 +241,7 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # No wait for anybody: what has not arrived is merged at a later step.
+        # No wait for anybody: messages that have not arrived are merged at a later step.
         if not self._take():
             self._now.read()
         self._trail.note(time.time_ns(), self._now.flat)

@@ -8,6 +8,7 @@ from torch import nn
 
 from dlio.exchange.batch_share import BatchShare, listen, share_of, stop_listening
 from dlio.exchange.exchange_base import Exchange
+from dlio.exchange.joined_batches import JoinedBatches
 from dlio.exchange.synchronous_sgd import SynchronousSgd
 
 
@@ -32,6 +33,8 @@ class BatchWeights:
         """True if a batch was held since the last step."""
         self._of_gradients: list[_Hook] = []
         self._of_model = model.register_forward_pre_hook(self._forward, with_kwargs=True)
+        self._joined = JoinedBatches(lambda: self._share)
+        self._of_outputs = model.register_forward_hook(self._computed, with_kwargs=True)
         self._closed = False
         listen(self)
 
@@ -42,6 +45,7 @@ class BatchWeights:
     def took(self, share: BatchShare | None) -> None:
         """Learn of the batch that is handed out."""
         if self.wants_repeats():
+            self._joined.took(share)
             self.use(share)
 
     def use(self, share: BatchShare | None) -> None:
@@ -79,6 +83,7 @@ class BatchWeights:
             self._closed = True
             stop_listening(self)
             self._of_model.remove()
+            self._of_outputs.remove()
             self._scale_gradients(1.0)
 
     def _forward(self, module: nn.Module, args: Any, options: Any) -> None:
@@ -87,6 +92,10 @@ class BatchWeights:
             share = share_of([args, options])
             if share is not None and share is not self._share:
                 self.use(share)
+
+    def _computed(self, module: nn.Module, args: Any, options: Any, output: Any) -> None:
+        if self._model.training:
+            self._joined.computed(module, args, options, output)
 
     def _weigh(self) -> None:
         weight, exchanges = self.weight, self._exchanges()

@@ -6,12 +6,14 @@ The trainer, `dlio run`, the Lightning strategy and the benchmarks start their e
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Final, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlio.comm import Communicator, world
@@ -33,6 +35,8 @@ from dlio.util.units import counted
 
 _around: "WeakKeyDictionary[torch.optim.Optimizer, ExchangeHandle]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
+_distributed: "WeakSet[ExchangeHandle]" = WeakSet()
+"""Those of `distribute`."""
 OF_SAMPLES: Final = "_dlio_of_samples"
 """Attribute of tensors with a part for each sample of a rank's batch: nobody else has them."""
 _Closure = Callable[[], torch.Tensor | float | None]
@@ -108,6 +112,7 @@ class ExchangeHandle(Closable):
             self._hooks.append(register_optimizer_step_pre_hook(self._any_steps))
         self.batches: BatchWeights | None = None
         """Weighs by a loader's batches, until the caller weighs."""
+        self._has_told_metric = False
 
     def weigh_by_batches(self, model: nn.Module) -> None:
         """Have ranks count by the samples that a `dlio.DataLoader` hands out, until `weigh`."""
@@ -250,6 +255,40 @@ class ExchangeHandle(Closable):
 
         return mean
 
+    def follows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True if the optimizer's parameters are exchanged."""
+        return optimizer in self._followed
+
+    def mean_metric(self, metric: float) -> float:
+        """Return the ranks' mean of a metric that learning rates follow, which have to be the same
+        on all ranks; the rank's own if ranks have weights of their own. Says so, once, by rank 0.
+        Collective."""
+        values = [metric]
+        if self.alike and self._comm.size > 1:
+
+            def gather() -> list[float]:
+                each = np.zeros(self._comm.size)
+                each[self._comm.rank] = metric
+                self._comm.wait([self._comm.iallreduce(each)], "the metric of ReduceLROnPlateau")
+                return [float(value) for value in each]
+
+            values = uniform(self._comm, gather)
+            if not any(value != values[0] for value in values):
+                return metric
+        if self._comm.size > 1 and not self._has_told_metric:
+            self._has_told_metric = True
+            gets = "gets their mean" if self.alike else "follows each rank's own"
+            if self._comm.rank == 0:
+                log_line(
+                    logging.WARNING,
+                    "distribute: ranks may step ReduceLROnPlateau with other metrics (%s on rank "
+                    "0), and it %s; give it a metric of all samples, such as one that is summed "
+                    "over the ranks",
+                    f"{metric:g}",
+                    gets,
+                )
+        return float(np.mean(values))
+
     def weigh(self, samples: float) -> None:
         """Announce that the next losses of this rank are means over `samples` samples.
 
@@ -287,6 +326,11 @@ class ExchangeHandle(Closable):
         if self.batches is not None:
             self.batches.close()
             self.batches = None
+
+    def follow(self) -> None:
+        """Begin to exchange the parameters that optimizers have got, before a backward computes
+        gradients of them that the caller may read. Collective."""
+        self._around_step(None)
 
     def take_assigned(self) -> None:
         """Average gradients that were assigned to `.grad`, and the first ones of parameters that
@@ -398,10 +442,12 @@ def distribute(
     mean of all ranks' gradients in `.grad`, so that clipping, accumulation, schedulers and scalers
     work as before. Gradients that are assigned to `.grad`, and the first ones of parameters that
     come later, are averaged before the step: call `take_assigned` before they are clipped. Hooks on
-    parameters see this rank's gradients, before the mean: clip what `backward` leaves. An
+    parameters see this rank's gradients, before the mean: clip those that `backward` leaves. An
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
     alike, each on its own share of the data, with losses that are means. Ranks count by the samples
-    that a `dlio.DataLoader` hands out, until `weigh` is called. Exported as `dlio.distribute`.
+    that a `dlio.DataLoader` hands out, until `weigh` is called; a loss that joins batches of
+    several loaders with other shares is told. `ReduceLROnPlateau` gets the ranks' mean metric, with
+    a warning where theirs differ. Exported as `dlio.distribute`.
 
     Args:
         optimizer: one or several optimizers of the model's parameters.
@@ -436,7 +482,27 @@ def distribute(
     )
     _tell_unowned(model, ranks)
     ranks.weigh_by_batches(model)
+    _distributed.add(ranks)
+    _agree_on_plateaus()
     return ranks
+
+
+def _agree_on_plateaus() -> None:
+    """Have schedules of distributed optimizers that follow a metric get the ranks' mean."""
+    original: Any = ReduceLROnPlateau.step
+    if getattr(original, "_is_dlios", False):
+        return
+
+    @wraps(original)
+    def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **options: Any) -> None:
+        for ranks in tuple(_distributed):
+            if ranks.follows(scheduler.optimizer):
+                metrics = ranks.mean_metric(float(metrics))
+        original(scheduler, metrics, *args, **options)
+
+    vars(step)["_is_dlios"] = True
+    schedule: Any = ReduceLROnPlateau
+    schedule.step = step
 
 
 def _tell_unowned(model: nn.Module, ranks: ExchangeHandle) -> None:

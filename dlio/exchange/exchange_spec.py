@@ -184,7 +184,7 @@ _ARGUMENTS: Final = {
     "local-sgd": ("fragments",),
     "diloco": ("fragments", "rate", "momentum"),
 }
-"""The presets that take steps, and what may follow these."""
+"""The presets that take steps, and those that may follow."""
 _DECAY: Final = 0.95
 _MOST_CONSENSUS: Final = 4
 """Ranks swing about their mean well before it."""

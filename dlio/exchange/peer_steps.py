@@ -31,7 +31,7 @@ class PeerSteps:
         self._members = () if recovery is None else recovery.membership.members
         self._heard = dict.fromkeys(self._members, 0)
         self.begun = 0
-        """Steps of the run before this exchange was made: what is noted does not count them."""
+        """Steps of the run before this exchange was made; notes do not count them."""
 
     @property
     def heard(self) -> dict[int, int]:

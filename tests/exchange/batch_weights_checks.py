@@ -1,6 +1,6 @@
 """Loops of one's own over a `dlio.DataLoader`, without `weigh`, against one process of torch's.
 
-`batch_weights_checks.py`, as ranks of mpirun; each rank raises what is wrong.
+`batch_weights_checks.py`, as ranks of mpirun; each rank raises an error where one is wrong.
 """
 
 from typing import Any

@@ -148,6 +148,7 @@ class ScriptLossWeights:
                 original(tensors, *args, **options)
                 return
             self._context.part = 1.0
+            self._context.before_backward()
             self._context.backward()
             if self._context.lead is None:
                 original(tensors, *args, **options)

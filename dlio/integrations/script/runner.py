@@ -156,6 +156,7 @@ class _ScriptTakeover:
         self._readings = Readings(context)
         self._randoms = ScriptRandoms(comm.rank, context, lambda: self._ranks.parameters)
         context.between_passes = self._tell
+        context.before_backward = self._follow
         context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
@@ -323,7 +324,8 @@ class _ScriptTakeover:
             for parameter in fresh:
                 setattr(parameter, OF_SAMPLES, True)
             return
-        self._tell_gradients(fresh)
+        if any(p.grad is not None and self._ranks.exchange_of(p) is None for p in fresh):
+            self._tell_gradients()
         named = self._named([p for p in fresh if self._ranks.exchange_of(p) is None])
         uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
         self._ranks.add(optimizer, named)
@@ -346,15 +348,13 @@ class _ScriptTakeover:
         mine = bool(parameters) and all(map(self._inputs.is_of_samples, parameters))
         return all(uniform(self._comm, lambda: self._comm.allgather(mine)))
 
-    def _tell_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _tell_gradients(self) -> None:
         """Tell of gradients that backward has left before any optimizer had the parameters."""
-        known = self._ranks.exchange_of
-        if any(p.grad is not None and known(p) is None for p in parameters):
-            self._context.say(
-                f"{script_line()}: parameters that no optimizer had have gradients of earlier "
-                "batches there, each rank's of its parts, and ranks average their sums: they are "
-                "not quite one process's; call zero_grad first if they are not to count"
-            )
+        self._context.say(
+            f"{script_line()}: parameters that no optimizer had have gradients of earlier "
+            "batches there, each rank's of its parts, and ranks average their sums: they are "
+            "not quite one process's; call zero_grad first if they are not to count"
+        )
 
     def _named(self, parameters: Sequence[nn.Parameter]) -> Named:
         # In the order of the model, in which backward reaches them, not that of parameter groups.
@@ -387,6 +387,17 @@ class _ScriptTakeover:
         for module, name in self._holders.items():
             for key, buffer in module.named_buffers(recurse=False):
                 yield f"buffer {name}.{key}", buffer
+
+    def _follow(self) -> None:
+        """Exchange parameters that optimizers have got since the backward before, from the first
+        gradient on: the script may read it, such as for SAM."""
+        known = len(self._ranks.exchanges)
+        self._ranks.follow()
+        fresh = self._ranks.exchanges[known:]
+        if fresh:
+            mine = [p for p in self._ranks.parameters if self._ranks.exchange_of(p) in fresh]
+            if any(p.grad is not None and bool(p.grad.any()) for p in mine):
+                self._tell_gradients()
 
     def _begun_later(self, exchange: Exchange) -> None:
         """Prepare the exchange of parameters that an optimizer has got since it was made."""

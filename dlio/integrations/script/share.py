@@ -1,6 +1,7 @@
 """A DataLoader that divides the batches of a single-process script among the ranks."""
 
 import contextlib
+import inspect
 import sys
 import threading
 from abc import ABCMeta
@@ -106,6 +107,8 @@ class ScriptContext:
         """The batch of which this rank got a part last."""
         self.between_passes: Callable[[], None] = lambda: None
         """Called as a pass begins. Collective."""
+        self.before_backward: Callable[[], None] = lambda: None
+        """Called before each backward. Collective."""
         self.balance = False
         """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0
@@ -650,6 +653,10 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
             return [[index for each in group for index in each] for group in groups]
         return batches
+
+
+# Lightning makes a loader anew by the parameters that it sees: without it, of batches of 1.
+vars(SharingLoader.__init__)["__signature__"] = inspect.signature(DataLoader.__init__)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from dlio.exchange.batch_share import BatchShare, listen, share_of
+from dlio.exchange.joined_batches import JoinedBatches
 
 
 class PreparedLoader(Protocol):
@@ -91,6 +92,7 @@ class LossWeights:
         self._share: BatchShare | None = None
         self.fixed: float | None = None
         """Weight of the next losses, for a loop that knows better."""
+        self._joined = JoinedBatches(lambda: self._share)
 
     def wants_repeats(self) -> bool:
         """False: the loader that is registered decides."""
@@ -99,6 +101,13 @@ class LossWeights:
     def took(self, share: BatchShare | None) -> None:
         """Learn of the batch that is handed out."""
         self._share = share
+        if torch.is_grad_enabled():
+            self._joined.took(share)
+
+    def computed(self, module: Any, args: Any, options: Any, output: Any) -> None:
+        """Learn of the outputs of a model that is prepared."""
+        if self.fixed is None and module.training:
+            self._joined.computed(module, args, options, output)
 
     def sees(self, module: object, args: Any, options: Any) -> None:
         """Learn of the arguments of a model that is prepared."""
@@ -147,6 +156,7 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
             if not getattr(model, "_dlio_sees", False):
                 model._dlio_sees = True
                 model.register_forward_pre_hook(_weights.sees, with_kwargs=True)
+                model.register_forward_hook(_weights.computed, with_kwargs=True)
         weight = _weights.weight() if accelerator.num_processes > 1 else 1.0
         if weight != 1.0:
             # A repeated sample's loss may be NaN; it counts 0.

@@ -1,5 +1,6 @@
 """Losses and metrics that cannot be one process's are told in a line that names the script's."""
 
+import inspect
 import json
 import os
 import re
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from dlio.integrations.script import script_lines
 from dlio.integrations.script.pass_use import PassMemory, loop_trains
+from dlio.integrations.script.share import SharingLoader
 
 _SCRIPT = """
 import torch
@@ -337,6 +339,11 @@ def test_what_starts_dlio_is_no_line_of_the_script() -> None:
     assert not names["run_script"](script_lines.script_frame)
 
 
+def test_frameworks_that_make_a_loader_anew_see_its_parameters() -> None:
+    ours = inspect.signature(SharingLoader.__init__).parameters
+    assert set(inspect.signature(DataLoader.__init__).parameters) <= set(ours)
+
+
 _TOLD = """
 import torch
 from torch import nn
@@ -366,6 +373,14 @@ for x, y, w in DataLoader(data, batch_size=10):
     loss = (each_of(x, y) * w).mean() / w.mean()
     optimizer.zero_grad()
     loss.backward()  # another one on each rank
+    optimizer.step()
+late = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+for number, (x, y, w) in enumerate(DataLoader(data, batch_size=10)):
+    if number == 2:
+        optimizer.add_param_group({"params": late.parameters()})
+    loss = functional.cross_entropy(head(first(x)) + late(x), y)
+    loss.backward()  # parameters that no optimizer had
     optimizer.step()
 kept = []
 for x, y, w in DataLoader(data, batch_size=10):

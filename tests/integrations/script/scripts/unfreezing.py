@@ -1,6 +1,7 @@
 """Parameters that are not trained from the start: unfrozen, added to a group, and those of a second
 optimizer over the same model; a discriminator-like part that is frozen in every other step; an
-optimizer that is made between a forward and its backward, as lazy layers have it."""
+optimizer that is made between a forward and its backward, as lazy layers have it; and a first
+gradient that the script reads: sharpness-aware steps (SAM) right after a part was unfrozen."""
 
 import sys
 
@@ -41,7 +42,29 @@ for x, y in loader:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+sharp = nn.Sequential(nn.Linear(10, 5).requires_grad_(False), nn.Tanh(), nn.Linear(5, 3))
+optimizer = torch.optim.SGD(sharp[2].parameters(), lr=0.1)
+for step, (x, y) in enumerate(loader):
+    if step == 2:
+        optimizer.add_param_group({"params": sharp[0].requires_grad_(True).parameters()})
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(sharp(x), y).backward()
+    with torch.no_grad():
+        read = [(p, 0.5 * p.grad / p.grad.norm()) for p in sharp.parameters() if p.requires_grad]
+        for p, way in read:
+            p.add_(way)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(sharp(x), y).backward()
+    with torch.no_grad():
+        for p, way in read:
+            p.sub_(way)
+    optimizer.step()
 torch.save(
-    {"model": model.state_dict(), "extra": extra.state_dict(), "lazy": lazy.state_dict()},
+    {
+        "model": model.state_dict(),
+        "extra": extra.state_dict(),
+        "lazy": lazy.state_dict(),
+        "sharp": sharp.state_dict(),
+    },
     sys.argv[1],
 )
