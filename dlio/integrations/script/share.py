@@ -1,6 +1,7 @@
 """A DataLoader that divides the batches of a single-process script among the ranks."""
 
 import contextlib
+import os
 import sys
 import threading
 from abc import ABCMeta
@@ -593,6 +594,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
                 parts = randoms.around(parts)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch(use)
+                self._tell_draws(randoms.drawn_from)
                 context.took(deal.take(weight), data, use)
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
                 if registration is not None:
@@ -607,6 +609,19 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         if registration is not None:
             registration.step(ended=True)
         context.guard.note("the end of a pass over a loader")
+
+    def _tell_draws(self, modules: list[str]) -> None:
+        """Tell of samples that draw, each rank for its own, from numbers that orders are from."""
+        if modules:
+            file, line = self._context.guard.place
+            own = "" if self.generator is not None else ", or its generator="
+            self._context.say(
+                f"{os.path.basename(file)}:{line}: samples of {type(self.dataset).__name__} draw "
+                f"random numbers of {' and '.join(modules)} in the script's process, and each rank "
+                "draws for its own samples: what is drawn from these afterwards, such as the next "
+                "pass's order, is the same on all ranks, but not one process's; with the loader's "
+                f"num_workers=1{own} the order is"
+            )
 
     def _deals(
         self, batches: "_PassBatches", shares: RankShares, use: PassUse
