@@ -45,7 +45,9 @@ def _seed_torch(seed: int) -> None:
 def _generators() -> list[_Generator]:
     numpy = np.random
     return [
-        _Generator("random", random.getstate, random.setstate, random.seed, lambda a, b: bool(a == b)),
+        _Generator(
+            "random", random.getstate, random.setstate, random.seed, lambda a, b: bool(a == b)
+        ),
         _Generator(
             "numpy.random",
             numpy.get_state,

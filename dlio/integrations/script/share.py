@@ -618,8 +618,8 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             self._context.say(
                 f"{os.path.basename(file)}:{line}: samples of {type(self.dataset).__name__} draw "
                 f"random numbers of {' and '.join(modules)} in the script's process, and each rank "
-                "draws for its own samples: what is drawn from these afterwards, such as the next "
-                "pass's order, is the same on all ranks, but not one process's; with the loader's "
+                "draws for its own samples: numbers drawn from these afterwards, as the next "
+                "pass's order, are the same on all ranks, but not one process's; with the loader's "
                 f"num_workers=1{own} the order is"
             )
 

@@ -43,10 +43,10 @@ for epoch in range(3):
 
 def _orders(text: str) -> dict[tuple[int, int], list[list[int]]]:
     """Return the samples that each rank got, by epoch and batch."""
-    found: dict[tuple[int, int], list[list[int]]] = {}
+    by_place: dict[tuple[int, int], list[list[int]]] = {}
     for epoch, batch, samples in re.findall(r"ORDER (\d+) (\d+) \[([\d ]*)\]", text):
-        found.setdefault((int(epoch), int(batch)), []).append([int(k) for k in samples.split()])
-    return found
+        by_place.setdefault((int(epoch), int(batch)), []).append([int(k) for k in samples.split()])
+    return by_place
 
 
 def _samples(batch: list[list[int]]) -> list[int]:
@@ -55,7 +55,7 @@ def _samples(batch: list[list[int]]) -> list[int]:
 
 @pytest.fixture
 def both(tmp_path: Path, mpirun: MpiRun) -> Callable[..., tuple[str, str]]:
-    """Runs the script in one process and on 2 ranks; returns what each wrote."""
+    """Runs the script in one process and on 2 ranks; returns the standard errors."""
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT, encoding="utf-8")
 
@@ -94,5 +94,5 @@ def test_orders_after_samples_that_draw_are_the_same_on_all_ranks_and_told(
         assert sorted(sum(taken, [])) == list(range(22))  # In no two batches of any ranks.
     expected = _orders(one)
     assert [_samples(got[0, k]) for k in range(6)] == [_samples(expected[0, k]) for k in range(6)]
-    told = "train.py:22: samples of Numbers draw random numbers of random and torch in the script"
-    assert two.count(told) == 1
+    notice = "train.py:22: samples of Numbers draw random numbers of random and torch in the script"
+    assert two.count(notice) == 1
