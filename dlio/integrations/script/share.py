@@ -279,7 +279,7 @@ class ScriptContext:
             batch.of.use.computes()
             self._under_way.used(batch.of.use)
         elif self._used and not self._used.divided and self._used.of.use not in self._current:
-            # What it computes on is not of a loader: the pass before, such as a validation, is over
+            # It computes on no loader's batch: the pass before, such as a validation, is over
             # and does not train.
             self.weight, self._used = self._whole_weight(), None
 

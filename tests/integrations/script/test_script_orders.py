@@ -50,7 +50,7 @@ def _orders(text: str) -> dict[tuple[int, int], list[list[int]]]:
 
 
 def _samples(batch: list[list[int]]) -> list[int]:
-    return sorted(set(sum(batch, [])))
+    return sorted({sample for part in batch for sample in part})
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_orders_after_samples_that_draw_are_the_same_on_all_ranks_and_told(
     got = _orders(two)
     for epoch in range(3):
         taken = [_samples(batch) for place, batch in got.items() if place[0] == epoch]
-        assert sorted(sum(taken, [])) == list(range(22))  # In no two batches of any ranks.
+        assert sorted(sample for batch in taken for sample in batch) == list(range(22))
     expected = _orders(one)
     assert [_samples(got[0, k]) for k in range(6)] == [_samples(expected[0, k]) for k in range(6)]
     notice = "train.py:22: samples of Numbers draw random numbers of random and torch in the script"
