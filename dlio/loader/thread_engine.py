@@ -113,6 +113,16 @@ class _BatchWork:
     running: list[threading.Thread] = field(default_factory=list)
     """The threads, once they run."""
 
+    def prepare(self, number: int) -> None:
+        """Call the user's `worker_init_fn` in a thread, if threads are the user's workers.
+
+        In threads by which dlio reads a data set itself, as a loader without workers does, too, it
+        would seed the random numbers of the user's own process.
+        """
+        options = self.options
+        if options.worker_init_fn is not None and options.num_workers and options.in_threads:
+            options.worker_init_fn(number)
+
     @property
     def skip(self) -> bool:
         """Leave out samples for which the data set raises."""
@@ -200,7 +210,7 @@ class _ThreadPass:
         self._threads = DatasetThreads[tuple[_ThreadBatch, range]](
             "dlio-fetch",
             work.threads,
-            work.options.worker_init_fn or (lambda _: None),
+            work.prepare,
             self._serve,
             lambda _: work.dataset,
             lambda: work.seed,

@@ -267,3 +267,30 @@ def test_ranks_follow_the_seed_of_the_first_one(
     flat = [sample for part in epochs for sample in part]
     assert sorted(flat[:23]) == sorted(flat[23:]) == list(range(23))
     assert flat == [sample for batch in alone["numbers"] for sample in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_worker_init_fn_does_not_seed_the_process_of_the_user(
+    sets: dict[str, Any], workers: int
+) -> None:
+    called: list[int] = []
+
+    def seeded(number: int) -> None:
+        called.append(number)
+        torch.manual_seed(number)  # As Lightning's, after seed_everything(workers=True).
+
+    torch.manual_seed(4)
+    state = torch.get_rng_state()
+    options: dict[str, Any] = {
+        "batch_sampler": [[0, 1], [2]],
+        "num_workers": workers,
+        "generator": torch.Generator(),
+        "worker_init_fn": seeded,
+    }
+    loader = dlio.DataLoader(sets["opened"], **options)
+    assert len(list(loader)) == 2
+    assert loader.stats()["engine"] == "threads"
+    assert not called
+    assert torch.equal(torch.get_rng_state(), state)
+    list(dlio.DataLoader(sets["opened"], workers="thread", **options))
+    assert sorted(called) == list(range(workers))  # Whoever asks for threads has it called there.

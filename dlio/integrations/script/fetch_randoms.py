@@ -28,6 +28,7 @@ def rank_seed(rank: int, *numbers: int) -> int:
 class _Generator:
     """A generator of random numbers that data sets share with scripts."""
 
+    name: str
     get: Callable[[], Any]
     set: Callable[[Any], None]
     seed: Callable[[int], None]
@@ -44,14 +45,18 @@ def _seed_torch(seed: int) -> None:
 def _generators() -> list[_Generator]:
     numpy = np.random
     return [
-        _Generator(random.getstate, random.setstate, random.seed, lambda a, b: bool(a == b)),
         _Generator(
+            "random", random.getstate, random.setstate, random.seed, lambda a, b: bool(a == b)
+        ),
+        _Generator(
+            "numpy.random",
             numpy.get_state,
             numpy.set_state,
             lambda seed: numpy.seed(seed % 2**32),
             lambda a, b: a[2:] == b[2:] and np.array_equal(a[1], b[1]),
         ),
         _Generator(
+            "torch",
             torch.get_rng_state,
             torch.set_rng_state,
             _seed_torch,
@@ -71,6 +76,11 @@ class FetchRandoms:
         self._seed = seed
         self._generators = _generators()
         self._fetches = 0
+
+    @property
+    def drawn_from(self) -> list[str]:
+        """Modules from whose random numbers samples have drawn."""
+        return [each.name for each in self._generators if each.draws]
 
     def around(self, batches: Iterator[_T]) -> Iterator[_T]:
         """Yield batches; while one is fetched, random states are this rank's."""

@@ -1,7 +1,7 @@
 """Samplers that a script has written itself, whose state it may keep and save.
 
 Rank 0 draws the batches of a pass ahead, all ranks' alike. A sampler of the script's would then be
-at the end of its pass while the script is in the middle of it, and what it saves of the sampler
+at the end of its pass while the script is in the middle of it, and the state that it saves of it
 would be wrong. So a copy of it is drawn from, and the sampler itself follows on every rank, batch
 by batch, as torch's loader would have drawn from it.
 """

@@ -6,7 +6,7 @@ numbers of their own all the same, as in one process:
 - A tensor with a dimension of this rank's samples, such as noise or the time steps of a diffusion,
   is drawn for the whole batch, and the rank takes its part: one process draws the same. So are
   arrays, lists and orders of that length, from all generators of NumPy and Python.
-- What else depends on the number of samples, such as a draw for each sample in a loop, is told.
+- Other draws by the number of samples, such as one for each sample in a loop, are told.
 - Threads of a loader, which stand for torch's worker processes, draw from generators of their own,
   also by Python's `random` and by NumPy.
 - Operations that draw inside (dropout, a distribution's parameters) draw from a state of the rank,

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import os
 import sys
 import threading
 from abc import ABCMeta
@@ -281,7 +282,7 @@ class ScriptContext:
             batch.of.use.computes()
             self._under_way.used(batch.of.use)
         elif self._used and not self._used.divided and self._used.of.use not in self._current:
-            # What it computes on is not of a loader: the pass before, such as a validation, is over
+            # It computes on no loader's batch: the pass before, such as a validation, is over
             # and does not train.
             self.weight, self._used = self._whole_weight(), None
 
@@ -596,6 +597,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
                 parts = randoms.around(parts)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch(use)
+                self._tell_draws(randoms.drawn_from)
                 context.took(deal.take(weight), data, use)
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
                 if registration is not None:
@@ -610,6 +612,19 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         if registration is not None:
             registration.step(ended=True)
         context.guard.note("the end of a pass over a loader")
+
+    def _tell_draws(self, modules: list[str]) -> None:
+        """Tell of samples that draw, each rank for its own, from numbers that orders are from."""
+        if modules:
+            file, line = self._context.guard.place
+            own = "" if self.generator is not None else ", or its generator="
+            self._context.say(
+                f"{os.path.basename(file)}:{line}: samples of {type(self.dataset).__name__} draw "
+                f"random numbers of {' and '.join(modules)} in the script's process, and each rank "
+                "draws for its own samples: numbers drawn from these afterwards, as the next "
+                "pass's order, are the same on all ranks, but not one process's; with the loader's "
+                f"num_workers=1{own} the order is"
+            )
 
     def _deals(
         self, batches: "_PassBatches", shares: RankShares, use: PassUse
