@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.schema import Buffer
-from dlio.image.picture import Pixels
 from dlio.util.forks import new_lock
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from dlio.image.picture import Pixels
 
 _FORMATS: Final = ("PNG", "GIF", "BMP", "TIFF", "WEBP", "JPEG", "PPM")
 _MOST_CHANNELS: Final = 4
@@ -46,7 +47,7 @@ def by_pillow(image: Buffer, most: int) -> "Image | None":
     return picture
 
 
-def as_rgb(picture: "Image") -> Pixels:
+def as_rgb(picture: "Image") -> "Pixels":
     """Return 8 bits of each colour, shape (height, width, 3); 16 bits are scaled."""
     if picture.mode.startswith("I;16"):
         grey = (np.asarray(picture) >> 8).astype(np.uint8)

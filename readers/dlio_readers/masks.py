@@ -262,7 +262,9 @@ def _key(sides: SideFolders, picture: str) -> tuple[str, str]:
 def _matched(source: Source, sides: SideFolders, suffix: str | None) -> tuple[list[str], list[str]]:
     """Return the pictures, and the mask of each. Raises SourceError if they do not match."""
     images = list(files_in(source, sides.images, PICTURES))
-    files = list(files_in(source, sides.others, _MASK_FILES))
+    # Next to other masks, GIFs are those of pictures that are not read.
+    files = list(files_in(source, sides.others, PICTURES))
+    files = files or list(files_in(source, sides.others, (".gif",)))
     masks = {name.rpartition(".")[0]: name for name in files}
     wanted = [sides.other(name, "") for name in images]
     if images and files and (suffix is not None or not any(stem in masks for stem in wanted)):

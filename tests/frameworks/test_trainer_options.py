@@ -13,6 +13,12 @@ from dlio.errors import UsageError
 from dlio.integrations import TrainerMixin
 
 
+@pytest.fixture(autouse=True)
+def _without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Loaders of a process that has imported it are made otherwise, those of later tests, too.
+    monkeypatch.setattr("dlio.loader.third_party.accelerate.prepare", lambda: None)
+
+
 class ForeignTrainer:
     """A Trainer, as far as the mixin reads it."""
 

@@ -242,9 +242,10 @@ def test_an_image_too_large_is_refused_by_its_header() -> None:
     with pytest.raises(DecodeError, match="65536 x 65536 pixels"):
         _decode(bytes(png))
     for order, kind in (("<", 4), (">", 4), ("<", 3), (">", 3)):
-        head = struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, 8, 2)
+        head = struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, 8, 4)
         value = "I" if kind == 4 else "H2x"
-        rows = [struct.pack(order + "HHI" + value, tag, kind, 1, 60_000) for tag in (256, 257)]
+        tags = {256: 60_000, 257: 60_000, 259: 1, 262: 1}  # Of 8 bits, black is 0.
+        rows = [struct.pack(order + "HHI" + value, tag, kind, 1, of) for tag, of in tags.items()]
         with pytest.raises(DecodeError, match="60000 x 60000 pixels"):
             _decode(head + b"".join(rows) + bytes(64))
 

@@ -35,7 +35,8 @@ def telling_failures(path: str, rank: int) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         line = f"ended{_place(error.__traceback__)}: KeyboardInterrupt"
-        _tell(RankFailure(rank, time.monotonic(), "", line), prints=True)
+        # The launcher interrupts those that outlive another's end, which is told first.
+        _tell(RankFailure(rank, time.monotonic(), "", line, follows=True), prints=True)
         raise
     except BrokenPipeError:
         raise
