@@ -111,7 +111,10 @@ def store_sample(root: str, opened: Callable[[str, int], int]) -> str:
         for name in below:
             look(os.path.join(folder, name), max(1, share))
 
-    look("", _LOOKED_AT)
+    try:
+        look("", _LOOKED_AT)
+    finally:
+        del look  # It holds itself, and the store by `opened`, until Python looks for cycles.
     return digest.hexdigest()
 
 

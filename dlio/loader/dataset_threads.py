@@ -56,12 +56,22 @@ class DatasetThreads(Generic[_Task]):
         own_queues: bool = False,
         stopped: Callable[[], None] | None = None,
     ) -> None:
-        self._count = count
-        self._prepare, self._serve, self._stopped = prepare, serve, stopped
-        self._datasets, self._seed = datasets, seed
         shared: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._queues = [queue.SimpleQueue() if own_queues else shared for _ in range(count)]
-        self.workers = Workers(name, CallerModes().within(self._run), count, wake=self._wake)
+
+        # Kept by the threads alone, as long as they run: most are methods of the pass that owns
+        # this object, which would hold each other.
+        def run(number: int) -> None:
+            set_worker_info(number, count, seed() + number, datasets(number))
+            self._run(number, prepare, serve)
+
+        def wake() -> None:
+            for each in self._queues:
+                each.put(None)
+            if stopped is not None:
+                stopped()
+
+        self.workers = Workers(name, CallerModes().within(run), count, wake=wake)
         """The threads: started by the caller, once all exists that `serve` uses, and closed."""
 
     def put(self, task: _Task, thread: int = 0) -> None:
@@ -93,24 +103,22 @@ class DatasetThreads(Generic[_Task]):
                 return result
         return result
 
-    def _wake(self) -> None:
-        for each in self._queues:
-            each.put(None)
-        if self._stopped is not None:
-            self._stopped()
-
-    def _run(self, number: int) -> None:
-        set_worker_info(number, self._count, self._seed() + number, self._datasets(number))
+    def _run(
+        self,
+        number: int,
+        prepare: Callable[[int], object],
+        serve: Callable[[int, _Task, Any], None],
+    ) -> None:
         refusal: Any = None
         try:
             try:
-                self._prepare(number)
+                prepare(number)
             except BaseException:
                 refusal = worker_error(number)
             while (task := self._queues[number].get()) is not None:
                 if self.workers.stopping.is_set():
                     break
-                self._serve(number, task, refusal)
+                serve(number, task, refusal)
                 del task  # Or a waiting thread would keep a batch's memory.
         finally:
             clear_worker_info()

@@ -425,7 +425,10 @@ class Hdf5File:
                     if len(sets) > _MAX_SETS:
                         raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
 
-        look(root, "")
+        try:
+            look(root, "")
+        finally:
+            del look  # It holds itself, and by `root` the open file, until Python looks for cycles.
         if links:
             tell_once(
                 f"{self.file.name}: {counted(len(links), 'link')} to groups, nothing or other "
