@@ -35,7 +35,8 @@ def telling_failures(path: str, rank: int) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         line = f"ended{_place(error.__traceback__)}: KeyboardInterrupt"
-        _tell(RankFailure(rank, time.monotonic(), "", line), prints=True)
+        # As the others of a lost rank are ended.
+        _tell(RankFailure(rank, time.monotonic(), "", line, follows=True), prints=True)
         raise
     except BrokenPipeError:
         raise
