@@ -109,7 +109,7 @@ def store_sample(root: str, opened: Callable[[str, int], int]) -> str:
                 add(name, status.st_size, status.st_mtime_ns, sample)
         share = (most - (len(chosen) - len(below))) // max(1, len(below))
         for name in below:
-            look(os.path.join(folder, name), max(1, share))
+            look(os.path.join(folder, name), max(1, share))  # noqa: F821 - until the end
 
     try:
         look("", _LOOKED_AT)

@@ -418,7 +418,7 @@ class Hdf5File:
                     continue
                 if isinstance(child, h5py.Group):
                     if prefix.count("/") < 16:
-                        look(child, f"{name}/")
+                        look(child, f"{name}/")  # noqa: F821 - until the end
                 elif isinstance(child, h5py.Dataset):
                     self._check(name, child)
                     sets[name] = child

@@ -157,7 +157,7 @@ def _made(folder: Path) -> Path:
 
 @pytest.mark.parametrize("loaders", [dlio.DataLoader, dlio.StatefulDataLoader])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_what_is_dropped_within_a_pass_goes_before_python_looks_for_cycles(
+def test_all_that_is_dropped_in_a_pass_goes_before_python_looks_for_cycles(
     kind: str, loaders: Callable[..., Any], tmp_path: Path
 ) -> None:
     def use() -> weakref.ref[object]:
