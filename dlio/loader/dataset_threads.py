@@ -2,8 +2,8 @@
 
 Both ways of asking are built on `DatasetThreads`: sample by sample from one shared data set
 (`thread_engine`), and batch by batch from a copy for each thread, whose state is saved
-(`torchdata_state.transports`). It owns the threads and their queues; what a task is, and where its
-result goes, is the caller's.
+(`torchdata_state.transports`). It owns the threads and their queues; the tasks, and where their
+results go, are the caller's.
 
 Whatever a user's function raises becomes a result, SystemExit and CancelledError included: an
 exception that ended a thread would leave the training loop waiting for its batch.
@@ -39,7 +39,7 @@ class DatasetThreads(Generic[_Task]):
 
     `prepare`, the user's `worker_init_fn`, is called in each thread with its number before its
     first task. Tasks are done by `serve(number, task, refusal)`, which must not raise; `refusal`
-    wraps what `prepare` raised, None if nothing. Both run in the modes (`CallerModes`) of the
+    wraps the error that `prepare` raised, None if nothing. Both run in the modes (`CallerModes`) of the
     thread that makes this object. Thread k finds `datasets[k]` and the seed `seed` + k in
     `get_worker_info()`. With `own_queues` a task is for one thread; otherwise any thread takes
     it. `stopped` is called once the threads are asked to stop, to end the caller's waits.
