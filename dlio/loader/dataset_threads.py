@@ -39,7 +39,7 @@ class DatasetThreads(Generic[_Task]):
 
     `prepare`, the user's `worker_init_fn`, is called in each thread with its number before its
     first task. Tasks are done by `serve(number, task, refusal)`, which must not raise; `refusal`
-    wraps the error that `prepare` raised, None if nothing. Both run in the modes (`CallerModes`) of the
+    wraps an error of `prepare`, None if nothing. Both run in the modes (`CallerModes`) of the
     thread that makes this object. Thread k finds `datasets[k]` and the seed `seed` + k in
     `get_worker_info()`. With `own_queues` a task is for one thread; otherwise any thread takes
     it. `stopped` is called once the threads are asked to stop, to end the caller's waits.
