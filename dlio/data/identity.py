@@ -109,9 +109,12 @@ def store_sample(root: str, opened: Callable[[str, int], int]) -> str:
                 add(name, status.st_size, status.st_mtime_ns, sample)
         share = (most - (len(chosen) - len(below))) // max(1, len(below))
         for name in below:
-            look(os.path.join(folder, name), max(1, share))
+            look(os.path.join(folder, name), max(1, share))  # noqa: F821 - until the end
 
-    look("", _LOOKED_AT)
+    try:
+        look("", _LOOKED_AT)
+    finally:
+        del look  # It holds itself, and the store by `opened`, until Python looks for cycles.
     return digest.hexdigest()
 
 

@@ -87,14 +87,21 @@ def _named(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
+_WHY: Final[dict[int, str]] = {
+    signal.SIGKILL: "; the kernel does so when memory runs out",
+    signal.SIGBUS: "; the kernel does so when a file mapped into memory was cut off by another "
+    "process or cannot be read from its disk, or when /dev/shm or a huge page runs out: see the "
+    "kernel's log, and let nothing write to data sets or dlio's cache while they are used",
+}
+
+
 def ended_by_signal(rank: int, number: int) -> str:
     """Return the line that tells of a rank's end by a signal."""
     try:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    more = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
-    return f"rank {rank} was ended by {name}, and with it the others{more}"
+    return f"rank {rank} was ended by {name}, and with it the others{_WHY.get(number, '')}"
 
 
 def ended_by_code(rank: int, code: int) -> str:

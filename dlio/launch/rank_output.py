@@ -20,7 +20,7 @@ _NOT_STARTED = "PMIx server's listener thread failed to start"
 started then, so mpirun can be started again."""
 _NODE_LOST = "PRTE has lost communication with a remote daemon"
 _NOISE = ("NBC_Progress", "Error in NBC_Start_round", "plm:ssh: Warning: setpgid")
-"""Beginnings of what Open MPI prints about sums that a loss has interrupted."""
+"""Beginnings of the lines that Open MPI prints about sums that a loss has interrupted."""
 _BANNERS = (
     "MPI_ABORT was invoked",
     "has exited due to process rank",

@@ -2,8 +2,8 @@
 
 Both ways of asking are built on `DatasetThreads`: sample by sample from one shared data set
 (`thread_engine`), and batch by batch from a copy for each thread, whose state is saved
-(`torchdata_state.transports`). It owns the threads and their queues; what a task is, and where its
-result goes, is the caller's.
+(`torchdata_state.transports`). It owns the threads and their queues; the tasks, and where their
+results go, are the caller's.
 
 Whatever a user's function raises becomes a result, SystemExit and CancelledError included: an
 exception that ended a thread would leave the training loop waiting for its batch.
@@ -39,7 +39,7 @@ class DatasetThreads(Generic[_Task]):
 
     `prepare`, the user's `worker_init_fn`, is called in each thread with its number before its
     first task. Tasks are done by `serve(number, task, refusal)`, which must not raise; `refusal`
-    wraps what `prepare` raised, None if nothing. Both run in the modes (`CallerModes`) of the
+    wraps an error of `prepare`, None if nothing. Both run in the modes (`CallerModes`) of the
     thread that makes this object. Thread k finds `datasets[k]` and the seed `seed` + k in
     `get_worker_info()`. With `own_queues` a task is for one thread; otherwise any thread takes
     it. `stopped` is called once the threads are asked to stop, to end the caller's waits.
@@ -56,12 +56,22 @@ class DatasetThreads(Generic[_Task]):
         own_queues: bool = False,
         stopped: Callable[[], None] | None = None,
     ) -> None:
-        self._count = count
-        self._prepare, self._serve, self._stopped = prepare, serve, stopped
-        self._datasets, self._seed = datasets, seed
         shared: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._queues = [queue.SimpleQueue() if own_queues else shared for _ in range(count)]
-        self.workers = Workers(name, CallerModes().within(self._run), count, wake=self._wake)
+
+        # Kept by the threads alone, as long as they run: most are methods of the pass that owns
+        # this object, which would hold each other.
+        def run(number: int) -> None:
+            set_worker_info(number, count, seed() + number, datasets(number))
+            self._run(number, prepare, serve)
+
+        def wake() -> None:
+            for each in self._queues:
+                each.put(None)
+            if stopped is not None:
+                stopped()
+
+        self.workers = Workers(name, CallerModes().within(run), count, wake=wake)
         """The threads: started by the caller, once all exists that `serve` uses, and closed."""
 
     def put(self, task: _Task, thread: int = 0) -> None:
@@ -93,24 +103,22 @@ class DatasetThreads(Generic[_Task]):
                 return result
         return result
 
-    def _wake(self) -> None:
-        for each in self._queues:
-            each.put(None)
-        if self._stopped is not None:
-            self._stopped()
-
-    def _run(self, number: int) -> None:
-        set_worker_info(number, self._count, self._seed() + number, self._datasets(number))
+    def _run(
+        self,
+        number: int,
+        prepare: Callable[[int], object],
+        serve: Callable[[int, _Task, Any], None],
+    ) -> None:
         refusal: Any = None
         try:
             try:
-                self._prepare(number)
+                prepare(number)
             except BaseException:
                 refusal = worker_error(number)
             while (task := self._queues[number].get()) is not None:
                 if self.workers.stopping.is_set():
                     break
-                self._serve(number, task, refusal)
+                serve(number, task, refusal)
                 del task  # Or a waiting thread would keep a batch's memory.
         finally:
             clear_worker_info()

@@ -42,7 +42,9 @@ class Workers:
     """A group of threads that run one function. The object that creates it closes it.
 
     Thread-safe. Call `start` at the end of the owner's constructor, when everything that the
-    function uses exists.
+    function uses exists. `run` and `wake` are often methods of the owner: a thread that has ended
+    forgets the one, a group that is asked to stop the other, so that an owner which is dropped then
+    goes at once, with all that it holds, and not when Python next looks for cycles.
 
     Args:
         name: prefix of the threads' names, `name-0`, `name-1` and so on; a single thread's name.
@@ -67,14 +69,13 @@ class Workers:
         self.stopping = threading.Event()
         self.stop_timeout_s = stop_timeout_s
         self.serves_others = serves_others
-        self._run = run
-        self._wake = wake
+        self._wake: Callable[[], object] | None = wake
         self._lock = threading.Lock()
         self._reported = False
         self._threads = [
             threading.Thread(
                 target=self._main,
-                args=(k,),
+                args=(run, k),
                 name=name if count == 1 else f"{name}-{k}",
                 daemon=True,
             )
@@ -124,8 +125,9 @@ class Workers:
             if self.stopping.is_set():
                 return
             self.stopping.set()
-        if self._wake is not None:
-            self._wake()
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
 
     def close(self, timeout_s: float | None = None) -> list[str]:
         """Stop and join the threads. Return the names of those still alive after the deadline, in
@@ -139,12 +141,13 @@ class Workers:
     def _lose_threads(self) -> None:
         """Be an empty group that has stopped, in a forked child."""
         self._threads.clear()
+        self._wake = None
         self.stopping.set()
         self._lock = threading.Lock()
 
-    def _main(self, number: int) -> None:
+    def _main(self, run: Callable[[int], object], number: int) -> None:
         # A method: a running thread thereby keeps its group alive, and in the registry.
-        self._run(number)
+        run(number)
 
     def _joined(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -418,14 +418,17 @@ class Hdf5File:
                     continue
                 if isinstance(child, h5py.Group):
                     if prefix.count("/") < 16:
-                        look(child, f"{name}/")
+                        look(child, f"{name}/")  # noqa: F821 - until the end
                 elif isinstance(child, h5py.Dataset):
                     self._check(name, child)
                     sets[name] = child
                     if len(sets) > _MAX_SETS:
                         raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
 
-        look(root, "")
+        try:
+            look(root, "")
+        finally:
+            del look  # It holds itself, and by `root` the open file, until Python looks for cycles.
         if links:
             tell_once(
                 f"{self.file.name}: {counted(len(links), 'link')} to groups, nothing or other "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dlio.integrations.script.script_failure import telling_failures
 from dlio.launch.rank_failures import RankFailure, failures_in, leave_failure
 from dlio.launch.rank_output import ErrorFilter
 from dlio.util.settings import FAILURES
@@ -71,6 +72,24 @@ def test_the_cause_wins_over_those_that_missed_the_rank(tmp_path: Path) -> None:
         "dlio: then rank 2 ended at a:7: Y\n",
         "dlio: error: rank 1 ended at a:1: X\n",
     ]
+
+
+def test_a_bus_error_is_said_with_its_causes(tmp_path: Path) -> None:
+    by_bus_error = [line.replace("9 (Killed)", "7 (Bus error)") for line in KILLED]
+    (line,) = _shown(tmp_path, by_bus_error)
+    assert line.startswith("dlio: error: rank 1 was ended by SIGBUS, and with it the others; ")
+    assert "a file mapped into memory was cut off" in line
+    assert "/dev/shm" in line
+
+
+def test_a_rank_that_is_interrupted_with_others_does_not_hide_the_lost_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILURES, str(tmp_path))
+    with pytest.raises(KeyboardInterrupt), telling_failures("train.py", 0):
+        raise KeyboardInterrupt
+    assert _shown(tmp_path, KILLED) == [f"dlio: error: {BY_SIGNAL}\n"]
+    assert "KeyboardInterrupt" in _shown(tmp_path, [])[-1]  # Nobody else was lost.
 
 
 def test_a_signal_or_an_exit_code_is_said_with_its_rank(tmp_path: Path) -> None:

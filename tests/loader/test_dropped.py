@@ -4,14 +4,20 @@ import gc
 import os
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 import dlio
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+from dlio.util.threads import Workers
 from tests.conftest import in_time
 
 _SAMPLES = 48
@@ -100,6 +106,84 @@ def _drop(use: Use, times: int, source: Path, tiers: Path) -> None:
 @pytest.mark.parametrize("use", [_iterated_partly, _in_a_traceback])
 def test_a_dropped_data_set_holds_nothing(use: Use, source: Path, tmp_path: Path) -> None:
     _drop(use, 4, source, tmp_path / "tiers")
+
+
+class _Ordinary(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class _WithState(_Ordinary):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def _rows(folder: Path) -> object:
+    with h5py.File(folder / "rows.h5", "w") as file:
+        file["values"] = np.zeros((_SAMPLES, 8), np.float32)
+    return dlio.open(f"{folder}/rows.h5::values")
+
+
+def _pictures(folder: Path, tiers: str | None = None) -> object:
+    rng = np.random.default_rng(0)
+    for number in range(8):
+        (folder / "pictures" / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(rng.integers(0, 256, (40, 40, 3), np.uint8))
+        picture.save(folder / f"pictures/{number % 2}/{number}.jpg")
+    return dlio.open(folder / "pictures", image_size=16, tiers=tiers)
+
+
+_KINDS: dict[str, Callable[[Path], object]] = {
+    "rows": _rows,
+    "rows in a tier": lambda folder: _open(_made(folder), folder / "tiers"),
+    "pictures": _pictures,
+    "pictures in a tier": lambda folder: _pictures(folder, "ram:4MiB"),
+    "torch": lambda _: _Ordinary(),
+    "torch, each thread its copy": lambda _: _WithState(),
+}
+
+
+def _made(folder: Path) -> Path:
+    (folder / "tiers").mkdir(exist_ok=True)
+    np.save(folder / "values.npy", np.random.default_rng().random((_SAMPLES, 500), np.float32))
+    return folder / "values.npy"
+
+
+@pytest.mark.parametrize("loaders", [dlio.DataLoader, dlio.StatefulDataLoader])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_all_that_is_dropped_in_a_pass_goes_before_python_looks_for_cycles(
+    kind: str, loaders: Callable[..., Any], tmp_path: Path
+) -> None:
+    def use() -> weakref.ref[object]:
+        data = _KINDS[kind](tmp_path)
+        loader = loaders(data, batch_size=2, num_workers=2)
+        batches = iter(loader)
+        next(batches)
+        for _ in loader:
+            break
+        return weakref.ref(data)
+
+    def groups() -> int:
+        return sum(isinstance(each, Workers) and bool(each.alive()) for each in gc.get_objects())
+
+    use()  # The first use starts threads that last as long as the process.
+    gc.collect()
+    assert in_time(lambda: not _held()[1])
+    lasting, descriptors = groups(), _held()[0]
+    gc.disable()
+    try:
+        dropped = [use() for _ in range(3)]
+        assert in_time(lambda: not any(each() is not None for each in dropped))
+        assert in_time(lambda: groups() <= lasting), [t.name for t in threading.enumerate()]
+        assert in_time(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.nightly
