@@ -617,13 +617,15 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         """Tell of samples that draw, each rank for its own, from numbers that orders are from."""
         if modules:
             file, line = self._context.guard.place
-            own = "" if self.generator is not None else ", or its generator="
+            has_own = self.generator is not None  # Of its order.
+            such = "" if has_own else ", such as the next pass's order,"
+            remedy = "they are" if has_own else "or its generator= the order is"
             self._context.say(
                 f"{os.path.basename(file)}:{line}: samples of {type(self.dataset).__name__} draw "
                 f"random numbers of {' and '.join(modules)} in the script's process, and each rank "
-                "draws for its own samples: numbers drawn from these afterwards, as the next "
-                "pass's order, are the same on all ranks, but not one process's; with the loader's "
-                f"num_workers=1{own} the order is"
+                f"draws for its own samples: numbers drawn from these afterwards{such} are the "
+                "same on all ranks, but not one process's; with the loader's num_workers=1 "
+                f"{remedy}"
             )
 
     def _deals(
