@@ -37,7 +37,8 @@ class GradientHooks:
         self, waits: Callable[[torch.Tensor], bool], part: Callable[[], float | None]
     ) -> None:
         self._waits, self._part = waits, part
-        self._is_inside = False
+        self.is_inside = False
+        """True within a backward."""
         self._changes: list[_HookCall] = []
         """Calls of hooks that may change a gradient before it is added to `.grad`."""
         self._after: list[_HookCall] = []
@@ -62,7 +63,7 @@ class GradientHooks:
                 return original(tensor, self._scaled(hook) if is_change else hook)
 
             def waiting(argument: torch.Tensor) -> torch.Tensor | None:
-                if not self._is_inside or not self._waits(tensor):
+                if not self.is_inside or not self._waits(tensor):
                     result: torch.Tensor | None = hook(argument)
                     return result
                 before = tensor.grad
@@ -79,7 +80,7 @@ class GradientHooks:
         """Return a hook that gets one process's gradient of a tensor of samples."""
 
         def scaled(gradient: torch.Tensor) -> torch.Tensor | None:
-            part = self._part() if self._is_inside else None
+            part = self._part() if self.is_inside else None
             if part is None or part == 1:
                 result: torch.Tensor | None = hook(gradient)
                 return result
@@ -91,15 +92,15 @@ class GradientHooks:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Call the hooks of a backward that runs inside the `with` block after it."""
-        if self._is_inside:
+        if self.is_inside:
             yield
             return
-        self._is_inside = True
+        self.is_inside = True
         try:
             yield
             changes, after = self._changes[:], self._after[:]
         finally:
-            self._is_inside = False
+            self.is_inside = False
             self._changes.clear()
             self._after.clear()
         with torch.no_grad():

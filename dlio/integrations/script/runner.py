@@ -9,7 +9,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -435,9 +435,11 @@ class _ScriptTakeover:
             keeps_graph = bool(options.get("retain_graph") or options.get("create_graph"))
             keeps_graph |= any(args[1:3])  # In torch's order, after the gradients of `tensors`.
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            # Of one inside of another, as of checkpoints, gradients go on into the outer one.
+            is_inner = self._hooks.is_inside
             with (
                 self._hooks.backward(),
-                self._inputs.backward(roots, keeps_graph),
+                nullcontext() if is_inner else self._inputs.backward(roots, keeps_graph),
                 self._context.guard.backward(tensors, keeps_graph) as losses,
             ):
                 original(tensors, *args, **options)
@@ -457,6 +459,8 @@ class _ScriptTakeover:
 
         def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             several = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+            if self._hooks.is_inside:
+                return original(outputs, several, *args, **options)
             if any(self._context.places()) and any(map(self._has_means, several)):
                 self._context.say(
                     f"{script_line()}: torch.autograd.grad gives the gradient of each rank's part "

@@ -1,10 +1,12 @@
 """Uses of the gradients of samples and activations: adversarial samples, penalties."""
 
 import sys
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(3)
@@ -64,4 +66,42 @@ for a, b in DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True):
     optimizer.zero_grad()
     (loss + gradient.square().sum()).backward()
     optimizer.step()
+
+
+# A backward inside of another: its gradients go on into the outer one.
+
+
+class Again(torch.autograd.Function):
+    """Computes a layer once more in its backward, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, weight: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(a, weight)
+        ctx.kind = kind
+        return a @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            made = a @ weight.T
+        if ctx.kind == "grad":
+            return *torch.autograd.grad(made, (a, weight), gradients), None
+        torch.autograd.backward(made, gradients)
+        return a.grad, weight.grad, None
+
+
+def through(a: torch.Tensor, kind: str) -> torch.Tensor:
+    before = model[1](model[0](a))
+    if kind == "checkpoint":
+        made: torch.Tensor = checkpoint(model[2], before, use_reentrant=True)
+        return made
+    return Again.apply(before, model[2].weight, kind) + model[2].bias
+
+
+for kind in ("checkpoint", "backward", "grad"):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True):
+        optimizer.zero_grad()
+        functional.cross_entropy(through(a, kind), b).backward()
+        optimizer.step()
 torch.save(model.state_dict(), sys.argv[1])
