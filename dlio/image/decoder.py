@@ -79,7 +79,7 @@ from dlio.image.jpeg import (
     with_kept_starts,
     without_markers,
 )
-from dlio.image.pillow_pictures import as_rgb, by_pillow
+from dlio.image.pillow_pictures import MOST_CHANNELS, as_rgb, by_pillow
 from dlio.image.tiff_strips import strips_are_whole
 from dlio.image.tiff_tiles import with_wide_tiles
 from dlio.plan.order import keyed_uniforms
@@ -96,7 +96,6 @@ StoredPixels = npt.NDArray[Any]
 """Pixels of a file's own type: grey, or BGR and alpha."""
 _JPEG: Final = b"\xff\xd8"
 _MOST_16_BITS: Final = 0xFFFF
-_MOST_CHANNELS: Final = 4
 _FACTORS = (8, 4, 2)
 """Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
 _READABLE = (
@@ -720,9 +719,8 @@ def _decode_by_opencv(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         if not gif_size(image)[2]:
             raise damaged(name, "the frame of the GIF is not the whole picture")
         image = without_transparency(image)
-    if head[:2] in PNM and not is_pnm(image):
-        raise damaged(name, "its header is not as the format says")
-    if head[:2] == b"BM" and not bmp_is_regular(image):
+    is_odd_pnm = head[:2] in PNM and not is_pnm(image)
+    if is_odd_pnm or (head[:2] == b"BM" and not bmp_is_regular(image)):
         raise damaged(name, "its header is not as the format says")
     if most := pnm_most(image):
         stored = opencv_pixels(pnm_as_stored(image), name, as_stored=True)
@@ -760,9 +758,9 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         most = (1 << bits) - 1
         return _rgb((most - numbers if kind == WHITE_IS_ZERO else numbers) * (255 // most))
     samples, bits = header.value(image, SAMPLES, 1), header.value(image, BITS, 1)
-    if samples > _MOST_CHANNELS:
+    if samples > MOST_CHANNELS:
         raise damaged(
-            name, f"it has {counted(samples, 'channel')}, and pictures have up to {_MOST_CHANNELS}"
+            name, f"it has {counted(samples, 'channel')}, and pictures have up to {MOST_CHANNELS}"
         )
     alpha = header.value(image, ALPHA, 0) if samples == 4 and kind == RGB else 0
     if alpha == UNASSOCIATED:  # libtiff would multiply by it.

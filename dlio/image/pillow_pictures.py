@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.schema import Buffer
+from dlio.image.file_headers import SAMPLES
 from dlio.util.forks import new_lock
 
 if TYPE_CHECKING:
@@ -20,9 +21,8 @@ if TYPE_CHECKING:
     from dlio.image.picture import Pixels
 
 _FORMATS: Final = ("PNG", "GIF", "BMP", "TIFF", "WEBP", "JPEG", "PPM")
-_MOST_CHANNELS: Final = 4
-_SAMPLES: Final = 277
-"""TIFF's tag for the number of channels, of which Pillow would drop those beyond four."""
+MOST_CHANNELS: Final = 4
+"""Of those beyond, Pillow would drop some of a TIFF's."""
 _quiet = new_lock()
 
 
@@ -35,8 +35,8 @@ def by_pillow(image: Buffer, most: int) -> "Image | None":
         with _quiet, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             picture = Image.open(io.BytesIO(image), formats=_FORMATS)
-            channels = getattr(picture, "tag_v2", {}).get(_SAMPLES, 1)
-            if picture.width * picture.height > most or channels > _MOST_CHANNELS:
+            channels = getattr(picture, "tag_v2", {}).get(SAMPLES, 1)
+            if picture.width * picture.height > most or channels > MOST_CHANNELS:
                 return None
             if picture.format == "TIFF":  # Its header is read once more.
                 picture.load()

@@ -22,7 +22,6 @@ from dlio.image.file_headers import (
     HEIGHT,
     OFFSETS,
     PHOTOMETRIC,
-    PLANAR,
     ROWS_PER_STRIP,
     SAMPLES,
     TILE_COUNTS,
@@ -65,7 +64,7 @@ def _strips(image: Buffer, header: TiffHeader) -> Iterator[tuple[memoryview, int
     """Yield each strip or tile and the number of bytes that it holds."""
     width, height = header.value(image, WIDTH, 0), header.value(image, HEIGHT, 0)
     samples, bits = header.value(image, SAMPLES, 1), header.value(image, BITS, 1)
-    apart = header.value(image, PLANAR, 1) == 2
+    apart = header.is_planar(image)
     across = 1 if apart else samples
     tiled = TILE_OFFSETS in header.entries
     places = header.values(image, TILE_OFFSETS if tiled else OFFSETS, _MOST_STRIPS)

@@ -14,7 +14,6 @@ from dlio.image.file_headers import (
     BITS,
     COMPRESSION,
     HEIGHT,
-    PLANAR,
     SAMPLES,
     TILE_COUNTS,
     TILE_HEIGHT,
@@ -38,7 +37,7 @@ def with_wide_tiles(image: Buffer) -> bytes | None:
     width, height = header.value(image, WIDTH, 0), header.value(image, HEIGHT, 0)
     across, down = header.value(image, TILE_WIDTH, 0), header.value(image, TILE_HEIGHT, 0)
     samples, bits = header.value(image, SAMPLES, 1), header.value(image, BITS, 1)
-    planes = samples if header.value(image, PLANAR, 1) == 2 else 1
+    planes = samples if header.is_planar(image) else 1
     row = across * bits * (samples if planes == 1 else 1) // 8
     if header.value(image, COMPRESSION, 1) != 1 or across % 8 or row * down % _TILE_UNIT == 0:
         return None
