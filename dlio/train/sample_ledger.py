@@ -11,7 +11,7 @@ from dlio.comm import Communicator
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import DlioError
 from dlio.train.ledger_file import LedgerLine, line_hash, placed
-from dlio.util.whole_files import move_file, open_partial, remove_file, unwritable
+from dlio.util.whole_files import move_file, name_partial, open_partial, remove_file, unwritable
 
 
 class LedgerPlace(TypedDict):
@@ -47,6 +47,8 @@ class SampleLedger:
         self._numbers = range(comm.size) if numbers is None else numbers
         self._me = self._numbers[comm.rank]
         self._is_kept = token is not None
+        # No other process goes on with its file, which has no name until it is complete.
+        self._is_alone = token is None and recovery_of(comm) is None
         self._start = start
         self._lines: list[LedgerLine] = []
         self._earlier: list[LedgerLine] = []
@@ -134,7 +136,7 @@ class SampleLedger:
     def _open(self, *, new: bool) -> IO[str]:
         """Open the unfinished file. Raises UsageError if that is not possible."""
         try:
-            return open_partial(self._temporary, new=new)
+            return open_partial(self._temporary, new=new, nameless=new and self._is_alone)
         except OSError as error:
             raise unwritable(self._path, error) from error
 
@@ -155,14 +157,16 @@ class SampleLedger:
         """Publish the file under its final name. Collective."""
 
         def publish() -> None:
-            # If the rank that published it is lost, the next one finds it done.
-            if self._comm.rank == 0 and os.path.exists(self._temporary):
-                try:
+            try:
+                if self._comm.rank == 0 and self._file is not None:
+                    name_partial(self._file, self._temporary)
+                # If the rank that published it is lost, the next one finds it done.
+                if self._comm.rank == 0 and os.path.exists(self._temporary):
                     with self._open(new=False) as file:
                         os.fsync(file.fileno())
                     move_file(self._temporary, self._path)
-                except OSError as error:
-                    raise unwritable(self._path, error) from error
+            except OSError as error:
+                raise unwritable(self._path, error) from error
             self._comm.barrier()
 
         uniform(self._comm, publish)

@@ -10,10 +10,11 @@ from typing import IO, Final
 
 from dlio.errors import UsageError
 from dlio.util.json_output import json_text
-from dlio.util.trusted_files import open_file, publish_file, temporary_name
+from dlio.util.trusted_files import open_file, path_of, publish_file, temporary_name
 from dlio.util.user_folders import parent_of
 
 _POLL_S: Final = 0.02
+_NAMELESS_UNKNOWN: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 PUBLIC_FILE: Final = 0o664
 """Mode of files that users name, and of all files in folders that are published: as the umask has
 it, which may let a group write, but never all users."""
@@ -47,17 +48,33 @@ def write_whole_at(
 ) -> None:
     """Write a file in a verified folder as `write_whole` does. Raises OSError."""
     temporary = temporary_name(name)
-    descriptor = open_file(folder, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    descriptor, named = _open_unfinished(folder, temporary, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+            if not named:
+                _give_name(descriptor, folder, temporary)
         publish_file(folder, temporary, name)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
+
+
+def _open_unfinished(folder: int, temporary: str, mode: int) -> tuple[int, bool]:
+    """Open a file to write it; returns its descriptor, and True if it has the temporary name.
+
+    Without a name, nothing of it stays where its writer is killed. Parallel and network file
+    systems may not know such files.
+    """
+    try:
+        return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, dir_fd=folder), False
+    except OSError as error:
+        if error.errno not in _NAMELESS_UNKNOWN:
+            raise
+    return open_file(folder, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), True
 
 
 def open_own(path: str, flags: int, mode: int = 0o600) -> int:
@@ -70,17 +87,32 @@ def open_own(path: str, flags: int, mode: int = 0o600) -> int:
         return open_file(folder, name, flags, mode)
 
 
-def open_partial(path: str, *, new: bool) -> IO[str]:
+def open_partial(path: str, *, new: bool, nameless: bool = False) -> IO[str]:
     """Open a text file, to be read and written, that will be renamed when it is complete.
 
-    A new one begins empty; otherwise it must exist. Raises OSError; UntrustedFile if it is not this
-    user's own file.
+    A new one begins empty; otherwise it must exist. A new one that no other process opens may be
+    `nameless` until `name_partial`, where the file system knows such files. Raises OSError;
+    UntrustedFile if it is not this user's own file.
     """
+    if nameless:
+        with parent_of(path) as (folder, name):
+            return os.fdopen(_open_unfinished(folder, name, PUBLIC_FILE)[0], "r+")
     flags = os.O_RDWR | (os.O_CREAT if new else 0)
     file = os.fdopen(open_own(path, flags, PUBLIC_FILE), "r+")
     if new:
         file.truncate()
     return file
+
+
+def name_partial(file: IO[str], path: str) -> None:
+    """Give a file of `open_partial` the name that it was opened with. Raises OSError."""
+    if not os.fstat(file.fileno()).st_nlink:
+        with parent_of(path) as (folder, name):
+            _give_name(file.fileno(), folder, name)
+
+
+def _give_name(descriptor: int, folder: int, name: str) -> None:
+    os.link(path_of(descriptor), name, dst_dir_fd=folder)
 
 
 def move_file(path: str, to: str) -> None:

@@ -456,14 +456,20 @@ def test_a_run_does_not_resume_from_checkpoints_of_another_run(
 def test_a_failure_names_the_folder_that_the_user_gave(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = os.open
+    original, link = os.open, os.link
 
     def full(path: Any, flags: int, *args: Any, **options: Any) -> int:
         if str(path).startswith(file):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         return original(path, flags, *args, **options)
 
+    def full_link(source: str, path: str, **options: Any) -> None:
+        if path.startswith(file):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), source, None, path)
+        link(source, path, **options)
+
     monkeypatch.setattr(os, "open", full)
+    monkeypatch.setattr(os, "link", full_link)
     with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
         checkpoints.save(1, {"all/model/w": torch.ones(9)}, {})
         checkpoints.wait()

@@ -1,8 +1,11 @@
 """Folders that users name, and files in verified folders."""
 
+import errno
 import os
+import signal
 import stat
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -182,6 +185,39 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["other", "out"]
     with pytest.raises(UsageError, match="cannot be written"):
         write_json(str(tmp_path / "none" / "x"), 1)
+
+
+def test_nothing_stays_of_a_file_whose_writer_is_killed(tmp_path: Path) -> None:
+    def die(file: IO[bytes]) -> None:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if (child := os.fork()) == 0:
+        write_whole(str(tmp_path / "out"), die)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_may_not_know_files_without_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, names = os.open, []
+
+    def named_only(path: str, flags: int, *rest: int, **kept: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *rest, **kept)
+
+    def write(file: IO[bytes]) -> None:
+        names.extend(os.listdir(tmp_path))
+        file.write(b"new")
+
+    monkeypatch.setattr(os, "open", named_only)
+    write_whole(str(tmp_path / "out"), write)
+    assert len(names) == 1 and names[0].startswith("out.") and names[0].endswith(".tmp")
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out").read_text() == "new"
 
 
 def test_nothing_is_removed_in_a_folder_without_a_mark(tmp_path: Path) -> None:
