@@ -20,7 +20,8 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -72,6 +73,7 @@ def lock_byte(descriptor: int, at: int, kind: int = fcntl.F_WRLCK, count: int = 
 
 _BLOCK: Final = re.compile(r"([0-9]{8,12})\.blk")
 _TEMPORARY: Final = re.compile(r"tmp\.([0-9]{8,12})\..*")
+_SETTLED_NS: Final = 1_000_000_000
 _TABLE_BYTES: Final = 64 << 20
 """Bytes of block tables that a tier keeps in memory, 24 per sample. Files, in contrast, are opened
 for each read: that takes 5 µs, and a tier may have more blocks than a process may open files."""
@@ -105,6 +107,8 @@ class Tier(Closable):
         self._owned = OwnedDescriptors(self)
         self._claims_of = os.getpid()
         """The process whose claims the open file holds."""
+        self._listed: tuple[int, Set[int]] = (-1, set())
+        """The time of the last change of a folder in memory, and the blocks since then."""
         self._shared: SharedFolder | None = None
         if self.kind == "ram":
             self._shared = SharedFolder(names[-1])
@@ -142,9 +146,19 @@ class Tier(Closable):
         status = os.fstatvfs(self.folder)
         return status.f_bavail * status.f_frsize
 
-    def blocks(self) -> set[int]:
+    def blocks(self) -> Set[int]:
         """Return the numbers of the blocks that are published now."""
-        return _blocks_in(self.folder)
+        if self._shared is None:
+            return _blocks_in(self.folder)
+        # Each pass asks, and to read a folder of memory takes 3 µs a block. Its time moves in steps
+        # of some milliseconds: what is listed soon after a change may lack another one.
+        now, changed = time.time_ns(), os.fstat(self.folder).st_mtime_ns
+        if changed != self._listed[0]:
+            listed = _blocks_in(self.folder)
+            if now < changed + _SETTLED_NS:
+                return listed
+            self._listed = changed, listed
+        return self._listed[1]
 
     def has(self, block: int) -> bool:
         """True if a block is published."""
@@ -458,7 +472,7 @@ class TierView(Tier):
     def free_bytes(self) -> int:
         return self._free
 
-    def blocks(self) -> set[int]:
+    def blocks(self) -> Set[int]:
         return set(self._blocks)
 
     def has(self, block: int) -> bool:
@@ -566,7 +580,7 @@ class TierTargets:
     def _ranked(self) -> npt.NDArray[np.int64]:
         return np.append(np.argsort(self.by_speed), len(self.tiers))
 
-    def streamed_blocks(self) -> set[int]:
+    def streamed_blocks(self) -> Set[int]:
         """Return the streamed blocks that are in their tier now."""
         return self.tiers[-1].blocks() if self.can_stream else set()
 

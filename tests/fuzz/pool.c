@@ -26,6 +26,9 @@ int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *ended);
 int64_t dlio_pool_left(Pool *pool, const Job *job);
 int64_t dlio_pool_cancel(Pool *pool, Job *job, int64_t ns);
 int64_t dlio_pool_close(Pool *pool, int64_t ns);
+int64_t dlio_pieces(const Field *field, int64_t count, const int64_t *files, const int64_t *rows,
+                    const int64_t *starts, const int64_t *slots, int64_t to, int64_t room,
+                    int64_t *row, int64_t *chunk, Piece *piece, uint8_t *padded);
 
 enum { COUNT = 96, SLOTS = 40, SIDE = 24, JOBS = 4, DRAWS = 24, FIXED = 8 + 24 + 8, KINDS = 5 };
 
@@ -163,6 +166,77 @@ static Piece part_of(int64_t raw, uint8_t *to) {
     return piece;
 }
 
+static int64_t furthest(const Piece *piece, const int64_t *step) {
+    int64_t at = 0;
+    for (int d = 0; d < DIMENSIONS; d++) at += (piece->count[d] - 1) * step[d];
+    return at;
+}
+
+/* Find the pieces of patches of arrays of one size, which begin before them, too, and end behind them.
+ * Returns 0 if a piece leaves its chunk or its slot, or if they are not all that a patch has. */
+static int cut_patches(void) {
+    enum { PATCHES = 8, FILES = 3 };
+    int64_t n = 1 + (int64_t)draw(DIMENSIONS - 1), whole = 1, chunks_a_file = 1, files[PATCHES];
+    int64_t shapes[FILES * DIMENSIONS], chunks[FILES * DIMENSIONS], grids[FILES * DIMENSIONS];
+    int64_t firsts[FILES], rows[PATCHES], slots[PATCHES], starts[PATCHES * DIMENSIONS];
+    Field field = {.dimensions = n, .element = 1 << draw(4), .by_row = n > 1 && draw(2), .axes = n,
+                   .shapes = shapes, .chunks = chunks, .grids = grids, .firsts = firsts};
+    for (int64_t d = 0; d < n; d++) {
+        int64_t shape = 1 + (int64_t)draw(7), chunk = 1 + (int64_t)draw(7);
+        int is_whole = (!d && field.by_row) || draw(3) == 0;
+        field.axis[d] = is_whole ? -1 : d;
+        field.side[d] = !d && field.by_row ? 1 : is_whole ? shape : 1 + (int64_t)draw(9);
+        for (int64_t k = 0; k < FILES; k++) {
+            shapes[k * n + d] = shape, chunks[k * n + d] = chunk;
+            grids[k * n + d] = (shape - 1) / chunk + 1;
+        }
+        chunks_a_file *= grids[d];
+    }
+    for (int64_t d = n - 1; d >= 0; d--) {
+        field.to_step[d] = field.element * whole;
+        whole *= field.side[d];
+    }
+    field.bytes = whole * field.element;
+    for (int64_t k = 0; k < FILES; k++) firsts[k] = k * chunks_a_file;
+    int64_t held[PATCHES] = {0}, wanted[PATCHES];
+    for (int64_t k = 0; k < PATCHES; k++) {
+        files[k] = (int64_t)draw(FILES), slots[k] = (int64_t)draw(PATCHES);
+        rows[k] = (int64_t)draw((uint64_t)shapes[0]), wanted[k] = field.element;
+        for (int64_t d = 0; d < n; d++) {
+            int64_t start = (int64_t)draw(9) - 2, low = start > 0 ? start : 0;
+            int64_t end = start + field.side[d] < shapes[d] ? start + field.side[d] : shapes[d];
+            starts[k * n + d] = start;
+            if (field.axis[d] >= 0)
+                wanted[k] *= end > low ? end - low : 0;
+            else
+                wanted[k] *= field.side[d];
+        }
+    }
+    uint8_t padded[PATCHES];
+    int64_t needed =
+        dlio_pieces(&field, PATCHES, files, rows, starts, slots, 0, 0, NULL, NULL, NULL, padded);
+    int64_t *row = malloc((size_t)needed * 8 + 1), *chunk = malloc((size_t)needed * 8 + 1);
+    Piece *piece = malloc((size_t)needed * sizeof *piece + 1);
+    int good = needed == dlio_pieces(&field, PATCHES, files, rows, starts, slots, 0, needed, row,
+                                     chunk, piece, padded);
+    for (int64_t k = 0; k < needed; k++) {
+        int64_t most = field.element, bytes = 1;
+        for (int64_t d = 0; d < n; d++) most *= chunks[d] < shapes[d] ? chunks[d] : shapes[d];
+        for (int d = 0; d < DIMENSIONS; d++) good &= piece[k].count[d] > 0, bytes *= piece[k].count[d];
+        held[row[k]] += bytes;
+        good &= piece[k].from >= 0 && piece[k].from + furthest(piece + k, piece[k].from_step) < most;
+        int64_t to = piece[k].to - slots[row[k]] * field.bytes;
+        good &= to >= 0 && to + furthest(piece + k, piece[k].to_step) < field.bytes;
+        good &= chunk[k] / chunks_a_file == files[row[k]];
+    }
+    for (int64_t k = 0; k < PATCHES; k++) {
+        good &= held[k] == wanted[k];
+        good &= padded[k] || held[k] == field.bytes;
+    }
+    free(row), free(chunk), free(piece);
+    return good;
+}
+
 int main(int argc, char **argv) {
     if (argc < 5) return 2;
     state = strtoull(argv[1], NULL, 10);
@@ -202,9 +276,12 @@ int main(int argc, char **argv) {
         if (row->checked && draw(2) && row->descriptor == IN_MEMORY) row->checked = STORED;
     }
     uint64_t made = 0, refused = 0, given_up = 0;
+    int64_t in_order[SLOTS];
+    for (int64_t k = 0; k < SLOTS; k++) in_order[k] = k;
     Files *files = NULL;
     for (int round = 0; round < rounds; round++) {
         cut_off = NULL;
+        if (!cut_patches()) return 7;
         for (int k = 0; k < KINDS; k++) write_file(sets + k, place);
         cut_off = cut_files;
         /* Maps outlive pools, and what becomes of their files meanwhile. */
@@ -246,6 +323,7 @@ int main(int argc, char **argv) {
                             .samples = rows[j], .recipe = recipe, .columns = columns[j],
                             .images = images[j], .uniforms = uniforms, .draws = DRAWS,
                             .pieces = kind == 3 ? pieces[j] : NULL,
+                            .rows = draw(2) ? in_order : NULL,
                             .intact = draw(2) ? intact : NULL};
             dlio_pool_submit(pool, jobs + j);
         }

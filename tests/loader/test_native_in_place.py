@@ -94,7 +94,7 @@ print(made(pool)[0])
 def test_parts_of_a_chunk_that_is_known_to_be_intact_are_no_zeros(cut: int, tmp_path: Path) -> None:
     """No checksum of such a chunk is compared again: zeros behind its end are not taken for it."""
     what = f"""
-from dlio.data.patch_tables import PIECE
+from dlio.loader.planned_engine.native_pool import PIECE
 size = columns * 8
 
 

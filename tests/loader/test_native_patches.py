@@ -9,9 +9,9 @@ import pytest
 import zarr
 
 import dlio
-from dlio.data.patch_tables import tables_of
 from dlio.data.patches import PatchReader
 from dlio.loader.planned_engine import native_pool
+from dlio.loader.planned_engine.patch_tables import tables_of
 from dlio.storage.tier import Tier
 from tests.loader.native_checks import Spy, check_same
 from tests.loader.volumes import CHUNKS, PATCH, SHAPE, drawn
@@ -101,7 +101,7 @@ def test_tables_say_what_the_formula_says(case: str, sources: dict[str, Path]) -
     assert tables is not None
     numbers = np.random.default_rng(1).permutation(len(reader))[:40]
     slots = np.arange(len(numbers))
-    fields, volumes, starts = tables.pieces(numbers, slots, 3, 2)
+    fields, volumes, starts = tables.pieces(numbers, slots, 3, 2, [0] * len(tables.fields))
     for slot, number in enumerate(numbers.tolist()):
         cuts, volume, start = reader.cuts(number, 3, 2)
         assert volumes[slot] == volume

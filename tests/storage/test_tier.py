@@ -13,6 +13,7 @@ import pytest
 
 from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
+from dlio.storage import tier as tier_module
 from dlio.storage.block import encode_block
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
@@ -182,6 +183,32 @@ def _ram(job: str) -> Tier:
 
 
 Soon = Callable[[Callable[[], bool]], bool]
+
+
+def test_a_ram_tier_is_listed_again_only_after_a_change(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    listing = tier_module._blocks_in
+
+    def counted(folder: int) -> set[int]:
+        asked.append(folder)
+        return listing(folder)
+
+    monkeypatch.setattr(tier_module, "_blocks_in", counted)
+    with _ram(job) as one, _ram(job) as two:
+        one.publish(0, _pieces(0))
+        assert one.blocks() == two.blocks() == {0}
+        before = len(asked)
+        assert one.blocks() == {0}
+        assert len(asked) == before + 1  # Another change may have the same time.
+        os.utime(one.folder, ns=(0, 10**9))  # As if long ago.
+        assert one.blocks() == one.blocks() == {0}
+        assert len(asked) == before + 2
+        two.publish(1, _pieces(1))
+        assert one.blocks() == {0, 1}
+        two.discard(0)
+        assert one.blocks() == {1}
 
 
 def test_a_ram_tier_is_removed_with_its_last_process(job: str, soon: Soon) -> None:

@@ -17,7 +17,7 @@
 enum {
     FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW,
     LINE = 64,    /* bytes of the processor's cache */
-    FETCHED = 512, /* bytes of a sample after which the processor sees by itself what comes */
+    FETCHED = 4096, /* bytes that are fetched ahead at a time, at most */
     POPULATED = 1 << 23, /* bytes of a file all of whose pages are mapped at once, at most */
     MOST_MAPS = 1 << 14  /* of all files together: Linux lets a process have 65,530 */
 };
@@ -260,13 +260,19 @@ const uint8_t *dlio_in_place(const Sample *sample, int64_t wanted, int64_t from,
     return place->map + sample->offset;
 }
 
-void dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread *thread) {
-    if (sample->kept != IN_PLACE || bytes > SMALL || !thread->files->count) return;
+int dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread *thread) {
+    if (sample->kept != IN_PLACE || bytes > SMALL || !thread->files->count) return 0;
     /* Without the lock: a wrong address does no harm here. */
     const uint8_t *map = __atomic_load_n(&place_of(sample, thread->files)->map, __ATOMIC_RELAXED);
+    if (!map) return 0;
     uintptr_t at = (uintptr_t)map + (uintptr_t)(sample->offset + from);
-    for (int64_t k = 0; map && k < bytes && k < FETCHED; k += LINE)
-        __builtin_prefetch((const void *)(at + (uintptr_t)k));
+    for (int64_t k = 0; k < bytes && k < FETCHED; k += LINE)
+        __builtin_prefetch((const void *)(at + (uintptr_t)k), 0, 2);
+    return 1;
+}
+
+void dlio_expect_write(const uint8_t *to, int64_t bytes) {
+    for (int64_t k = 0; k < bytes && k < FETCHED; k += LINE) __builtin_prefetch(to + k, 1, 2);
 }
 
 void dlio_distrust(Thread *thread) {

@@ -392,7 +392,7 @@ static int copy_runs(const Piece *piece, int first, int file, int64_t offset, co
 /* Copy a part of a payload. Of a payload that lies as it is in a file, and is known to be intact, no
  * more is read than that part. */
 static int cut(const Job *job, const Sample *sample, Thread *thread) {
-    Piece piece = job->pieces[sample - job->samples];
+    Piece piece = *dlio_piece(job, sample - job->samples);
     /* Dimensions that follow each other without a gap are one. */
     int first = DIMENSIONS - 1, last = DIMENSIONS - 1;
     for (int d = last - 1; d >= 0; d--) {

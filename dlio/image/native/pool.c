@@ -16,7 +16,8 @@
 enum {
     MOST_THREADS = 1024,
     STACK = 1 << 20,
-    AHEAD = 8 /* samples, in the time of which memory answers */
+    AHEAD = 4, /* samples, in the time of which memory answers */
+    PAGE = 4096
 };
 
 #ifdef __linux__
@@ -60,12 +61,26 @@ static void unlink_job(Pool *pool, Job *job) {
         }
 }
 
+/* Have the processor's caches be filled with a sample that is read in place, and with where it goes. */
 static void expect(const Job *job, int64_t k, const Thread *thread) {
     const Sample *sample = job->samples + k;
-    if (!job->pieces)
-        dlio_expect(sample, 0, sample->stored, thread);
-    else
-        dlio_expect(sample, job->pieces[k].from, job->pieces[k].count[DIMENSIONS - 1], thread);
+    const Recipe *recipe = job->recipe;
+    if (job->pieces) {
+        const Piece *piece = dlio_piece(job, k);
+        int64_t bytes = piece->count[DIMENSIONS - 1];
+        /* Dimensions that follow each other without a gap. */
+        for (int d = DIMENSIONS - 2; d >= 0 && bytes < PAGE; d--) {
+            if (piece->count[d] == 1) continue;
+            if (piece->from_step[d] != bytes || piece->to_step[d] != bytes) break;
+            bytes *= piece->count[d];
+        }
+        if (dlio_expect(sample, piece->from, bytes, thread))
+            dlio_expect_write((const uint8_t *)(uintptr_t)piece->to, bytes);
+    } else if (dlio_expect(sample, 0, sample->stored, thread))
+        for (int64_t c = 0; c < recipe->count; c++) {
+            int64_t bytes = recipe->column[c].stride;
+            dlio_expect_write(job->columns[c] + sample->slot * bytes, bytes);
+        }
 }
 
 /* Take samples of the first job, and make them without the lock. */
@@ -192,15 +207,35 @@ static void order_by(const int64_t *number, int64_t *rows, int64_t *other, int64
     }
 }
 
+static int64_t bytes_of(const Piece *piece) {
+    int64_t bytes = 1;
+    for (int d = 0; d < DIMENSIONS; d++) bytes *= piece->count[d];
+    return bytes;
+}
+
+/* Number of slots that samples have; some have several. Without memory, that of samples. */
+static int64_t slots_of(const Sample *samples, int64_t count) {
+    int64_t highest = -1, slots = 0;
+    for (int64_t k = 0; k < count; k++)
+        highest = samples[k].slot > highest ? samples[k].slot : highest;
+    uint8_t *seen = calloc((size_t)highest + 2, 1);
+    if (!seen) return count;
+    for (int64_t k = 0; k < count; k++) slots += !seen[samples[k].slot], seen[samples[k].slot] = 1;
+    free(seen);
+    return slots;
+}
+
 /* Make the samples of a job of the known rows of a table, whose columns, `count` numbers each, are
  * those of dlio/storage/sample_locations.py; if `sorted`, those of a file follow each other.
  *
  * order: gets the row of each sample.
- * sums: bytes of all payloads; number of the first one's tier; 1 if others have another.
+ * pieces: of each row; NULL for whole payloads.
+ * sums: bytes of all payloads or pieces; number of the first one's tier; 1 if others have another;
+ *       slots.
  * Returns the number of samples. */
 EXPORT int64_t dlio_pool_rows(const int64_t *table, int64_t count, const uint8_t *known,
                               const int64_t *slots, int64_t sorted, Sample *samples, int64_t *order,
-                              int64_t sums[3]) {
+                              const Piece *pieces, int64_t sums[4]) {
     enum { DESCRIPTOR, BLOCK, REGULAR, KEPT, OFFSET, STORED_, RAW, DIGEST, CHECKED, TIER };
     int64_t used = 0;
     for (int64_t row = 0; row < count; row++)
@@ -219,8 +254,10 @@ EXPORT int64_t dlio_pool_rows(const int64_t *table, int64_t count, const uint8_t
                               .offset = at[OFFSET * count], .stored = at[STORED_ * count],
                               .raw = at[RAW * count], .digest = (uint64_t)at[DIGEST * count],
                               .checked = at[CHECKED * count], .slot = slots[order[k]]};
-        sums[0] += samples[k].raw, sums[2] |= at[TIER * count] != sums[1];
+        sums[0] += pieces ? bytes_of(pieces + order[k]) : samples[k].raw;
+        sums[2] |= at[TIER * count] != sums[1];
     }
+    sums[3] = pieces ? slots_of(samples, used) : used;
     return used;
 }
 

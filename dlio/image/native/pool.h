@@ -38,7 +38,7 @@ typedef struct {
 } Sample;
 
 /* A part of a sample's payload that goes into a batch, for patches of arrays: PIECE of
- * dlio/data/patch_tables.py. The last dimension is that of single bytes. */
+ * dlio/loader/planned_engine/patch_tables.py. The last dimension is that of single bytes. */
 enum { DIMENSIONS = 6 };
 typedef struct {
     int64_t from; /* first byte in the payload */
@@ -46,6 +46,19 @@ typedef struct {
     int64_t count[DIMENSIONS];
     int64_t from_step[DIMENSIONS], to_step[DIMENSIONS]; /* bytes */
 } Piece;
+
+/* The arrays of one field of patches, one a file: `FieldTable` there. All have as many dimensions, fewer
+ * than DIMENSIONS. */
+typedef struct {
+    int64_t dimensions, element; /* bytes of an element */
+    int64_t by_row; /* 1 if a patch lies in one index of the first dimension */
+    int64_t bytes;  /* of a patch, in the batch */
+    int64_t axes;   /* along which patches begin somewhere */
+    int64_t axis[DIMENSIONS]; /* by dimension: the axis that it is, -1 for a whole one */
+    int64_t side[DIMENSIONS], to_step[DIMENSIONS]; /* of a patch: elements; bytes between two, in the batch */
+    const int64_t *shapes, *chunks, *grids; /* elements, those of a chunk, chunks: for each file by dimension */
+    const int64_t *firsts;                  /* number of each file's first chunk */
+} Field;
 
 /* A field of fixed size, which goes into an array of the batch. */
 typedef struct {
@@ -89,7 +102,8 @@ typedef struct Job {
     uint8_t *images;         /* crops, RGB, by slot: bytes, or the recipe's numbers */
     const double *uniforms;  /* random numbers of crops, by slot */
     int64_t draws;           /* of each */
-    const Piece *pieces;     /* of each sample, in place of columns and images; or NULL */
+    const Piece *pieces;     /* in place of columns and images; or NULL */
+    const int64_t *rows;     /* the piece of each sample; NULL if they are in the samples' order */
     uint8_t *intact;         /* by block: 1 if it was compared with its digest in this pass */
     /* Written by the pool, under its lock. */
     int64_t next, left; /* first sample that no thread has taken; samples that are not done */
@@ -141,6 +155,10 @@ typedef struct {
     Fault fault;
 } Thread;
 
+static inline const Piece *dlio_piece(const Job *job, int64_t sample) {
+    return job->pieces + (job->rows ? job->rows[sample] : sample);
+}
+
 /* Nanoseconds of a clock that only goes on. */
 int64_t dlio_now(void);
 /* Make one sample; return what becomes of it. */
@@ -162,9 +180,11 @@ int dlio_file_of(const Sample *sample, Thread *thread);
  * `*is_last` gets 1, and a copy of them is to be checked; NULL if nothing is. Within `dlio_guarded`. */
 const uint8_t *dlio_in_place(const Sample *sample, int64_t wanted, int64_t from, int64_t bytes,
                              int *is_last, Thread *thread);
-/* Have the processor's cache be filled with bytes of a sample that is made soon, if it is read in
- * place. */
-void dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread *thread);
+/* Have the processor's cache be filled with bytes of a sample that is made soon. Returns 0 if it is not
+ * read in place. */
+int dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread *thread);
+/* The same of bytes that are written soon. */
+void dlio_expect_write(const uint8_t *to, int64_t bytes);
 /* Have the file be opened anew at its next use. */
 void dlio_distrust(Thread *thread);
 /* Returns 0 if the file cannot be read, or ends before. */

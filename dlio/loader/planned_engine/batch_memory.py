@@ -12,7 +12,7 @@ from dlio.util.buffer_pool import BufferPool
 
 _MOST_SPARE_BATCHES: Final = 64
 """Spare batches that are kept, more than are ever under way together."""
-_TOGETHER_BYTES: Final = 4 << 20
+_TOGETHER_BYTES: Final = 8 << 20
 """Bytes of batches that are made together: a user who keeps one of them keeps the memory of all."""
 _MOST_TOGETHER: Final = 16
 

@@ -72,6 +72,18 @@ SAMPLE: Final = np.dtype(
     ]
 )
 """`Sample` of pool.h."""
+DIMENSIONS: Final = 6
+"""Of a piece: volumes over time with channels have five, and an element has bytes."""
+PIECE: Final = np.dtype(
+    [
+        ("at", np.int64),
+        ("to", np.int64),
+        *((name, np.int64, DIMENSIONS) for name in ("count", "from_step", "to_step")),
+    ]
+)
+"""A part of a chunk that goes into a patch: first byte in the chunk, and address in the batch's
+array, then for each dimension the number of elements, and bytes from one to the next in the chunk
+and in the array. The last dimension is that of single bytes. `Piece` of pool.h."""
 _STORED: Final = 2
 """Value of `checked` for digests of stored bytes: STORED of pool.h."""
 _CASTS: Final = {
@@ -102,6 +114,16 @@ class _FieldColumn(_Struct):
     _fields_ = [(name, ctypes.c_int64) for name in ("at", "bytes", "cast", "stride")]
 
 
+class FieldLayout(_Struct):
+    """The arrays of one field of patches: `Field` of pool.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("dimensions", "element", "by_row", "bytes", "axes")),
+        *((name, ctypes.c_int64 * DIMENSIONS) for name in ("axis", "side", "to_step")),
+        *((name, ctypes.c_void_p) for name in ("shapes", "chunks", "grids", "firsts")),
+    ]
+
+
 class _CropRule(_Struct):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "columns", "train", "resize", "most_pixels")),
@@ -122,9 +144,10 @@ class _Recipe(_Struct):
 
 
 class _Sums(_Struct):
-    """Sums over the rows of a job: bytes of payloads; the first one's tier; 1 if others differ."""
+    """Sums over the rows of a job: bytes that go into the batch; the first one's tier; 1 if others
+    differ; slots."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("raw", "tier", "mixed")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("raw", "tier", "mixed", "slots")]
 
 
 class _Job(_Struct):
@@ -133,7 +156,7 @@ class _Job(_Struct):
         *((name, ctypes.c_void_p) for name in ("samples", "recipe", "columns", "images")),
         ("uniforms", ctypes.c_void_p),
         ("draws", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("pieces", "intact")),
+        *((name, ctypes.c_void_p) for name in ("pieces", "rows", "intact")),
         *((name, ctypes.c_int64) for name in ("next", "left", "refused", "read_ns", "make_ns")),
         ("given_up", ctypes.c_int64),
         ("after", ctypes.c_void_p),
@@ -168,8 +191,7 @@ class NativeInput:
     hierarchy: Hierarchy | None
     """That has the blocks; None in benchmarks and tests."""
     pieces: npt.NDArray[np.void] | None = None
-    """Parts of the payloads that go into the batch, of type PIECE (`dlio.data.patch_tables`), with
-    addresses in the batch's memory."""
+    """Parts of the payloads that go into the batch, of type PIECE."""
     pixels: npt.NDArray[np.int64] | None = None
     """Height and width of images whose payloads are decoded pixels, RGB, of which crops are made,
     shape (n, 2). Their digests are those of the stored bytes."""
@@ -223,7 +245,7 @@ class NativeRecipe:
         is_large = crop is None and schema.overhead >= _LARGE_BYTES
         self.c = _Recipe(
             *(len(order), columns, schema.overhead, crop is None),
-            *(is_large, crop is not None, rule, None if values is None else _address(values)),
+            *(is_large, crop is not None, rule, None if values is None else address_of(values)),
             *(0 if values is None else values.itemsize, round(sleep_s * _SECOND_NS)),
         )
         self.tried = self.refused = 0
@@ -297,36 +319,34 @@ class NativeJob:
         assert library is not None
         # Samples of a block one after another: its file is opened once.
         count = library.rows(
-            *(_address(locations.table), len(known), _address(known), _address(places)),
-            *(images is None, _address(samples), _address(rows), ctypes.byref(sums)),
+            *(address_of(locations.table), len(known), address_of(known), address_of(places)),
+            *(images is None, address_of(samples), address_of(rows)),
+            *(_address_or_none(given.pieces), ctypes.byref(sums)),
         )
         self._memory, self._rows, self._given = samples[:count], rows[:count], given
         if given.pixels is not None:
             self._samples["height"], self._samples["width"] = given.pixels[self._rows].T
             self._samples["checked"] = _STORED
         self.hierarchy, self.saved_s = given.hierarchy, given.saved_s
-        pieces = None if given.pieces is None else _rows(given.pieces, self._rows)
-        self._sizes = None if pieces is None else pieces["count"].prod(1)
-        of_pieces = None if pieces is None else np.bincount(self._samples["slot"])
-        self.slots = count if of_pieces is None else int(np.count_nonzero(of_pieces))
+        self.slots = int(sums.slots)
         """Number of slots that it makes."""
         addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
-            *(_address(memory.arrays[name]) for name in recipe.fields)
+            *(address_of(memory.arrays[name]) for name in recipe.fields)
         )
         self._tier = None if sums.mixed else int(sums.tier)
         """Number of the tier, if all are in one."""
-        self.payload_bytes = max(1, int(sums.raw if self._sizes is None else self._sizes.sum()))
+        self.payload_bytes = max(1, int(sums.raw))
         """Of all its samples."""
         task = _TASK_BYTES * count // self.payload_bytes
         task = max(1, min(task, _MOST_TASK, -(-count // (2 * threads))))
         self.c = _Job(
-            *(order, count, task, _address(samples), ctypes.addressof(recipe.c)),
-            *(ctypes.addressof(addresses), None if images is None else _address(images)),
-            *(None if uniforms is None else _address(uniforms), recipe.draws),
-            *(None if each is None else _address(each) for each in (pieces, given.intact)),
+            *(order, count, task, address_of(samples), ctypes.addressof(recipe.c)),
+            *(ctypes.addressof(addresses), _address_or_none(images)),
+            *(_address_or_none(uniforms), recipe.draws),
+            *(_address_or_none(given.pieces), address_of(rows), _address_or_none(given.intact)),
         )
         self.c.left = count  # Before it begins, too, it has not ended.
-        self._held = recipe, addresses, memory, locations.files, pieces, given.intact
+        self._held = recipe, addresses, memory, locations.files, given
 
     @property
     def _samples(self) -> npt.NDArray[np.void]:
@@ -358,7 +378,8 @@ class NativeJob:
         if self._tier is not None and not self.c.refused:
             return {self._tier: self.payload_bytes}
         samples = self._samples
-        sizes = samples["raw"] if self._sizes is None else self._sizes
+        pieces = self._given.pieces
+        sizes = samples["raw"] if pieces is None else pieces["count"][self._rows].prod(1)
         sizes = np.where(samples["state"] == 0, sizes, 0)
         counts = np.bincount(self._tiers() - DECODED, sizes)
         return {tier + DECODED: int(count) for tier, count in enumerate(counts) if count}
@@ -387,7 +408,7 @@ def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLoca
         list(here),
         descriptor=IN_MEMORY,
         block=-1,
-        offset=np.array([_address(np.asarray(each.stored)) for each in here], np.int64),
+        offset=np.array([address_of(np.asarray(each.stored)) for each in here], np.int64),
         stored=np.array([len(each.stored) for each in here], np.int64),
         raw=np.array([each.size for each in here], np.int64),
         digest=np.array([each.digest for each in here], np.uint64).view(np.int64),
@@ -575,8 +596,14 @@ class _PoolLibrary:
         self.rows = held.dlio_pool_rows
         self.rows.restype = number
         self.rows.argtypes = (
-            *(pool, number, pool, pool, number, pool, pool),
+            *(pool, number, pool, pool, number, pool, pool, pool),
             ctypes.POINTER(_Sums),
+        )
+        self.pieces = held.dlio_pieces
+        self.pieces.restype = number
+        self.pieces.argtypes = (
+            *(ctypes.POINTER(FieldLayout), number, pool, pool, pool, pool),
+            *(number, number, pool, pool, pool, pool),
         )
         for name in ("submit", "left", "wake"):
             call = getattr(held, f"dlio_pool_{name}")
@@ -654,11 +681,12 @@ def boxes_of_crops(
     call = ctypes.CDLL(native.LIBRARY).dlio_boxes
     pointer = ctypes.c_void_p
     call.argtypes, call.restype = (pointer, ctypes.c_int64, pointer, pointer, pointer), None
-    call(ctypes.byref(rule), len(sizes), *map(_address, (pixels, numbers, boxes)))
+    call(ctypes.byref(rule), len(sizes), *map(address_of, (pixels, numbers, boxes)))
     return boxes
 
 
-def _address(array: npt.NDArray[Any]) -> int:
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Return the address of a contiguous array."""
     if array.dtype.names is not None:
         # Otherwise each field of the structure would be described: 25 µs.
         array = array.view((np.void, array.itemsize))
@@ -670,6 +698,5 @@ def _address(array: npt.NDArray[Any]) -> int:
         return address
 
 
-def _rows(table: npt.NDArray[np.void], rows: npt.NDArray[np.intp]) -> npt.NDArray[np.void]:
-    """Return rows of structures, as `table[rows]` in a tenth of its time."""
-    return table.view((np.void, table.itemsize))[rows].view(table.dtype)
+def _address_or_none(array: npt.NDArray[Any] | None) -> int | None:
+    return None if array is None else address_of(array)

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.patch_tables import PatchTables, tables_of
 from dlio.data.patches import POSITION, VOLUME, PatchReader
 from dlio.data.schema import Buffer
 from dlio.loader.contract import BatchData
@@ -21,7 +20,13 @@ from dlio.loader.planned_engine.batch_builders import (
 )
 from dlio.loader.planned_engine.batch_memory import BatchMemory, batches_together
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
-from dlio.loader.planned_engine.native_pool import NativeArrays, NativeInput, NativeRecipe
+from dlio.loader.planned_engine.native_pool import (
+    NativeArrays,
+    NativeInput,
+    NativeRecipe,
+    address_of,
+)
+from dlio.loader.planned_engine.patch_tables import PatchTables, tables_of
 from dlio.plan.epoch import EpochPlan
 
 _LARGEST: Final = 8
@@ -109,30 +114,29 @@ class PatchBatchBuilder(BatchBuilder):
         assert hierarchy is not None
         samples = self.samples[slots]
         numbers = patches.numbers(samples, self._recipe.reader)
+        arrays = [self._arrays[field.name] for field in batches.tables.fields]
         fields, volumes, starts = batches.tables.pieces(
-            numbers, slots, self._recipe.seed, self._epoch
+            *(numbers, slots, self._recipe.seed, self._epoch), list(map(address_of, arrays))
         )
-        for field, parts in zip(batches.tables.fields, fields, strict=True):
-            array = self._arrays[field.name]
+        for field, array, parts in zip(batches.tables.fields, arrays, fields, strict=True):
             if parts.padded.any():
                 array[slots[parts.padded]] = np.asarray(field.pad).astype(field.dtype)
-            parts.piece["to"] += array.__array_interface__["data"][0]
         for name in batches.beside:
             if name == "label":
                 self._arrays[name][slots] = np.asarray(patches.labels)[numbers]
             else:
                 self._arrays[name][slots] = starts if name == POSITION else volumes
-        chunks = np.concatenate([parts.chunk for parts in fields])
+        chunks = _joined([parts.chunk for parts in fields])
         blocks, places = source.chunks.layout.locate(chunks)
         located = hierarchy.locate(chunks, blocks, places)
         # Python says what is wrong with a chunk of another size.
         located.known[:] &= located.column("raw") == source.chunks.sizes[chunks]
         return NativeInput(
-            slots[np.concatenate([parts.row for parts in fields])],
+            slots[_joined([parts.row for parts in fields])],
             located,
             blocks,
             hierarchy,
-            np.concatenate([parts.piece for parts in fields]),
+            _joined([parts.piece for parts in fields]),
             intact=batches.intact,
         )
 
@@ -145,6 +149,11 @@ class PatchBatchBuilder(BatchBuilder):
                 rows = rows.astype(np.float64 if rows.dtype.kind == "f" else np.int64, copy=False)
             made[name] = torch.from_numpy(rows)
         return made
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return arrays as one; without a copy if there is only one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def patch_batches(

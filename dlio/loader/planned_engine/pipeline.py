@@ -223,7 +223,7 @@ class Pipeline:
                 self._shuffle.attach(self._next_step, self._begin_batch, context.timeout_s)
                 self._next_step += 1
             # Batches whose samples are brought first are not to wait for others.
-            self._together = min(2 * self._together, context.together) if self._is_native else 1
+            self._together = min(4 * self._together, context.together) if self._is_native else 1
 
     def _begin_several(self) -> bool:
         """Begin the batches of the next steps as one, if that may be."""
