@@ -180,7 +180,7 @@ def relayed(
         process = started(command, environment, output)
 
         def ask_to_end() -> None:
-            # mpirun passes SIGUSR1 on to its ranks; SIGTERM would have it kill them after a second.
+            # mpirun passes SIGUSR1 on to its ranks; SIGTERM has it kill them 0.2 s later.
             output.sorter.interrupted = True
             process.send_signal(signal.SIGUSR1)
 
