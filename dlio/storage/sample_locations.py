@@ -102,12 +102,15 @@ class SampleLocator:
         # Of a block that was seen in none, -1, the last value.
         folders = np.array([*(tier.folder for tier in tiers), -1], np.int64)
         disks = np.array([*(tier.kind != "ram" for tier in tiers), False], np.bool_)
+        # Mostly all lie in one tier, and a number does for its columns.
+        alike = len(seen) > 0 and bool((seen == seen[0]).all())
+        where = seen[0] if alike else seen
         for name, values in (
-            ("descriptor", folders[seen]),
+            ("descriptor", folders[where]),
             ("block", blocks),
-            ("regular", disks[seen]),
-            ("kept", (self._targets.pinned[blocks] >= 0) * np.where(disks[seen], 1, IN_PLACE)),
-            ("tier", seen),
+            ("regular", disks[where]),
+            ("kept", (self._targets.pinned[blocks] >= 0) * np.where(disks[where], 1, IN_PLACE)),
+            ("tier", where),
         ):
             table[_ROW[name]] = values
         for number, tier in enumerate(tiers):

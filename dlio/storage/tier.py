@@ -218,10 +218,11 @@ class Tier(Closable):
         with self._lock:
             before = self.hits
             self.hits += count
-        checked = np.zeros(len(blocks), np.bool_)
-        # As for single reads, see `_opened`.
-        shares = (np.arange(before, before + count + 1) * self._share).astype(np.int64)
-        checked[here] = shares[1:] != shares[:-1]
+        checked = here.copy()
+        if self._share < 1:
+            # As for single reads, see `_opened`.
+            shares = (np.arange(before, before + count + 1) * self._share).astype(np.int64)
+            checked[here] = shares[1:] != shares[:-1]
         if self._suspects:
             checked |= np.isin(blocks, list(self._suspects))
         return here, entries, checked

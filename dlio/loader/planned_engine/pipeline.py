@@ -353,9 +353,11 @@ class Pipeline:
             arrived = NativeInput(here, sent, step.blocks[here], self._hierarchy)
             self._submit_part(batch, arrived, memory)
             rows = np.setdiff1d(rows, here)
-        where = step.samples[rows], step.blocks[rows], step.places[rows]
+        where = step.samples, step.blocks, step.places
+        if not isinstance(slots, range) or len(slots) < len(step.samples):
+            where = step.samples[rows], step.blocks[rows], step.places[rows]
         located = self._hierarchy.locate(*where)
-        given = NativeInput(rows, located, step.blocks[rows], self._hierarchy)
+        given = NativeInput(rows, located, where[1], self._hierarchy)
         return self._submit_part(batch, given, memory)
 
     def _submit_part(self, batch: Batch, given: NativeInput, memory: NativeArrays) -> list[int]:
