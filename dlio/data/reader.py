@@ -352,7 +352,8 @@ def _check_several(url: str, kinds: Kinds) -> None:
         first = next(iter(known))
         shown = ", ".join(f"{name} ({form})" for name, form in known.items())
         raise UsageError(
-            f"{url} holds the data sets {shown}: open one of them, such as {inside(url, first)}"
+            f"{url} holds the data sets {shown}: open one of them, such as {inside(url, first)}, "
+            "or some files of all by a list, or by a pattern, such as 'sub-*/anat/*_T1w.nii.gz'"
         )
 
 

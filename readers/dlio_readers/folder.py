@@ -325,6 +325,10 @@ def plan_of(
         if rest:
             notes = (*notes, f"{named_files(rest)}, since {table} is read")
         doubts = [doubt_of_masks(masks)] if (masks := masks_among(here)) and not layout else []
+        parts = splits_among(here)
+        if len(parts) > 1 and sum(map(len, parts.values())) == len(here) and not table:
+            shown = ", ".join(f"{name} ({len(own)})" for name, own in parts.items())
+            doubts.append(f"names say the splits {shown}: put the pictures of each into a folder")
         fit = Fit(words, weight, left_out=notes, used=(table, *files), doubts=tuple(doubts))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)

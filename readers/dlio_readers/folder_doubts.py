@@ -86,8 +86,12 @@ def name_labels(stems: Sequence[str]) -> dict[str, str]:
 
 
 def masks_among(names: Sequence[str]) -> list[str]:
-    """Return those of some files that are named as others of them with `_mask` or the like."""
-    stems = {_stem(name) for name in names}
+    """Return those of some files that are named as others of them with `_mask` or the like, or in
+    which all names come with the same two suffixes, those that are PNGs or come last."""
+    stems = Counter(_stem(name) for name in names)
+    suffixes = sorted({os.path.splitext(name)[1] for name in names}, key=lambda s: (s == ".png", s))
+    if len(names) > 2 and len(suffixes) == 2 and set(stems.values()) == {2}:
+        return [name for name in names if name.endswith(suffixes[-1])]
     return [
         name
         for name in names

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
-from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
+from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels, one_hot
 from dlio.data.source import Source, file_at
 from dlio.data.splits import (
     SPLITS,
@@ -387,8 +387,13 @@ def _columns(
         place = None
     made: Rows
     if place is None:
+        names = [header[k] for k in others]
+        hot = one_hot(where, names, ([row[k] for k in others] for row in rows))
+        if hot:
+            made = [(row[at].strip(), name) for row, name in zip(rows, hot, strict=True)]
+            return _List(file, split, made, True)
         made = [(row[at].strip(), None) for row in rows]
-        return _List(file, split, made, False, tuple(header[k] for k in others))
+        return _List(file, split, made, False, tuple(names))
     if label is not None:
         # Of `n01440764 10 20 30 40`, a class and its box, the class.
         values = [row[place].strip() for row in rows]
