@@ -571,11 +571,9 @@ def _check_agreement(
     lost = [name for name in labels if name not in own]
     left = [name for name in names if name not in labels]
     if lost or left:
-        raise SourceError(
-            f"{source.path(table)}: {len(lost)} of its files are not in the folder "
-            f"{lost[:3]}, and no label for {counted(len(left), 'image')} {left[:3]}: make both "
-            "agree"
-        )
+        words = [f"{len(lost)} of its files are not in the folder {lost[:3]}"] if lost else []
+        words += [f"it has no label for {counted(len(left), 'image')} {left[:3]}"] if left else []
+        raise SourceError(f"{source.path(table)}: {', and '.join(words)}: make both agree")
 
 
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dlio.data.interpretation import named_files
+from dlio.data.interpretation import CONTAINERS, named_files
 
 _MOST_PARTS: Final = 16
 """Files of a case, at most."""
@@ -116,6 +116,13 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
     masks = [f"{name}/{each}" for name, own in folders.items() for each in masks_among(own)]
     if masks and not parts:
         words.append(doubt_of_masks(masks))
+    for name in stems:
+        other = next((n for n, own in stems.items() if n != name and own == stems[name]), None)
+        if name.lower() in CONTAINERS and other is not None:
+            words.append(
+                f"{name} and {other} hold the same names, as pictures and their masks do: "
+                f"format='masks', images={name!r}, masks={other!r} reads them so"
+            )
     small: dict[str, str] = {}
     twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]
     if twins:

@@ -7,7 +7,8 @@ labels. A `metadata.*` may have none, and describes the pictures then.
 import csv
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from dlio.data.labels import (
@@ -32,6 +33,7 @@ from dlio_readers.picture_lists import (
     PROBED,
     delimiter_of,
     is_wordy,
+    names_for,
     same_name,
     tell_of_boxes,
 )
@@ -77,13 +79,15 @@ def read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str,
         else:
             delimiter = delimiter_of(table, text)
             check_cells(data, f"\n{delimiter}".encode(), source.path(table))
-            lines = csv.reader(
+            lines: Iterator[list[str]] = csv.reader(
                 io.StringIO(text, newline=""),
                 delimiter=delimiter,
                 strict=True,
                 skipinitialspace=True,
             )
             names = [name.strip() for name in next(lines, [])]
+            if without := names_for(names):
+                names, lines = without, chain([names], lines)
             if len(set(names)) != len(names):
                 raise ValueError(f"its first line repeats names: {', '.join(names)}")
             rows = _named_rows(names, lines)

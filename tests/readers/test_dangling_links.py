@@ -139,9 +139,9 @@ def test_no_file_of_a_class_vanishes_in_silence(
         elif kind == "gif":
             Image.new("P", (4, 4)).save(place.with_suffix(".jpg"), "GIF")
         else:
-            name = {"upper": f"{number}.PNG", "hidden": f".{number}.png", "heic": f"{number}.heic"}
+            names = {"upper": f"{number}.PNG", "hidden": f".{number}.png", "heic": f"{number}.heic"}
             data = b"" if kind == "empty" else (root / "a" / "0.png").read_bytes()
-            place.with_name(name.get(kind, place.name)).write_bytes(data)
+            place.with_name(names.get(kind, place.name)).write_bytes(data)
     count = Counter(files)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "dlio"):

@@ -163,3 +163,36 @@ def test_names_of_pictures_in_one_folder_that_may_say_more_are_told(
     with caplog.at_level(logging.WARNING, "dlio"):
         assert len(open_reader(str(tmp_path))) == len(names)
     assert words in caplog.text if words else not caplog.records
+
+
+def test_a_table_of_labels_may_have_no_header(tmp_path: Path) -> None:
+    _pictures(tmp_path, ["0.png", "1.png", "2.png"])
+    (tmp_path / "labels.csv").write_text("0.png,2\n1.png,0\n2.png,1\n")
+    assert open_reader(str(tmp_path)).labels.tolist() == [2, 0, 1]
+    (tmp_path / "labels.csv").write_text("0.png,2\n1.png,0\n")
+    with pytest.raises(SourceError, match=r"labels\.csv: it has no label for 1 image \['2.png'\]"):
+        open_reader(str(tmp_path))
+
+
+@pytest.mark.parametrize("masks", ["annots", "truth"])
+@pytest.mark.parametrize("last", ["1.png", "2.png"])
+def test_pictures_and_masks_in_folders_of_any_name_are_told(
+    masks: str, last: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "imgs", ["0.png", "1.png"])
+    _pictures(tmp_path / masks, ["0.png", last])
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(str(tmp_path)).classes) == 2
+    remedy = f"format='masks', images='imgs', masks='{masks}' reads them so"
+    assert (remedy in caplog.text) == (last == "1.png")
+
+
+def test_a_file_beside_a_lone_folder_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "images", ["0.png", "1.png", "2.png"])
+    (tmp_path / "captions.txt").write_text("0.png,hello\n1.png,you\n2.png,x\n")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(tmp_path))
+    assert caplog.text.count("captions.txt") == 1
+    assert "folders' names" not in caplog.text
