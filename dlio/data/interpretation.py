@@ -35,7 +35,7 @@ _MOST_LISTED: Final = 4096
 _LISTED: Final = 64
 """Folders that are listed to count their files; the others count as one file each."""
 _DEEPEST: Final = 32
-_CONTAINERS: Final = (
+CONTAINERS: Final = (
     "images",
     "image",
     "imgs",
@@ -373,7 +373,7 @@ def folder_of_all(path: str, suffixes: tuple[str, ...]) -> str | None:
     inner = source.names(full[0])
     here = [name for name, folder in inner if not folder]
     if any(name.lower().endswith(suffixes) for name in here):
-        is_class = full[0].lower() not in _CONTAINERS or len(folders) > 1
+        is_class = full[0].lower() not in CONTAINERS or len(folders) > 1
         if is_class and not any(name.startswith(_TABLES) for name in here):
             return None
     return source.inner(full[0])

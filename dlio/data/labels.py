@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.index import GrowingColumn
 from dlio.errors import SourceError
+from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
 # The last one is the second item of a sample that is a tuple, such as (image, label).
@@ -33,8 +34,9 @@ LABEL_NAMES: Final = (
 """Label fields, in the order of preference; see `label_name`."""
 TAR_LABEL_NAMES: Final = ("label", "cls", "class", "id", "index")
 """Suffixes of tar members: WebDataset's `cls`, and the number where a sample has nothing else."""
-_LIKELY: Final = ("label", "class", "category", "target")
-"""Parts of the names of fields that may be labels, by which a user is told of them."""
+_LIKELY: Final = ("label", "class", "category", "target", "arr_1")
+"""Parts of the names of fields that may be labels, by which a user is told of them; the last one is
+that of the second array which `numpy.savez` is given."""
 MAX_CLASSES: Final = 1 << 16
 """Most different texts of a column that are taken for classes."""
 # fmt: off
@@ -227,6 +229,30 @@ def first_labels(
 def likely_label(names: Iterable[str]) -> str | None:
     """Return a field that may be a label by its name, such as `image/class/text`; None without."""
     return next((name for name in names if any(part in name.lower() for part in _LIKELY)), None)
+
+
+def is_index(name: str) -> bool:
+    """True for the name that pandas gives the column of its row numbers, in files or read again."""
+    return not name or name.startswith(("Unnamed: ", "__index_level_"))
+
+
+def one_hot(where: str, names: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return for each row the name of its only column that is 1 while the others are 0, and tell
+    so; [] unless that holds for all rows, and several columns."""
+    made: list[str] = []
+    for row in rows:
+        texts = [str(value).strip() for value in row]
+        marks = [_TRUTHS.get(text, whole_number(text)) for text in texts]
+        if marks.count(1) != 1 or marks.count(0) != len(names) - 1:
+            return []
+        made.append(names[marks.index(1)])
+    if len(set(made)) < 2:
+        return []
+    tell_once(
+        f"{where}: its columns {', '.join(names)} are one-hot: a label is the name of the column "
+        "that is 1"
+    )
+    return made
 
 
 def encode_labels(texts: Iterable[str]) -> LabelEncoding:

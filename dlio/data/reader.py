@@ -319,9 +319,9 @@ def _of_folder(
         if below is not None:
             made = _of_folder(below, fields, kinds, split, options)
             outer = reading.left_out if reading is not None else []
-            files = [
-                name for name in files_beside(url, below) if not any(name in text for text in outer)
-            ]
+            outer = [text for text in outer if "folders' names are taken" not in text]
+            told = " ".join([*outer, *made.left_out])
+            files = [name for name in files_beside(url, below) if name not in told]
             if files:
                 words = f"{named_files(files)} in {redact(url)}, which may hold labels or splits"
                 outer = [*outer, f"{words}: choose one with table= and label= if it does"]
@@ -352,7 +352,8 @@ def _check_several(url: str, kinds: Kinds) -> None:
         first = next(iter(known))
         shown = ", ".join(f"{name} ({form})" for name, form in known.items())
         raise UsageError(
-            f"{url} holds the data sets {shown}: open one of them, such as {inside(url, first)}"
+            f"{url} holds the data sets {shown}: open one of them, such as {inside(url, first)}, "
+            "or some files of all by a list, or by a pattern, such as 'sub-*/anat/*_T1w.nii.gz'"
         )
 
 

@@ -457,7 +457,7 @@ def scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
 
 
 def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
-    """(height, width) of a JPEG that simplejpeg decodes; None for everything else. Raises
+    """(height, width) of a JPEG that simplejpeg decodes whole; None for everything else. Raises
     DecodeError when the header declares more pixels than the limit."""
     if bytes(image[:2]) == _JPEG:
         library = native.find()
@@ -466,14 +466,15 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
             check_size(shape.height, shape.width, name)
             return shape.height, shape.width
         try:
-            height, width, colours, _ = jpeg_header(image)
-        except ValueError as error:
-            if by_pillow(image, MAX_PIXELS) is None:
-                raise damaged(name, f"its JPEG header cannot be read: {error}") from error
-            return None
-        except KeyError:
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(image)
+        except (ValueError, KeyError) as error:
             _check_scans(image, (1, MAX_PIXELS), name)
-            return None  # Subsampling that simplejpeg has no name for, such as 4:4:1.
+            if isinstance(error, ValueError):
+                if by_pillow(image, MAX_PIXELS) is None:
+                    raise damaged(name, f"its JPEG header cannot be read: {error}") from error
+                # simplejpeg ends at a warning about the header: before the first pixel.
+                WARNINGS.note(name, str(error))
+            return None  # Others have subsampling that it has no name for, such as 4:4:1.
         check_size(height, width, name)
         if colours in ("CMYK", "YCCK"):
             _check_scans(image, (height, width), name)
@@ -482,19 +483,6 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
     if size is not None:
         check_size(*size, name)
     return None
-
-
-def jpeg_header(image: Buffer) -> tuple[int, int, str, str]:
-    """Return (height, width, colours, subsampling) of a JPEG. Raises ValueError for one without,
-    KeyError for subsampling that has no name."""
-    header: tuple[int, int, str, str]
-    try:
-        header = simplejpeg.decode_jpeg_header(image)
-    except ValueError as error:
-        if not str(error).startswith(_READABLE):
-            raise
-        header = simplejpeg.decode_jpeg_header(image, strict=False)
-    return header
 
 
 def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
@@ -680,10 +668,17 @@ def _copy_memory(count: int) -> memoryview:
 
 
 def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
-    """Decode PNG, WebP, TIFF, BMP, PPM and JPEGs in CMYK. EXIF rotation is ignored, as by
-    torchvision's loader."""
+    """Decode PNG, WebP, TIFF, BMP, PPM, and JPEGs that simplejpeg does not. EXIF rotation is
+    ignored, as by torchvision's loader."""
     if has_more_frames(image):
         WARNINGS.note(name, "of its frames or pages only the first is read", "frames")
+    if bytes(image[:2]) == _JPEG:
+        if not ends(image):
+            raise damaged(name, "it is cut off: its end is missing")
+        picture = by_pillow(image, MAX_PIXELS)
+        if picture is None:
+            raise damaged(name, "Pillow refuses it as well")
+        return as_rgb(picture)
     try:
         return _decode_by_opencv(image, name)
     except DecodeError:
@@ -711,8 +706,6 @@ def is_odd(image: Buffer) -> bool:
 
 def _decode_by_opencv(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     head = bytes(image[:6])
-    if head[:2] == _JPEG and not ends(image):
-        raise damaged(name, "it is cut off: its end is missing")
     if head[:4] in TIFF:
         return _decode_tiff(image, name)
     if head in GIF:

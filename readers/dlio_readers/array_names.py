@@ -9,7 +9,7 @@ X_train.npy, y_train.npy
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from dlio.data.splits import (
@@ -37,6 +37,16 @@ _FEW_ARRAYS: Final = 3
 """Numbered arrays that may well be fields."""
 _BETWEEN: Final = re.compile(r"[-._ /]+")
 T = TypeVar("T")
+
+
+def tell_of_scaling(where: str, names: Iterable[str]) -> None:
+    """Warn once if the `names` of an array's attributes are of a scale, as netCDF has it."""
+    scales = sorted({"scale_factor", "add_offset"}.intersection(names))
+    if scales:
+        tell_once(
+            f"{where} has {' and '.join(scales)}, which netCDF4 and xarray apply: here its numbers "
+            "are those that are stored, as h5py and zarr read them"
+        )
 
 
 def splits_of_arrays(names: Sequence[str]) -> dict[str, dict[str, str]]:

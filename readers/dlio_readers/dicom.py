@@ -22,6 +22,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.extras import how_to_install
 from dlio.util.limits import check_claim, parsing
+from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
 DICOM_SUFFIXES: Final = (".dcm", ".dicom")
@@ -73,6 +74,8 @@ def dicom_array(file: File) -> ChunkedArray:
         if "Rows" not in head or "Columns" not in head:
             raise SourceError(f"{file.name} is a DICOM file without pixels: leave it out")
         shape, dtype, frames = _shape(head)
+    if head.get("PhotometricInterpretation") == "MONOCHROME1":
+        tell_once("scans of MONOCHROME1, in which 0 is white, keep their numbers, as in pydicom")
     if min(shape) < 1:
         raise SourceError(f"{file.name} has the shape {shape}: it is damaged; restore it")
     check_claim(math.prod(shape) * dtype.itemsize, file.size, file.name)

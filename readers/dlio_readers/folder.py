@@ -325,6 +325,10 @@ def plan_of(
         if rest:
             notes = (*notes, f"{named_files(rest)}, since {table} is read")
         doubts = [doubt_of_masks(masks)] if (masks := masks_among(here)) and not layout else []
+        parts = splits_among(here)
+        if len(parts) > 1 and sum(map(len, parts.values())) == len(here) and not table:
+            shown = ", ".join(f"{name} ({len(own)})" for name, own in parts.items())
+            doubts.append(f"names say the splits {shown}: put the pictures of each into a folder")
         fit = Fit(words, weight, left_out=notes, used=(table, *files), doubts=tuple(doubts))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)
@@ -567,11 +571,9 @@ def _check_agreement(
     lost = [name for name in labels if name not in own]
     left = [name for name in names if name not in labels]
     if lost or left:
-        raise SourceError(
-            f"{source.path(table)}: {len(lost)} of its files are not in the folder "
-            f"{lost[:3]}, and no label for {counted(len(left), 'image')} {left[:3]}: make both "
-            "agree"
-        )
+        words = [f"{len(lost)} of its files are not in the folder {lost[:3]}"] if lost else []
+        words += [f"it has no label for {counted(len(left), 'image')} {left[:3]}"] if left else []
+        raise SourceError(f"{source.path(table)}: {', and '.join(words)}: make both agree")
 
 
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:

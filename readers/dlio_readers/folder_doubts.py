@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dlio.data.interpretation import named_files
+from dlio.data.interpretation import CONTAINERS, named_files
 
 _MOST_PARTS: Final = 16
 """Files of a case, at most."""
@@ -86,8 +86,12 @@ def name_labels(stems: Sequence[str]) -> dict[str, str]:
 
 
 def masks_among(names: Sequence[str]) -> list[str]:
-    """Return those of some files that are named as others of them with `_mask` or the like."""
-    stems = {_stem(name) for name in names}
+    """Return those of some files that are named as others of them with `_mask` or the like, or in
+    which all names come with the same two suffixes, those that are PNGs or come last."""
+    stems = Counter(_stem(name) for name in names)
+    suffixes = sorted({os.path.splitext(name)[1] for name in names}, key=lambda s: (s == ".png", s))
+    if len(names) > 2 and len(suffixes) == 2 and set(stems.values()) == {2}:
+        return [name for name in names if name.endswith(suffixes[-1])]
     return [
         name
         for name in names
@@ -112,6 +116,13 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
     masks = [f"{name}/{each}" for name, own in folders.items() for each in masks_among(own)]
     if masks and not parts:
         words.append(doubt_of_masks(masks))
+    for name in stems:
+        other = next((n for n, own in stems.items() if n != name and own == stems[name]), None)
+        if name.lower() in CONTAINERS and other is not None:
+            words.append(
+                f"{name} and {other} hold the same names, as pictures and their masks do: "
+                f"format='masks', images={name!r}, masks={other!r} reads them so"
+            )
     small: dict[str, str] = {}
     twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]
     if twins:

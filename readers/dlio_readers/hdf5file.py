@@ -26,7 +26,12 @@ from dlio.util.forks import new_rlock
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, is_trusted, parsing
 from dlio.util.printable import tell_once
 from dlio.util.units import counted
-from dlio_readers.array_names import check_groups, chosen_arrays, splits_of_arrays
+from dlio_readers.array_names import (
+    check_groups,
+    chosen_arrays,
+    splits_of_arrays,
+    tell_of_scaling,
+)
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -355,6 +360,7 @@ class Hdf5File:
                 f"{where} is {dataset.dtype}, which samples cannot have: name the "
                 "others, as in x.h5::image,label"
             )
+        tell_of_scaling(where, dataset.attrs)
         unit = dataset.chunks[0] if dataset.chunks else 1
         # Do not decode chunks together that exceed a few blocks.
         row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))
@@ -437,6 +443,8 @@ class Hdf5File:
         return sets
 
     def _check(self, name: str, dataset: Any) -> None:
+        import h5py
+
         where = f"{self.file.name}::{name}"
         if dataset.external:
             raise SourceError(f"{where} lies in another file (external storage): refused")
@@ -449,6 +457,14 @@ class Hdf5File:
                     f"({shown}), which dlio does not read: open a list of those files instead, or "
                     "write it whole with h5py"
                 )
+            for each in dataset.virtual_sources():
+                part = _linked(dataset.file, dataset.file, "", h5py.SoftLink(each.dset_name))
+                if not isinstance(part, h5py.Dataset) or part.is_virtual or part.external:
+                    raise SourceError(
+                        f"{where} is a virtual data set of {each.dset_name}, which is not a data "
+                        "set in the same file (h5py reads fill values there): write it whole with "
+                        "h5py"
+                    )
 
 
 def _linked(root: Any, group: Any, key: str, link: Any) -> Any:

@@ -7,16 +7,19 @@ labels. A `metadata.*` may have none, and describes the pictures then.
 import csv
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from dlio.data.labels import (
     LABEL_NAMES,
     encode_labels,
     first_missing,
+    is_index,
     label_name,
     label_text,
     likely_label,
+    one_hot,
 )
 from dlio.data.source import Source
 from dlio.data.splits import not_chosen_by, split_column
@@ -30,6 +33,7 @@ from dlio_readers.picture_lists import (
     PROBED,
     delimiter_of,
     is_wordy,
+    names_for,
     same_name,
     tell_of_boxes,
 )
@@ -75,13 +79,15 @@ def read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str,
         else:
             delimiter = delimiter_of(table, text)
             check_cells(data, f"\n{delimiter}".encode(), source.path(table))
-            lines = csv.reader(
+            lines: Iterator[list[str]] = csv.reader(
                 io.StringIO(text, newline=""),
                 delimiter=delimiter,
                 strict=True,
                 skipinitialspace=True,
             )
             names = [name.strip() for name in next(lines, [])]
+            if without := names_for(names):
+                names, lines = without, chain([names], lines)
             if len(set(names)) != len(names):
                 raise ValueError(f"its first line repeats names: {', '.join(names)}")
             rows = _named_rows(names, lines)
@@ -96,6 +102,17 @@ def read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str,
         label = label_name(name for name in columns if name != file)
         if label is None and file is not None and table.startswith(_LABEL_TABLES):
             label = _lone_column(rows, [name for name in columns if name != file])
+        if label is None and file is not None:
+            others = [name for name in columns if name != file and not is_index(name)]
+            values = ([row.get(name) for name in others] for row in rows)
+            if hot := one_hot(source.path(table), others, values):
+                label, rows = (
+                    LABEL_NAMES[0],
+                    [
+                        {file: row.get(file), LABEL_NAMES[0]: name}
+                        for row, name in zip(rows, hot, strict=True)
+                    ],
+                )
         if label is None and table.startswith(DESCRIPTIONS):
             tell_once(
                 f"{source.path(table)} has {', '.join(columns)} and no column {LABEL_NAMES[0]}: "
@@ -135,7 +152,7 @@ def _naming_column(
 def _lone_column(rows: Sequence[Any], others: Sequence[str]) -> str | None:
     """Return the only one of some columns that is not an index as pandas writes it, such as `breed`
     of `id,breed`; None if there are several, or if it holds descriptions."""
-    named = [name for name in others if name and not name.startswith("Unnamed: ")]
+    named = [name for name in others if not is_index(name)]
     if len(named) != 1 or any(is_wordy(str(row.get(named[0]))) for row in rows[:PROBED]):
         return None
     return named[0]

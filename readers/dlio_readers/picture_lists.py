@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
-from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels
+from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels, one_hot
 from dlio.data.source import Source, file_at
 from dlio.data.splits import (
     SPLITS,
@@ -277,6 +277,15 @@ def _candidates(
     return made
 
 
+def names_for(first: Sequence[str]) -> list[str]:
+    """Return names for the columns of a table whose first line is no header: one of its values is a
+    picture's name. [] for others."""
+    named = next((k for k, each in enumerate(first) if each.lower().endswith(PICTURES)), None)
+    if named is None:
+        return []
+    return [FILE_COLUMNS[0] if k == named else f"column {k + 1}" for k in range(len(first))]
+
+
 def is_wordy(value: str) -> bool:
     """True for a value that is a description, or a box, and not a label."""
     return len(value.split()) > _WORDY
@@ -339,12 +348,8 @@ def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool
         rows = [row for row in table if row]
         if rows and len(rows[0]) == len(header) + 1 and suffix.lower() == ".txt":
             header = [FILE_COLUMNS[0], *header]
-        named = next((k for k, each in enumerate(header) if each.lower().endswith(PICTURES)), None)
-        if named is not None:  # Of a list without a header.
-            rows = [header, *rows]
-            header = [
-                FILE_COLUMNS[0] if k == named else f"column {k + 1}" for k in range(len(header))
-            ]
+        if names := names_for(header):
+            header, rows = names, [header, *rows]
     except (ValueError, csv.Error) as error:
         raise SourceError(f"{where} is not a list of pictures: {error}") from error
     if is_head and header:
@@ -387,8 +392,13 @@ def _columns(
         place = None
     made: Rows
     if place is None:
+        names = [header[k] for k in others]
+        hot = one_hot(where, names, ([row[k] for k in others] for row in rows))
+        if hot:
+            made = [(row[at].strip(), name) for row, name in zip(rows, hot, strict=True)]
+            return _List(file, split, made, True)
         made = [(row[at].strip(), None) for row in rows]
-        return _List(file, split, made, False, tuple(header[k] for k in others))
+        return _List(file, split, made, False, tuple(names))
     if label is not None:
         # Of `n01440764 10 20 30 40`, a class and its box, the class.
         values = [row[place].strip() for row in rows]

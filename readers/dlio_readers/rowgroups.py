@@ -4,6 +4,7 @@ A group is decoded as a whole, and the last few are kept, for callers that read 
 """
 
 import json
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from dlio.data.source import File, FilePlace, ReadErrors
 from dlio.errors import SourceError
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing, trusting
+from dlio.util.printable import tell_once
 from dlio.util.structured_text import parse_json
 from dlio.util.units import counted
 from dlio_readers.columns import looks_like
@@ -381,6 +383,7 @@ def class_names(schema: ArrowSchema) -> dict[str, list[str]]:
 
 # Samples in groups of rows
 
+_PARTITION: Final = re.compile(r"[A-Za-z_]\w*=[^?&=]*", re.ASCII)
 _VERSION: Final = 3
 _KEPT_BYTES: Final = 64 << 20
 _LONGEST_LABEL: Final = 1 << 12
@@ -425,6 +428,12 @@ class RowGroupReader(PathReader):
         """
         self._open_file = open_file
         names = split_paths(path)[1]
+        parts = {part for each in files for part in each.url.split("/")[:-1]}
+        if parts := {part for part in parts if _PARTITION.fullmatch(part)}:
+            tell_once(
+                f"{min(parts)} and the like are columns in names of folders (Hive's partitions), "
+                "which are not read: write them into the files"
+            )
         self._files = [each.opened() for each in files]
         rehearse(self.format, "pyarrow", path, self._files)
         self._opened: dict[int, GroupedFile] = {}

@@ -4,8 +4,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.interpretation import named_files
+from dlio.data.labels import label_names
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import (
     File,
@@ -43,6 +46,7 @@ from dlio_readers.texttable import open_text_tables
 
 _TEXTS: Final = tuple(text + packed for packed in ("", *COMPRESSED) for text in (".csv", ".tsv"))
 _ARRAYS: Final = (".npy", ".npz")
+_PROBED: Final = 64
 _SUFFIXES: Final = (*_ARRAYS, *_TEXTS)
 _DOCUMENTS: Final = (".md", ".txt", ".json", ".pdf", ".html", ".yaml", "license", "readme")
 """Ends of the names of files about a data set."""
@@ -115,6 +119,8 @@ class TablesReader(ColumnReader):
             if split not in (None, WHOLE):
                 raise no_splits(split, self.path)
             table, rows = open_text_tables(files, names, separator, columns)
+            if columns is None and not names and not label_names(table):
+                _tell_of_one_hot(files[0].name, table, rows)
             self._setup(table, rows, stamps, select=select, files=files)
             return
         if columns is not None or separator is not None:
@@ -176,6 +182,18 @@ class TablesReader(ColumnReader):
 
     def _chunked(self) -> dict[str, list[ChunkedArray]]:
         return self._arrays
+
+
+def _tell_of_one_hot(where: str, table: Mapping[str, Column], rows: int) -> None:
+    """Warn once of columns of which one is 1 in each of the first rows, and the others are 0."""
+    whole = {name: column for name, column in table.items() if column.kind == "int64"}
+    values = {name: np.asarray(each.rows(0, min(rows, _PROBED))) for name, each in whole.items()}
+    marks = {name: own for name, own in values.items() if set(own.tolist()) == {0, 1}}
+    if len(marks) > 1 and (np.sum(list(marks.values()), 0) == 1).all():
+        tell_once(
+            f"{where}: its columns {', '.join(marks)} are one-hot; if they are the label, write "
+            "its name or number into one column label (`targets` are 0)"
+        )
 
 
 def _parts(

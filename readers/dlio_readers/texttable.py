@@ -22,6 +22,7 @@ from dlio.data.labels import (
     LABEL_NAMES,
     MAX_CLASSES,
     MISSING,
+    is_index,
     is_number,
     label_name,
     label_names,
@@ -32,6 +33,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_objects
 from dlio.util.printable import tell_once
 from dlio.util.structured_text import not_utf8, separator_of
+from dlio.util.units import counted
 from dlio_readers.columns import Column, ConcatColumn
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import in_memory
@@ -230,7 +232,10 @@ def _feature_names(
     if features is None:
         return []
     if features == _ALL:
-        chosen = [name for name, kind in kinds.items() if kind != "text" and name != label]
+        able = [name for name, kind in kinds.items() if kind != "text" and name != label]
+        chosen = [name for name in able if not is_index(name)]
+        if len(chosen) < len(able):
+            tell_once(f"{path}: row numbers that pandas wrote are left out of the features")
     else:
         chosen = [features] if isinstance(features, str) else list(features)
     check_names(path, chosen, list(kinds), "column")
@@ -522,8 +527,8 @@ class _TableScan:
             for number, (_, row) in enumerate(some, len(self._starts)):
                 if len(row) != width:
                     raise SourceError(
-                        f"{self._name}, row {number + 2}: {len(row)} values, where the first line "
-                        f"names {width}"
+                        f"{self._name}, row {number + 2}: {counted(len(row), 'value')}, where the "
+                        f"first line names {width}"
                     )
             values = list(zip(*(row for _, row in some), strict=True))
             sizes = [np.array([len(v.encode()) for v in own], np.int64) for own in values]

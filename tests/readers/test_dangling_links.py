@@ -1,18 +1,26 @@
 """Data sets of links whose targets were purged, or are not fetched yet."""
 
+import logging
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
 import dlio
 from dlio.data.links import following_links
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
+from dlio.util.units import counted
+from dlio_staging.verify import verify
+from tests.readers.test_labels import UNRELATED
 
 
 def _made(tmp_path: Path, *, folders: bool) -> Path:
@@ -100,3 +108,51 @@ def test_links_that_are_no_samples_may_lead_to_nothing(tmp_path: Path) -> None:
     (root / "a" / "LICENSE.md").symlink_to("gone")
     with following_links(True):
         assert len(open_reader(str(root))) == 20
+
+
+_FILES = st.lists(
+    st.sampled_from(
+        ["sound", "link", "hard link", "upper", "gif", "empty", "hidden", "heic", "dangling"]
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@UNRELATED
+@given(files=_FILES)
+def test_no_file_of_a_class_vanishes_in_silence(
+    files: list[str], tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path_factory.mktemp("drawn")
+    for name in "ab":
+        (root / name).mkdir()
+        cv2.imwrite(str(root / name / "0.png"), np.zeros((4, 4, 3), np.uint8))
+    for number, kind in enumerate(files, 1):
+        place = root / "b" / f"{number}.png"
+        if kind == "link":
+            place.symlink_to("0.png")
+        elif kind == "hard link":
+            place.hardlink_to(root / "b" / "0.png")
+        elif kind == "dangling":
+            place.symlink_to("gone.png")
+        elif kind == "gif":
+            Image.new("P", (4, 4)).save(place.with_suffix(".jpg"), "GIF")
+        else:
+            names = {"upper": f"{number}.PNG", "hidden": f".{number}.png", "heic": f"{number}.heic"}
+            data = b"" if kind == "empty" else (root / "a" / "0.png").read_bytes()
+            place.with_name(names.get(kind, place.name)).write_bytes(data)
+    count = Counter(files)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "dlio"):
+        if count["dangling"]:
+            with pytest.raises(SourceError, match=rf"missing files: {count['dangling']} of"):
+                open_reader(str(root))
+            return
+        reader = open_reader(str(root))
+    read = len(files) - count["hidden"] - count["heic"]
+    assert reader.labels.tolist() == [0] + [1] * (1 + read)
+    assert (f"leaves out {counted(count['heic'], 'picture')}" in caplog.text) == bool(count["heic"])
+    checked = verify(str(root))
+    assert len(checked.damaged) == count["empty"]
+    assert len(checked.notices) == bool(count["heic"])

@@ -96,7 +96,7 @@ def test_a_table_has_the_index_of_its_rows(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n3\n", "row 3: 1 values, where the first line names 2"),
+        ("a,b\n1,2\n3\n", "row 3: 1 value, where the first line names 2"),
         ('a,b\n1,2\n3,"x\n', "at byte 8: unexpected end of data"),
         ("a,b\n1,2\n3,\udce9\n", r"at byte 8: its text is not UTF-8 \(byte 0xe9\): save"),
         ("a,a\n1,2\n", "different names on top"),

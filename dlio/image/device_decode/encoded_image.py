@@ -6,11 +6,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import simplejpeg
 
 from dlio.data.schema import Buffer
 from dlio.image import native
 from dlio.image.crop import Box, CropRegion, enclosing
-from dlio.image.decoder import MAX_PIXELS, Decoder, jpeg_header, scaled
+from dlio.image.decoder import MAX_PIXELS, Decoder, scaled
 from dlio.image.jpeg import JpegFrame, cut, interval_starts, parse_frame, touched
 
 _END: Final = 0xD9
@@ -73,7 +74,7 @@ def _has_known_colours(image: Buffer) -> bool:
     if library is not None:
         return library.shape(image) is not None
     try:
-        _, _, colours, _ = jpeg_header(image)
+        _, _, colours, _ = simplejpeg.decode_jpeg_header(image)
     except (ValueError, KeyError):  # KeyError: subsampling such as 4:1:1, which has no name.
         return False
     return colours in ("Gray", "YCbCr")

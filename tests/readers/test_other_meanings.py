@@ -1,0 +1,198 @@
+"""Labels in several columns, in names of folders, and beside row numbers; arrays that are made of
+others, or scaled by who reads them: read, told or refused."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zarr
+from PIL import Image
+
+from dlio.data.reader import open_reader
+from dlio.errors import SourceError, UsageError
+from dlio.util.settings import REHEARSAL
+
+
+@pytest.fixture(autouse=True)
+def _no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REHEARSAL, "1")
+
+
+def _pictures(folder: Path, names: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        Image.new("RGB", (8, 6)).save(folder / name)
+
+
+@pytest.mark.parametrize("table", ["labels.csv", "train.csv", "GroundTruth.csv"])
+@pytest.mark.parametrize("folder", ["", "images"])
+@pytest.mark.parametrize(("one", "zero"), [("1", "0"), ("1.0", "0.0"), ("True", "False")])
+def test_one_hot_columns_next_to_pictures_are_classes(
+    table: str,
+    folder: str,
+    one: str,
+    zero: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _pictures(tmp_path / folder, [f"{k}.jpg" for k in range(4)])
+    rows = [(one, zero, zero), (zero, one, zero), (zero, zero, one), (one, zero, zero)]
+    lines = [",".join((str(k), *row)) for k, row in enumerate(rows)]
+    (tmp_path / table).write_text("\n".join(["image,NV,MEL,BCC", *lines]) + "\n")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        reader = open_reader(str(tmp_path))
+    assert list(reader.classes) == ["BCC", "MEL", "NV"]
+    assert reader.labels.tolist() == [2, 1, 0, 2]
+    assert "NV, MEL, BCC are one-hot" in caplog.text
+
+
+@pytest.mark.parametrize("row", ["0,0", "1,1", "2,0", ",1"])
+def test_columns_of_which_a_row_has_another_number_of_ones_are_no_label(
+    row: str, tmp_path: Path
+) -> None:
+    _pictures(tmp_path, ["0.jpg", "1.jpg", "2.jpg"])
+    (tmp_path / "train.csv").write_text(f"image,old,male\n0,1,0\n1,0,1\n2,{row}\n")
+    with pytest.raises(UsageError, match="no column that is clearly the label"):
+        open_reader(str(tmp_path))
+
+
+@pytest.mark.parametrize("last", ["0,0,1", "0,1,1"])
+def test_one_hot_columns_of_a_table_are_told(
+    last: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.csv").write_text(f"x,cat,dog,bird\n2,1,0,0\n3,0,1,0\n4,{last}\n")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(f"{tmp_path}/a.csv")
+    assert ("cat, dog, bird are one-hot" in caplog.text) == (last == "0,0,1")
+
+
+def test_row_numbers_of_pandas_are_no_features(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, head in (("a", ""), ("b", "Unnamed: 0")):
+        (tmp_path / f"{name}.csv").write_text(f"{head},x,label\n0,2.5,1\n1,3.5,0\n")
+        with caplog.at_level(logging.WARNING, "dlio"):
+            reader = open_reader(f"{tmp_path}/{name}.csv", columns="*")
+        rows = [reader.schema.split(each)["features"] for each in reader.read(np.arange(2))]
+        np.testing.assert_array_equal(rows, [[2.5], [3.5]])
+        assert f"{name}.csv: row numbers that pandas wrote are left out" in caplog.text
+
+
+def test_columns_in_names_of_folders_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / f"label={name}").mkdir()
+        pq.write_table(pa.table({"x": [1.0]}), tmp_path / f"label={name}" / "0.parquet")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(f"{tmp_path}/*/*.parquet")) == 2
+    assert "label=cat and the like are columns in names of folders" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["missing", "link", "group", "virtual"])
+def test_virtual_data_sets_without_their_parts_are_refused(kind: str, tmp_path: Path) -> None:
+    """h5py gives fill values there, or opens other files by a link."""
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = np.ones(4)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["sound"], file["missing_part/x"] = np.arange(4.0), np.arange(4.0)
+        file["link"] = h5py.ExternalLink("other.h5", "/")
+        inner = h5py.VirtualLayout((4,), "f8")
+        inner[:] = h5py.VirtualSource("other.h5", "x", (4,))
+        parts = {"missing": "gone", "link": "link/x", "group": "missing_part"}
+        part = {**parts, "virtual": "inner"}[kind]
+        file.create_virtual_dataset("inner", inner)
+        for name, source in (("good", "sound"), ("bad", part)):
+            layout = h5py.VirtualLayout((4,), "f8")
+            layout[:] = h5py.VirtualSource(".", source, (4,))
+            file.create_virtual_dataset(name, layout)
+    reader = open_reader(f"{tmp_path}/a.h5::good")
+    rows = [reader.schema.split(each)["good"] for each in reader.read(np.arange(4))]
+    assert rows == [0, 1, 2, 3]
+    reader.close()
+    with pytest.raises(SourceError, match="not a data set in the same file"):
+        open_reader(f"{tmp_path}/a.h5::bad")
+
+
+@pytest.mark.parametrize("form", ["nc", "zarr"])
+def test_scales_that_are_not_applied_are_told(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = f"{tmp_path}/a.{form}"
+    store: Any = h5py.File(path, "w") if form == "nc" else zarr.open_group(path, mode="w")
+    for name in ("x", "y"):
+        store.create_dataset(name, data=np.arange(3), shape=(3,)) if form == "nc" else (
+            store.create_array(name, data=np.arange(3))
+        )
+    store["x"].attrs.update({"scale_factor": 0.5, "add_offset": 7.0})
+    if form == "nc":
+        store.close()
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(path).close()
+    assert f"{path}::x has add_offset and scale_factor" in caplog.text
+    assert f"{path}::y" not in caplog.text
+
+
+def test_the_second_array_of_savez_may_be_the_label(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.savez(tmp_path / "a.npz", np.zeros((3, 2)), np.arange(3))
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(f"{tmp_path}/a.npz")
+    assert "if arr_1 is it, name it label" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["train_0.png", "train_1.png", "test_0.png"], "the splits test (1), train (2)"),
+        (["0.jpg", "0.png", "1.jpg", "1.png"], "2 files (0.png, 1.png) may be masks"),
+        (["0.jpg", "1.jpg", "1.png"], ""),
+        (["train_0.png", "test_0.png", "bus.png"], ""),
+    ],
+)
+def test_names_of_pictures_in_one_folder_that_may_say_more_are_told(
+    names: list[str], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path, names)
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(str(tmp_path))) == len(names)
+    assert words in caplog.text if words else not caplog.records
+
+
+def test_a_table_of_labels_may_have_no_header(tmp_path: Path) -> None:
+    _pictures(tmp_path, ["0.png", "1.png", "2.png"])
+    (tmp_path / "labels.csv").write_text("0.png,2\n1.png,0\n2.png,1\n")
+    assert open_reader(str(tmp_path)).labels.tolist() == [2, 0, 1]
+    (tmp_path / "labels.csv").write_text("0.png,2\n1.png,0\n")
+    with pytest.raises(SourceError, match=r"labels\.csv: it has no label for 1 image \['2.png'\]"):
+        open_reader(str(tmp_path))
+
+
+@pytest.mark.parametrize("masks", ["annots", "truth"])
+@pytest.mark.parametrize("last", ["1.png", "2.png"])
+def test_pictures_and_masks_in_folders_of_any_name_are_told(
+    masks: str, last: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "imgs", ["0.png", "1.png"])
+    _pictures(tmp_path / masks, ["0.png", last])
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(str(tmp_path)).classes) == 2
+    remedy = f"format='masks', images='imgs', masks='{masks}' reads them so"
+    assert (remedy in caplog.text) == (last == "1.png")
+
+
+def test_a_file_beside_a_lone_folder_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "images", ["0.png", "1.png", "2.png"])
+    (tmp_path / "captions.txt").write_text("0.png,hello\n1.png,you\n2.png,x\n")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(tmp_path))
+    assert caplog.text.count("captions.txt") == 1
+    assert "folders' names" not in caplog.text
