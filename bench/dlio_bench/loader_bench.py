@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
@@ -215,6 +216,20 @@ def _pictures(source: str) -> tuple[list[str], list[int]]:
         return files, np.asarray(reader.labels).tolist()
 
 
+@with_help(
+    usual={
+        "source": "",
+        "peers": "usual, all, or names such as torch,dlio",
+        "workers": "",
+        "repeats": "",
+        "batch_size": "",
+        "image_size": "",
+        "case": "pictures, arrays, slow, decoded, mapstyle, transforms, rows, small or cores",
+        "folder": "",
+        "report": "",
+        "as_json": "",
+    },
+)
 def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> None:
     """Measure loading alone, compared with torch's DataLoader and other libraries.
 

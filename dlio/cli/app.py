@@ -213,7 +213,7 @@ def _of_function(name: str, function: CommandFunction, rest: Sequence[str], brie
     hidden = ""
     if brief and usual_of(function):
         examples = examples[:_BRIEF_EXAMPLES]
-        options = counted(len(Command(name, function).fields), "option")
+        options = counted(len(Command(name, function).shown_fields), "option")
         hidden = f"`dlio {name} --help-all` shows all {options}"
     app = _app(name.rpartition(" ")[2], text, examples, hidden)
     command = Command(name, function, brief)

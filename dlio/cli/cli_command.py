@@ -79,6 +79,11 @@ class Command:
         return tuple(field for record in self.records.values() for field in options_of(record))
 
     @property
+    def shown_fields(self) -> tuple[OptionField, ...]:
+        """Options that the whole help shows."""
+        return tuple(each for each in self.fields if not (each.option.rest or each.option.hidden))
+
+    @property
     def help(self) -> str:
         """Description for the help."""
         return inspect.getdoc(self.function) or ""
@@ -127,11 +132,11 @@ class Command:
         """Return the heading of each option, by its field's name; empty without headings."""
         from cyclopts import Group
 
+        if self.usual:
+            return dict.fromkeys((each.name for each in self.fields), Group("Usual options"))
         groups = groups_of(self.function)
         if not groups:
             return {}
-        if self.usual:
-            return dict.fromkeys((each.name for each in self.fields), Group("Usual options"))
         made = {name: Group(name, sort_key=k) for k, name in enumerate([*groups, OTHERS])}
         by_field = {field: made[name] for name, fields in groups.items() for field in fields}
         return {field.name: by_field.get(field.name, made[OTHERS]) for field in self.fields}
@@ -198,6 +203,7 @@ def parameter_of(
     from cyclopts import Parameter
 
     option = field.option
+    is_whole = usual is None or usual.get(field.name) == ""
     kind: Any = inspect.Parameter.KEYWORD_ONLY
     hint: Any = bool if field.type is bool else str
     if option.positional:
@@ -209,10 +215,10 @@ def parameter_of(
     names = [field.flag, *([option.short] if option.short else [])]
     parameter = Parameter(
         name=names[0] if option.positional else names,
-        help=help_of(field) if usual is None else usual.get(field.name),
+        help=help_of(field, "" if usual is None else usual.get(field.name, "")),
         metavar=option.metavar or METAVARS.get(field.type),
         choices=field.choices or None,
-        show_choices=bool(field.choices) and usual is None,
+        show_choices=bool(field.choices) and is_whole,
         show_default=False,
         show=not option.hidden if usual is None else field.name in usual,
         required=required,
@@ -256,10 +262,11 @@ def _switch_parameters(group: "Group | None") -> list[inspect.Parameter]:
     return made
 
 
-def help_of(field: OptionField) -> str:
-    """Return the help of an option, with its unit and its default."""
-    text = field.option.help
-    if field.option.unit:
+def help_of(field: OptionField, brief: str = "") -> str:
+    """Return the help of an option with its default; its own text, with its unit, without a `brief`
+    one."""
+    text = brief or field.option.help
+    if field.option.unit and not brief:
         text += f" [unit: {field.option.unit}]"
     default = default_of(field)
     return f"{text} [default: {default}]" if default else text

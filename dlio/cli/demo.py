@@ -55,11 +55,11 @@ class DemoOptions:
 
 
 def command(demo: DemoOptions) -> None:
-    """Train on a small data set with 2 ranks, in under three minutes on two cores.
+    """Train on a small data set with 2 ranks, in less than three minutes.
 
-    The ranks pretend to be two nodes, each with a RAM tier and a disk tier, and shuffle samples
-    between them. During training, neurons are pruned and samples that the network has learnt are
-    skipped.
+    That is on two cores. The ranks pretend to be two nodes, each with a RAM tier and a disk tier,
+    and shuffle samples between them. During training, neurons are pruned and samples that the
+    network has learnt are skipped.
     """
     try:
         os.close(make_folders(demo.folder))

@@ -214,9 +214,20 @@ def read_program(program: Program) -> CheckedCommand | None:
         "Ranks": ("ranks", "ranks_per_node", "backend", "logs"),
         "Slurm": ("slurm", "print_script", "follow", "script", "setup", "stage"),
     },
+    usual={
+        "command": "",
+        "ranks": "",
+        "ranks_per_node": "",
+        "logs": "",
+        "slurm": "",
+        "print_script": "",
+        "follow": "",
+        "setup": "",
+        "stage": "Stage the data to the nodes' disks before the ranks start",
+    },
 )
 def command(program: Program, options: LaunchOptions) -> None:
-    """Start a command in many ranks: on this machine, on all nodes of a job, or as a job.
+    """Start a command in many ranks: here, on a job's nodes, or as a job.
 
     COMMAND is a command of dlio with its options (train, run, eval, stage, pack, bench ...), or,
     after --, any program. In a job of Slurm, PBS or LSF the ranks run on its nodes, as many as

@@ -46,10 +46,11 @@ _MOST_S: Final = 3600.0
     "srun --jobid 4711 --overlap dlio top --once",
 )
 def command(options: TopOptions) -> None:
-    """Show tiers, reads by place, stalls, progress and trials of this user's running jobs.
+    """Show tiers, reads, stalls, progress and trials of your running jobs.
 
-    Asks all processes of dlio on this machine that read data, train, search, stage or pack. On a
-    terminal the table is drawn until Ctrl-C; elsewhere it is printed once, as with --once.
+    Asks all of your processes of dlio on this machine that read data, train, search, stage or
+    pack. On a terminal the table is drawn until Ctrl-C; elsewhere it is printed once, as with
+    --once.
     """
     try:
         if options.as_json:

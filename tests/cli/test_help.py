@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dlio.cli import main
-from dlio.cli.app import all_commands, find_command
+from dlio.cli.app import all_commands, find_command, places
 from dlio.cli.cli_command import Command
 from dlio.cli.option_groups import examples_of, groups_of, usual_of
 
@@ -130,26 +130,27 @@ def _shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return capsys.readouterr().out
 
 
-def test_help_of_train_fits_a_screen_and_help_all_has_the_rest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", sorted({"", *places(), *COMMANDS}))
+def test_help_fits_a_screen_and_help_all_has_the_rest(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = COMMANDS["train"]
-    usual = usual_of(train.function)
-    brief = _shown(monkeypatch, capsys, "train", "--help")
-    lines = brief.rstrip().splitlines()
-    assert len(lines) < 24
+    lines = _shown(monkeypatch, capsys, *command.split(), "--help").rstrip().splitlines()
+    assert len(lines) <= 46
     assert max(map(len, lines)) <= 80
-    flags = {field.name: field.flag for field in train.fields}
-    assert len(usual) == 11  # The data, and ten options.
-    for name, flag in flags.items():
-        shown = any(line.strip().split(" ")[0].rstrip(",") in (flag, "-n") for line in lines)
-        if name in usual and name not in ("ranks", "resume"):
-            assert shown, flag
-    assert lines[-1] == f"`dlio train --help-all` shows all {len(train.fields)} options"
-    whole = _shown(monkeypatch, capsys, "train", "--help-all")
-    for flag in flags.values():
-        assert flag.lstrip("-") in whole
-    assert "Less work:" in whole
+    known = COMMANDS.get(command)
+    usual = {} if known is None else usual_of(known.function)
+    if known is None or not usual:
+        assert "--help-all" not in "".join(lines)
+        return
+    count = len(known.shown_fields)
+    assert lines[-1] == f"`dlio {known.name} --help-all` shows all {count} options"
+    assert set(usual) <= {field.name for field in known.fields}
+    whole = _shown(monkeypatch, capsys, *command.split(), "--help-all")
+    for field in known.shown_fields:
+        names = {field.flag, f"--[no-]{field.flag[2:]}"} | ({"-n,"} & {f"{field.option.short},"})
+        rows = [line for line in lines if line[2:].split(" ")[0] in names]
+        assert len(rows) == (field.name in usual), field.flag
+        assert field.flag.lstrip("-") in whole
 
 
 def test_a_brief_help_hides_options_and_still_takes_them(

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio.util.options import CheckedOptions, Option
@@ -48,6 +49,23 @@ class ChaosCases(CheckedOptions):
     ] = ("storm",)
 
 
+@with_help(
+    usual={
+        "source": "",
+        "case": "storm, nodes, overhead, schedules or suspicions",
+        "ranks": "",
+        "kills": "",
+        "every": "",
+        "faults": "Kinds of faults: kill, stop, segv, exit, raise, hang, ...",
+        "exchange": "",
+        "epochs": "",
+        "backend": "How ranks communicate: auto, mpi or torch",
+        "restart": "Compare with a job without fault tolerance",
+        "replay": "Replay each trace, and compare the weights bit by bit",
+        "keep": "",
+        "report": "",
+    },
+)
 def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> None:
     """Hurt training jobs by a schedule of faults, and check that they go on.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 import torch
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.world import world
@@ -169,6 +170,19 @@ class CheckpointCase:
         return checkpoint_bytes(self.model, ranks, self.scale, self.described())
 
 
+@with_help(
+    usual={
+        "path": "",
+        "model": "",
+        "workload": "",
+        "size": "",
+        "case": "write, or stall: of a training loop. Repeatable",
+        "repeats": "",
+        "emulate": "",
+        "ranks": "",
+        "report": "",
+    },
+)
 def command(
     case: CheckpointCase, emulation: Emulation, ranks: RankOptions, output: OutputOptions
 ) -> None:

@@ -5,6 +5,7 @@ import pkgutil
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import check_writable
@@ -43,6 +44,21 @@ class PruneCases(CheckedOptions):
     ] = ()
 
 
+@with_help(
+    usual={
+        "source": "",
+        "val": "",
+        "case": "",
+        "ranks": "",
+        "seeds": "",
+        "epochs": "",
+        "tolerance": "",
+        "image_size": "",
+        "keep": "",
+        "plot": "",
+        "report": "",
+    },
+)
 def command(options: PruneBenchOptions, cases: PruneCases, output: OutputOptions) -> None:
     """Measure the pruning of neurons and the skipping of samples while a network trains.
 

@@ -3,6 +3,7 @@
 import pkgutil
 from dataclasses import asdict
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.report_values import Results
@@ -10,6 +11,19 @@ from dlio_bench.results.terminal import show_notes
 from dlio_bench.training.training_options import CASES, TrainingBenchOptions
 
 
+@with_help(
+    usual={
+        "case": "scaling, checkpoint, ettr or script. Repeatable",
+        "data": "",
+        "networks": "",
+        "exchanges": "",
+        "ranks": "",
+        "forecast": "",
+        "scaling": "",
+        "repeats": "",
+        "report": "",
+    },
+)
 def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
     """Measure training as a whole on ranks of this machine, and forecast it for more.
 

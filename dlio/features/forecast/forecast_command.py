@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.data.replicas import measured
 from dlio.errors import UsageError
@@ -242,10 +243,27 @@ class SimulationOptions(CheckedOptions):
     ] = ()
 
 
+@with_help(
+    usual={
+        "source": "",
+        "samples": "",
+        "sample_size": "",
+        "nodes": "",
+        "ranks_per_node": "",
+        "batch_size": "",
+        "tiers": "",
+        "model_time": "",
+        "decode_rate": "",
+        "source_bandwidth": "",
+        "sweep": "",
+        "plot": "",
+        "report": "",
+    },
+)
 def plan(
     job: JobOptions, machine: MachineOptions, sweep: SweepOptions, output: OutputOptions
 ) -> None:
-    """Forecast how much data a job will read and send, and how long it will wait.
+    """Forecast what a job will read and send, and how long it will wait.
 
     The traffic is counted by the code that plans real jobs; times follow from the options that
     describe the machine. Nothing is run.
@@ -276,6 +294,24 @@ def plan(
     output.write(asdict(figures))
 
 
+@with_help(
+    usual={
+        "source": "",
+        "samples": "",
+        "sample_size": "",
+        "nodes": "",
+        "ranks_per_node": "",
+        "batch_size": "",
+        "tiers": "",
+        "model_time": "",
+        "decode_rate": "",
+        "source_bandwidth": "",
+        "epochs": "",
+        "slow": "",
+        "fail": "",
+        "report": "",
+    },
+)
 def simulate(
     job: JobOptions, machine: MachineOptions, simulation: SimulationOptions, output: OutputOptions
 ) -> None:
