@@ -14,6 +14,7 @@ from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
+from dlio.util.arguments import unknown_word
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.units import counted
 from dlio_bench.bench_data import draw_pictures
@@ -150,7 +151,7 @@ class LoaderChoice(CheckedOptions):
             return _USUAL if self.peers == "usual" else tuple(CONTENDERS)
         chosen = tuple(self.peers.split(","))
         if unknown := [name for name in chosen if name not in CONTENDERS]:
-            raise UsageError(f"--peers {unknown[0]}: choose one of {', '.join(CONTENDERS)}")
+            raise unknown_word("--peers", unknown[0], CONTENDERS)
         return chosen
 
 

@@ -107,8 +107,9 @@ class Command:
         for name, record in self.records.items():
             for field in options_of(record):
                 if field.required and field.name not in values:
-                    missing = f"{field.flag} is missing"
-                    raise UsageError(f"{missing}: `dlio {self.name} --help` describes it")
+                    raise UsageError(missing(field, f" (`dlio {self.name} --help`)"))
+                if field.name in values:
+                    field.check(values[field.name])
             arguments[name] = from_mapping(record, values)
         if any(isinstance(each, ConfigFile) and each.print_config for each in arguments.values()):
             print(config_text(arguments.values()), end="")
@@ -282,7 +283,14 @@ def default_of(field: OptionField) -> str:
     return "yes" if shown is True else str(shown)
 
 
-def describe(error: Exception, name: str, fields: Sequence[OptionField]) -> str:
+def missing(field: OptionField, more: str) -> str:
+    """Return the message about a required option that is not there."""
+    return f"{field.flag} is missing: {field.meaning}{more}"
+
+
+def describe(
+    error: Exception, name: str, fields: Sequence[OptionField], tokens: Sequence[str] = ()
+) -> str:
     """Return the one-line message of an error that cyclopts raised for a command line."""
     from cyclopts import exceptions
 
@@ -294,9 +302,17 @@ def describe(error: Exception, name: str, fields: Sequence[OptionField]) -> str:
         flags = [each.flag for each in fields if not each.option.positional]
         return f"{word}: no such option{nearest(word, [*flags, '--help'])}{more}"
     if isinstance(error, exceptions.MissingArgumentError) and field is not None:
-        if field.option.positional:
-            return f"{field.flag} is missing{more}"
-        return f"{field.flag}: a value is missing: {field.remedy}{more}"
+        names = [each for each in (field.flag, field.option.short) if each in tokens]
+        if field.option.positional or not names:
+            return missing(field, more)
+        value = next(iter(tokens[tokens.index(names[0]) + 1 :]), "")
+        if value.startswith("-") and value.split("=")[0] not in {each.flag for each in fields}:
+            try:
+                field.check(field.convert(value, field.flag))
+            except UsageError as wrong:
+                return f"{wrong}{more}"
+            return f"{names[0]} {value}: write {field.flag}={value} if this is its value{more}"
+        return f"{field.flag}: a value is missing: {field.meaning}{more}"
     if isinstance(error, exceptions.CoercionError) and field is not None:
         word = "" if error.token is None else error.token.value
         close = nearest(word, field.choices) if word else ""

@@ -3,6 +3,7 @@
 import glob
 import os
 import shlex
+import shutil
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -277,6 +278,8 @@ def _run_here(started: CheckedCommand, options: LaunchOptions) -> int:
         own = ["-n", str(ranks), "--backend", options.backend]
         run_command([*words[:named], *own, *words[named:]])
         return 0
+    if shutil.which(started.argv[0]) is None:
+        raise UsageError(f"{started.argv[0]}: no such program on this machine: check the name")
     _say(
         f"{counted(ranks, 'rank')} on this machine, by "
         f"{'mpirun' if by_mpi else 'torch.distributed'}"

@@ -1,6 +1,9 @@
 """Help: headings, examples that can be run, `-h`, and `--follow-links` where data are named."""
 
+import contextlib
+import io
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -178,3 +181,58 @@ def test_commands_stand_by_use(
         assert _shown(monkeypatch, capsys, other, "--help-all") == _shown(
             monkeypatch, capsys, other, "--help"
         )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("eval data", "--weights is missing: FILE, weights that `dlio train --save` has written"),
+        ("eval data --weights", "--weights: a value is missing: FILE, weights that"),
+        ("eval data --weights data", "--weights data: this is a folder: give a file"),
+        ("eval", "SRC is missing: data set to evaluate on"),
+        ("pack data", "DST is missing: folder to write"),
+        ("bench peers", "ACTION is missing: "),
+        ("plan --samples 9 --model-time -5s", "--model-time -5s: write --model-time=-5s"),
+        ("plan --samples 9 --model-time=-5s", "--model-time '-5s' is not a time"),
+        ("plan --samples 9 --sample-size 10XB", "--sample-size '10XB' is not a size"),
+        ("plan --samples 9 --model-time --nodes 2", "--model-time: a value is missing"),
+        ("pack data out --quality 101", "--quality 101: give a number from 1 to 100"),
+        ("run --check 0 train.py", "--check 0: give at least 1$"),
+        ("cache clean --older 3x", r"--older 3x: give a number \(unit: days\)"),
+        ("cache lst", "cache lst: no such command; did you mean ls"),
+        ("bench nosuch", "bench nosuch: no such command; there are agreement, chaos"),
+        ("doctor --nodes", r"--nodes: no such option \("),
+        ("bench loader --peers torchh", "did you mean torch"),
+        ("bench train --forecast 8..4", "--forecast 8..4: give the lower number first"),
+        ("bench shuffle nowhere", "nowhere: no such folder"),
+        ("ls data --max-size 1", "--max-size: no such option"),
+        ("launch -n 2 -- no-such-program", "no-such-program: no such program on this machine"),
+        ("train data --tiers ram:8Gigs", "tier ram:8Gigs: the size '8Gigs' is not a size"),
+        ("train data --shuffle partial(2)", "partial\\(q\\), with q from 0 to 1$"),
+        ("ls words.txt", "words.txt is not a data set that dlio can read, of none of the formats"),
+    ],
+)
+def test_a_wrong_command_is_told_in_one_true_line(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    Image.new("RGB", (40, 40)).save(tmp_path / "data" / "a" / "0.png")
+    (tmp_path / "words.txt").write_text("words\n")
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    told = errors.getvalue()
+    assert told.count("\n") == 1
+    assert len(told) < 400
+    assert re.search(said, told.rstrip()), told
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values()], ids=lambda command: command.name)
+def test_each_required_value_has_a_meaning(command: Command) -> None:
+    for field in command.fields:
+        assert len(field.meaning) >= 8
+        assert "give text" not in field.meaning
+        assert field.option.rest or field.meaning[-1] not in ".,;:"

@@ -166,7 +166,7 @@ class CheckpointCase:
     def bytes_per_rank(self, ranks: int) -> int:
         """Return the bytes that each rank writes."""
         if self.size is not None:
-            return parse_bytes(self.size)
+            return parse_bytes(self.size, "--size")
         return checkpoint_bytes(self.model, ranks, self.scale, self.described())
 
 

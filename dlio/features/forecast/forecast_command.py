@@ -78,7 +78,7 @@ class JobOptions:
         nodes = tuple(HomeNode(f"node{number}", capacities) for number in range(self.nodes))
         rest = (nodes, self.ranks_per_node, self.batch_size, self.mode)
         if self.samples is not None:
-            size = parse_bytes(self.sample_size)
+            size = parse_bytes(self.sample_size, "--sample-size")
             if size < 1:
                 raise UsageError(f"--sample-size {self.sample_size}: give at least 1B")
             return job_of(self.samples, size, *rest, seed=self.seed)
@@ -156,12 +156,12 @@ class MachineOptions(CheckedOptions):
             raise UsageError("a bandwidth is 0: give values above 0")
         return Machine(
             source_rate=source_rate,
-            source_latency_s=parse_seconds(self.source_latency),
+            source_latency_s=parse_seconds(self.source_latency, "--source-latency"),
             link_rate=link_rate,
-            link_latency_s=parse_seconds(self.link_latency),
+            link_latency_s=parse_seconds(self.link_latency, "--link-latency"),
             tier_rates=rates,
             decode_rate=self.decode_rate,
-            model_s=parse_seconds(self.model_time),
+            model_s=parse_seconds(self.model_time, "--model-time"),
             jitter=jitter,
             slow=slow or {},
         )
