@@ -32,7 +32,7 @@ class DemoOptions:
         int, Option("Number of ranks to start on this machine.", short="-n", least=1)
     ] = 2
     epochs: Annotated[int, Option("Number of passes over the data.", least=1)] = 12
-    image_size: Annotated[int, Option("Side of the square crops.", unit="pixels")] = 64
+    image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=32)] = 64
     folder: Annotated[
         str, Option("Folder for the pictures, the disk tier and the report.", metavar="FOLDER")
     ] = os.path.join(".cache", "dlio-demo")

@@ -132,8 +132,9 @@ class OptionField:
             return self.remedy
         first = re.split(r"(?<=\w[\w)])[.:;] ", self.option.help)[0].removesuffix(".")
         lower = first[0].lower() if first[1:2].islower() or first[1:2] == " " else first[0]
-        placeholder = "" if self.option.positional else f"{self.option.metavar or 'TEXT'}, "
-        return f"{placeholder}{lower}{first[1:]}"
+        if self.option.positional:
+            return f"{lower}{first[1:]}"
+        return f"give {self.option.metavar or 'TEXT'} ({lower}{first[1:]})"
 
     def show(self, value: Value) -> object:
         """Convert a value to its form in a configuration file."""

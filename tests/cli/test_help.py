@@ -186,8 +186,11 @@ def test_commands_stand_by_use(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("eval data", "--weights is missing: FILE, weights that `dlio train --save` has written"),
-        ("eval data --weights", "--weights: a value is missing: FILE, weights that"),
+        (
+            "eval data",
+            r"--weights is missing: give FILE \(weights that `dlio train --save` h",
+        ),
+        ("eval data --weights", r"--weights: a value is missing: give FILE \(weights that"),
         ("eval data --weights data", "--weights data: this is a folder: give a file"),
         ("eval", "SRC is missing: data set to evaluate on"),
         ("pack data", "DST is missing: folder to write"),
@@ -209,6 +212,11 @@ def test_commands_stand_by_use(
         ("launch -n 2 -- no-such-program", "no-such-program: no such program on this machine"),
         ("train data --tiers ram:8Gigs", "tier ram:8Gigs: the size '8Gigs' is not a size"),
         ("train data --shuffle partial(2)", "partial\\(q\\), with q from 0 to 1$"),
+        ("plan data --source-bandwidth 10", "--source-bandwidth '10' is not a size"),
+        ("demo --image-size 0", "--image-size 0: give at least 32 pixels"),
+        ("top --every 0", "--every 0.0: give seconds from 0.1 to 3,600"),
+        ("ledger data data", "data cannot be read: Is a directory; give a file that"),
+        ("search data --set lr=1e-4..1e-1:lg", "lr=1e-4..1e-1:lg: .*; did you mean log"),
         ("ls words.txt", "words.txt is not a data set that dlio can read, of none of the formats"),
     ],
 )
@@ -231,8 +239,11 @@ def test_a_wrong_command_is_told_in_one_true_line(
 
 
 @pytest.mark.parametrize("command", [*COMMANDS.values()], ids=lambda command: command.name)
-def test_each_required_value_has_a_meaning(command: Command) -> None:
+def test_each_value_has_a_meaning_and_each_number_a_limit(command: Command) -> None:
     for field in command.fields:
         assert len(field.meaning) >= 8
         assert "give text" not in field.meaning
+        if field.type in (int, float) and field.option.parse is None:
+            option = field.option  # Without a limit, negative and huge numbers would be taken.
+            assert (option.least, option.above) != (None, None), field.flag
         assert field.option.rest or field.meaning[-1] not in ".,;:"

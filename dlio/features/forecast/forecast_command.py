@@ -150,8 +150,9 @@ class MachineOptions(CheckedOptions):
                     f"--tier-bandwidth {self.tier_bandwidth}: give one for each tier in --tiers "
                     f"({len(tiers)})"
                 )
-        source_rate, link_rate = map(parse_bytes, (self.source_bandwidth, self.link_bandwidth))
-        rates = tuple(map(parse_bytes, texts))
+        source_rate = parse_bytes(self.source_bandwidth, "--source-bandwidth")
+        link_rate = parse_bytes(self.link_bandwidth, "--link-bandwidth")
+        rates = tuple(parse_bytes(text, "--tier-bandwidth") for text in texts)
         if not all((*rates, source_rate, link_rate)):
             raise UsageError("a bandwidth is 0: give values above 0")
         return Machine(
