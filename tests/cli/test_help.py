@@ -217,6 +217,10 @@ def test_commands_stand_by_use(
         ("top --every 0", "--every 0.0: give seconds from 0.1 to 3,600"),
         ("ledger data data", "data cannot be read: Is a directory; give a file that"),
         ("search data --set lr=1e-4..1e-1:lg", "lr=1e-4..1e-1:lg: .*; did you mean log"),
+        ("bench train --data nowhere", "nowhere: no such file or folder"),
+        ("bench prune data --val nowhere", "nowhere: no such file or folder"),
+        ("bench chaos --model resnet5", "--model resnet5: choose .*; did you mean resnet50"),
+        ("train data --exchange allreduc", "exchange 'allreduc': .*; did you mean allreduce"),
         ("ls words.txt", "words.txt is not a data set that dlio can read, of none of the formats"),
     ],
 )

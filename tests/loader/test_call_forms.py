@@ -72,7 +72,7 @@ def sampled(drop_last: bool) -> torch_data.BatchSampler:
 
 NUMBERS = Numbers(23)
 ARRAYS = torch_data.TensorDataset(torch.arange(20.0), torch.arange(20))
-BOTH = torch_data.ConcatDataset([Numbers(7), Numbers(9)])
+BOTH: torch_data.ConcatDataset[Any] = torch_data.ConcatDataset([Numbers(7), Numbers(9)])
 FORMS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "a collate_fn of named tuples": lambda: (NUMBERS, {"batch_size": 5, "collate_fn": points}),
     "a collate_fn of dataclasses": lambda: (NUMBERS, {"batch_size": 5, "collate_fn": box}),

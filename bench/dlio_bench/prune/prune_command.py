@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
+from dlio.data.reader import open_reader
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import check_writable
 from dlio_bench.prune.curves import TrainingCurve, draw
@@ -69,6 +70,8 @@ def command(options: PruneBenchOptions, cases: PruneCases, output: OutputOptions
     for name in wanted:
         if name not in _WITHOUT_IMAGES:
             options.check_images(name)
+    for path in filter(None, (options.source, options.val)):
+        open_reader(path).close()  # What is wrong with it is said before ranks start.
     start = begin(output)
     if options.plot is not None:
         check_writable("--plot", options.plot)
