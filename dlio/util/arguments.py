@@ -24,7 +24,7 @@ PathText = str | os.PathLike[str]
 
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return `; did you mean ...?` for a mistyped word, or the begin of a single one; an empty
-    string if none is near. Hyphens in front of options are no likeness.
+    string if none is near. Hyphens in front of options do not count.
     """
     known = {each.lower().lstrip("-"): each for each in words}
     wanted = word.lower().lstrip("-")

@@ -236,10 +236,10 @@ def test_a_wrong_command_is_told_in_one_true_line(
     with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2
-    told = errors.getvalue()
-    assert told.count("\n") == 1
-    assert len(told) < 400
-    assert re.search(said, told.rstrip()), told
+    line_said = errors.getvalue()
+    assert line_said.count("\n") == 1
+    assert len(line_said) < 400
+    assert re.search(said, line_said.rstrip()), line_said
 
 
 @pytest.mark.parametrize("command", [*COMMANDS.values()], ids=lambda command: command.name)
