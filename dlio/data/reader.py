@@ -380,7 +380,7 @@ def _unknown(
     last = f"; as class folders, it {reasons[-1].partition(': ')[2]}" if is_folder else ""
     return SourceError(
         f"{shown} is not a data set that dlio can read, of none of the formats {names}{last}. "
-        f"`dlio ls {shown} --format NAME` says why it is not of one"
+        "format=NAME (`dlio ls --format NAME`) says why it is not of that one"
     )
 
 
