@@ -5,7 +5,7 @@ from typing import Final
 from dlio.cli.app import CommandGroup
 
 command: Final = CommandGroup(
-    "Measure dlio and its references side by side in one run, with medians and spread.",
+    "Measure dlio and its references side by side, with their spread.",
     {
         "agreement": "dlio_bench.storage_cases.side_by_side:command",
         "chaos": "dlio_bench.chaos.chaos_command:command",

@@ -254,12 +254,13 @@ def _answer(name: str, command: list[str], python: str, caches: str) -> list[flo
     return answer
 
 
-def _calls_of(trace: str) -> int:
-    """Return the number of system calls between the last two marks in the lines of strace."""
+def _calls_of(trace: str) -> int | None:
+    """Return the number of system calls between the last two marks in the lines of strace; None
+    where another process did the work, which strace did not see."""
     with open_text(trace, errors="replace") as file:
         lines = [line for line in file if " resumed>" not in line]
     marks = [number for number, line in enumerate(lines) if _MARK in line]
-    return marks[-1] - marks[-2] - 1
+    return marks[-1] - marks[-2] - 1 if len(marks) > 1 else None
 
 
 def _folder(scratch: str, samples: int) -> str:

@@ -10,9 +10,11 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
+from dlio.util.arguments import unknown_word
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.units import counted
 from dlio_bench.bench_data import draw_pictures
@@ -149,7 +151,7 @@ class LoaderChoice(CheckedOptions):
             return _USUAL if self.peers == "usual" else tuple(CONTENDERS)
         chosen = tuple(self.peers.split(","))
         if unknown := [name for name in chosen if name not in CONTENDERS]:
-            raise UsageError(f"--peers {unknown[0]}: choose one of {', '.join(CONTENDERS)}")
+            raise unknown_word("--peers", unknown[0], CONTENDERS)
         return chosen
 
 
@@ -215,6 +217,20 @@ def _pictures(source: str) -> tuple[list[str], list[int]]:
         return files, np.asarray(reader.labels).tolist()
 
 
+@with_help(
+    usual={
+        "source": "",
+        "peers": "usual, all, or names such as torch,dlio",
+        "workers": "",
+        "repeats": "",
+        "batch_size": "",
+        "image_size": "",
+        "case": "pictures, arrays, slow, decoded, mapstyle, transforms, rows, small or cores",
+        "folder": "",
+        "report": "",
+        "as_json": "",
+    },
+)
 def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> None:
     """Measure loading alone, compared with torch's DataLoader and other libraries.
 

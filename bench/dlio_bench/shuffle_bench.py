@@ -164,6 +164,9 @@ class ShuffleBenchOptions:
             raise UsageError("capacity, decode and training want a data set")
         if self.val is None and "training" in self.case:
             raise UsageError("--case training wants held-out data: --val")
+        for path in filter(None, (self.source, self.val)):
+            if not os.path.isdir(path):
+                raise UsageError(f"{path}: no such folder: check the path")
 
 
 def command(options: ShuffleBenchOptions, output: OutputOptions) -> None:

@@ -138,7 +138,7 @@ def command(options: TierBenchOptions, output: OutputOptions) -> None:
     report: dict[str, dict[str, float]] = {}
     with working("tiers"):
         for spec in steps(specs, lambda spec: spec.root):
-            size = min(parse_bytes(options.size), spec.capacity)
+            size = min(parse_bytes(options.size, "--size"), spec.capacity)
             name = "ram" if spec.kind == "ram" else spec.root
             report[name] = measure_tier(spec.root, size, options.threads)
         for source in steps(options.sources):

@@ -21,6 +21,7 @@ from dlio.cli.cli_command import SWITCHES, Command, CommandFunction, describe, i
 from dlio.cli.help import TwoColumns
 from dlio.cli.option_groups import examples_of, usual_of
 from dlio.errors import DlioError, UsageError
+from dlio.util.arguments import nearest
 from dlio.util.input_files import read_text
 from dlio.util.plugins import plugins
 from dlio.util.units import counted
@@ -112,7 +113,10 @@ def all_commands() -> Iterator[Command]:
 
 
 def find_command(tokens: Sequence[str]) -> Command | None:
-    """Return the command that the first tokens name; None for a group or a foreign command."""
+    """Return the command that the first tokens name; None for a group or a foreign command.
+
+    Raises UsageError for a command that a group does not have.
+    """
     if not tokens or tokens[0] not in places():
         return None
     try:
@@ -120,8 +124,14 @@ def find_command(tokens: Sequence[str]) -> Command | None:
     except Exception:
         return None  # Running the command reports the reason.
     if isinstance(loaded, CommandGroup):
-        if len(tokens) < 2 or tokens[1] not in loaded.commands:
+        if len(tokens) < 2 or tokens[1].startswith("-"):
             return None
+        if tokens[1] not in loaded.commands:
+            close = nearest(tokens[1], loaded.commands)
+            hint = close or f"; there are {', '.join(loaded.commands)}"
+            raise UsageError(
+                f"{tokens[0]} {tokens[1]}: no such command{hint} (`dlio {tokens[0]} --help`)"
+            )
         return Command(" ".join(tokens[:2]), resolve_name(loaded.commands[tokens[1]]))
     return Command(tokens[0], loaded) if callable(loaded) and is_command(loaded) else None
 
@@ -139,7 +149,7 @@ def run_app(app: App, tokens: Sequence[str], command: Command | None = None) -> 
     except CycloptsError as error:
         fields = () if command is None else command.fields
         name = tokens[0] if command is None and tokens else getattr(command, "name", "")
-        raise UsageError(describe(error, name, fields)) from error
+        raise UsageError(describe(error, name, fields, tokens)) from error
 
 
 def parse(command: Command, tokens: Sequence[str]) -> dict[str, object] | None:
@@ -213,7 +223,7 @@ def _of_function(name: str, function: CommandFunction, rest: Sequence[str], brie
     hidden = ""
     if brief and usual_of(function):
         examples = examples[:_BRIEF_EXAMPLES]
-        options = counted(len(Command(name, function).fields), "option")
+        options = counted(len(Command(name, function).shown_fields), "option")
         hidden = f"`dlio {name} --help-all` shows all {options}"
     app = _app(name.rpartition(" ")[2], text, examples, hidden)
     command = Command(name, function, brief)

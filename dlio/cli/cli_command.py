@@ -79,6 +79,11 @@ class Command:
         return tuple(field for record in self.records.values() for field in options_of(record))
 
     @property
+    def shown_fields(self) -> tuple[OptionField, ...]:
+        """Options that the whole help shows."""
+        return tuple(each for each in self.fields if not (each.option.rest or each.option.hidden))
+
+    @property
     def help(self) -> str:
         """Description for the help."""
         return inspect.getdoc(self.function) or ""
@@ -102,8 +107,9 @@ class Command:
         for name, record in self.records.items():
             for field in options_of(record):
                 if field.required and field.name not in values:
-                    missing = f"{field.flag} is missing"
-                    raise UsageError(f"{missing}: `dlio {self.name} --help` describes it")
+                    raise UsageError(missing(field, f" (`dlio {self.name} --help`)"))
+                if field.name in values:
+                    field.check(values[field.name])
             arguments[name] = from_mapping(record, values)
         if any(isinstance(each, ConfigFile) and each.print_config for each in arguments.values()):
             print(config_text(arguments.values()), end="")
@@ -127,11 +133,11 @@ class Command:
         """Return the heading of each option, by its field's name; empty without headings."""
         from cyclopts import Group
 
+        if self.usual:
+            return dict.fromkeys((each.name for each in self.fields), Group("Usual options"))
         groups = groups_of(self.function)
         if not groups:
             return {}
-        if self.usual:
-            return dict.fromkeys((each.name for each in self.fields), Group("Usual options"))
         made = {name: Group(name, sort_key=k) for k, name in enumerate([*groups, OTHERS])}
         by_field = {field: made[name] for name, fields in groups.items() for field in fields}
         return {field.name: by_field.get(field.name, made[OTHERS]) for field in self.fields}
@@ -198,6 +204,7 @@ def parameter_of(
     from cyclopts import Parameter
 
     option = field.option
+    is_whole = usual is None or usual.get(field.name) == ""
     kind: Any = inspect.Parameter.KEYWORD_ONLY
     hint: Any = bool if field.type is bool else str
     if option.positional:
@@ -209,10 +216,10 @@ def parameter_of(
     names = [field.flag, *([option.short] if option.short else [])]
     parameter = Parameter(
         name=names[0] if option.positional else names,
-        help=help_of(field) if usual is None else usual.get(field.name),
+        help=help_of(field, "" if usual is None else usual.get(field.name, "")),
         metavar=option.metavar or METAVARS.get(field.type),
         choices=field.choices or None,
-        show_choices=bool(field.choices) and usual is None,
+        show_choices=bool(field.choices) and is_whole,
         show_default=False,
         show=not option.hidden if usual is None else field.name in usual,
         required=required,
@@ -256,10 +263,11 @@ def _switch_parameters(group: "Group | None") -> list[inspect.Parameter]:
     return made
 
 
-def help_of(field: OptionField) -> str:
-    """Return the help of an option, with its unit and its default."""
-    text = field.option.help
-    if field.option.unit:
+def help_of(field: OptionField, brief: str = "") -> str:
+    """Return the help of an option with its default; its own text, with its unit, without a `brief`
+    one."""
+    text = brief or field.option.help
+    if field.option.unit and not brief:
         text += f" [unit: {field.option.unit}]"
     default = default_of(field)
     return f"{text} [default: {default}]" if default else text
@@ -275,7 +283,14 @@ def default_of(field: OptionField) -> str:
     return "yes" if shown is True else str(shown)
 
 
-def describe(error: Exception, name: str, fields: Sequence[OptionField]) -> str:
+def missing(field: OptionField, more: str) -> str:
+    """Return the message about a required option that is not there."""
+    return f"{field.flag} is missing: {field.meaning}{more}"
+
+
+def describe(
+    error: Exception, name: str, fields: Sequence[OptionField], tokens: Sequence[str] = ()
+) -> str:
     """Return the one-line message of an error that cyclopts raised for a command line."""
     from cyclopts import exceptions
 
@@ -287,9 +302,17 @@ def describe(error: Exception, name: str, fields: Sequence[OptionField]) -> str:
         flags = [each.flag for each in fields if not each.option.positional]
         return f"{word}: no such option{nearest(word, [*flags, '--help'])}{more}"
     if isinstance(error, exceptions.MissingArgumentError) and field is not None:
-        if field.option.positional:
-            return f"{field.flag} is missing{more}"
-        return f"{field.flag}: a value is missing: {field.remedy}{more}"
+        names = [each for each in (field.flag, field.option.short) if each in tokens]
+        if field.option.positional or not names:
+            return missing(field, more)
+        value = next(iter(tokens[tokens.index(names[0]) + 1 :]), "")
+        if value.startswith("-") and value.split("=")[0] not in {each.flag for each in fields}:
+            try:
+                field.check(field.convert(value, field.flag))
+            except UsageError as wrong:
+                return f"{wrong}{more}"
+            return f"{names[0]} {value}: write {field.flag}={value} if this is its value{more}"
+        return f"{field.flag}: a value is missing: {field.meaning}{more}"
     if isinstance(error, exceptions.CoercionError) and field is not None:
         word = "" if error.token is None else error.token.value
         close = nearest(word, field.choices) if word else ""

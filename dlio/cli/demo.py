@@ -32,7 +32,7 @@ class DemoOptions:
         int, Option("Number of ranks to start on this machine.", short="-n", least=1)
     ] = 2
     epochs: Annotated[int, Option("Number of passes over the data.", least=1)] = 12
-    image_size: Annotated[int, Option("Side of the square crops.", unit="pixels")] = 64
+    image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=32)] = 64
     folder: Annotated[
         str, Option("Folder for the pictures, the disk tier and the report.", metavar="FOLDER")
     ] = os.path.join(".cache", "dlio-demo")
@@ -55,11 +55,11 @@ class DemoOptions:
 
 
 def command(demo: DemoOptions) -> None:
-    """Train on a small data set with 2 ranks, in under three minutes on two cores.
+    """Train on a small data set with 2 ranks, in less than three minutes.
 
-    The ranks pretend to be two nodes, each with a RAM tier and a disk tier, and shuffle samples
-    between them. During training, neurons are pruned and samples that the network has learnt are
-    skipped.
+    That is on two cores. The ranks pretend to be two nodes, each with a RAM tier and a disk tier,
+    and shuffle samples between them. During training, neurons are pruned and samples that the
+    network has learnt are skipped.
     """
     try:
         os.close(make_folders(demo.folder))

@@ -64,9 +64,21 @@ class EvalOptions(CheckedOptions):
 @with_help(
     "dlio eval /data/val --weights weights.pt -n 2",
     "dlio eval test.csv --weights table.pt --json",
+    usual={
+        "source": "",
+        "weights": "",
+        "split": "",
+        "model": "",
+        "target": "",
+        "image_size": "",
+        "batch_size": "",
+        "device": "",
+        "ranks": "",
+        "as_json": "",
+    },
 )
 def command(options: EvalOptions, ranks: RankOptions, output: OutputOptions) -> None:
-    """Evaluate saved weights on a data set: accuracy, AUC, RMSE, IoU or the loss of the task."""
+    """Evaluate saved weights: accuracy, AUC, RMSE, IoU or the task's loss."""
     output.check_writable()
     check_name("--model", options.model, MODEL_NAMES)
     on_ranks(

@@ -3,6 +3,7 @@
 import glob
 import os
 import shlex
+import shutil
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -214,9 +215,20 @@ def read_program(program: Program) -> CheckedCommand | None:
         "Ranks": ("ranks", "ranks_per_node", "backend", "logs"),
         "Slurm": ("slurm", "print_script", "follow", "script", "setup", "stage"),
     },
+    usual={
+        "command": "",
+        "ranks": "",
+        "ranks_per_node": "",
+        "logs": "",
+        "slurm": "",
+        "print_script": "",
+        "follow": "",
+        "setup": "",
+        "stage": "Stage the data to the nodes' disks before the ranks start",
+    },
 )
 def command(program: Program, options: LaunchOptions) -> None:
-    """Start a command in many ranks: on this machine, on all nodes of a job, or as a job.
+    """Start a command in many ranks: here, on a job's nodes, or as a job.
 
     COMMAND is a command of dlio with its options (train, run, eval, stage, pack, bench ...), or,
     after --, any program. In a job of Slurm, PBS or LSF the ranks run on its nodes, as many as
@@ -266,6 +278,8 @@ def _run_here(started: CheckedCommand, options: LaunchOptions) -> int:
         own = ["-n", str(ranks), "--backend", options.backend]
         run_command([*words[:named], *own, *words[named:]])
         return 0
+    if shutil.which(started.argv[0]) is None:
+        raise UsageError(f"{started.argv[0]}: no such program on this machine: check the name")
     _say(
         f"{counted(ranks, 'rank')} on this machine, by "
         f"{'mpirun' if by_mpi else 'torch.distributed'}"

@@ -18,7 +18,8 @@ def with_help(
 ) -> Callable[[_Function], _Function]:
     """Decorate a command's function with examples, command lines, and groups for its help: names of
     options, as fields of records, by the heading that they stand under, in the order of the help.
-    Of a command with `usual` options, texts of a line by field, `--help` shows these alone.
+    Of a command with `usual` options, `--help` shows these alone: texts of a line by field, to
+    which the default is added, or "" for the option's whole help.
     """
 
     def decorate(function: _Function) -> _Function:

@@ -37,12 +37,15 @@ class ResizeOptions(CheckedOptions):
 
 
 def join(change: ResizeOptions) -> None:
-    """Have spare ranks of a job, or other nodes, train with the others, from the next batch on."""
+    """Add a job's spare ranks, or other nodes, from its next batch on."""
     _resize(change, joins=True)
 
 
 def leave(change: ResizeOptions) -> None:
-    """Have the last ranks of a job, or some nodes, end after their batch; the others go on."""
+    """End a job's last ranks, or some nodes, after their batch.
+
+    The others go on.
+    """
     _resize(change, joins=False)
 
 

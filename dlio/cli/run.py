@@ -43,14 +43,24 @@ class CheckOptions(CheckedOptions):
     "dlio run -n 2 --check 5 train.py --epochs 3",
     "dlio run -n 2 train.py --epochs 3",
     "mpirun -n 64 dlio run --exchange hierarchical train.py",
+    usual={
+        "script": "Training script, written for torch; its arguments follow it",
+        "ranks": "",
+        "check": "Compare the first steps with one process's; says what differs",
+        "batch": "",
+        "exchange": "",
+        "tiers": "",
+        "seed": "",
+        "fault_tolerance": "shrink: go on without ranks that are lost",
+    },
 )
 def command(
     script: Script, options: RunOptions, checking: CheckOptions, ranks: RankOptions
 ) -> None:
-    """Run SCRIPT unchanged on many ranks; arguments after SCRIPT are passed to it.
+    """Run a training script for one process, unchanged, on many ranks.
 
-    Its optimizers get the mean of all ranks' gradients, its DataLoaders give each rank a part of
-    every batch, and only rank 0 prints and saves.
+    Arguments after SCRIPT are its own. Its optimizers get the mean of all ranks' gradients, its
+    DataLoaders give each rank a part of every batch, and only rank 0 prints and saves.
     """
     from dlio.storage.tier_spec import choose_tiers
 

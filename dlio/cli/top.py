@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 from dlio.cli.option_groups import with_help
-from dlio.errors import UsageError, printable
+from dlio.errors import printable
 from dlio.storage.counters import PLACES
 from dlio.util.json_output import json_text
 from dlio.util.live_figures import Figures, ProcessFigures, ask_all
-from dlio.util.options import Option
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import counted, format_bytes
 
@@ -22,22 +22,21 @@ _ANSWER_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class TopOptions:
+class TopOptions(CheckedOptions):
     """Options of `dlio top`."""
 
     every: Annotated[
-        float, Option("Seconds between two looks; rates are of this time.", metavar="SECONDS")
+        float,
+        Option(
+            "Time between two looks; rates are of this time.",
+            metavar="SECONDS",
+            unit="seconds",
+            least=0.1,
+            most=3600,
+        ),
     ] = 1.0
     once: Annotated[bool, Option("Print one table, and end.")] = False
     as_json: Annotated[bool, Option("Print a line of JSON for each look.", name="json")] = False
-
-    def __post_init__(self) -> None:
-        if not _LEAST_S <= self.every <= _MOST_S:
-            raise UsageError(f"--every {self.every:g}: give {_LEAST_S:g} to {_MOST_S:g} seconds")
-
-
-_LEAST_S: Final = 0.1
-_MOST_S: Final = 3600.0
 
 
 @with_help(
@@ -46,10 +45,11 @@ _MOST_S: Final = 3600.0
     "srun --jobid 4711 --overlap dlio top --once",
 )
 def command(options: TopOptions) -> None:
-    """Show tiers, reads by place, stalls, progress and trials of this user's running jobs.
+    """Show tiers, reads, stalls, progress and trials of your running jobs.
 
-    Asks all processes of dlio on this machine that read data, train, search, stage or pack. On a
-    terminal the table is drawn until Ctrl-C; elsewhere it is printed once, as with --once.
+    Asks all of your processes of dlio on this machine that read data, train, search, stage or
+    pack. On a terminal the table is drawn until Ctrl-C; elsewhere it is printed once, as with
+    --once.
     """
     try:
         if options.as_json:

@@ -57,7 +57,7 @@ class ViewOptions(CheckedOptions):
     "dlio view imagenet/train --count 30 --output page.html --no-browser",
 )
 def command(options: ViewOptions) -> None:
-    """Show samples on a page: labels, boxes, masks, and crops as the loader gives them.
+    """Show samples on a page: labels, boxes, masks and the loader's crops.
 
     The page is a single file that fetches nothing. Volumes are shown by their middle slices, and
     arrays as plots. Samples that cannot be read are shown with their errors.

@@ -335,7 +335,7 @@ def _of_folder(
     if reading is None:
         if os.path.isdir(url) and not Source(url).names():
             raise SourceError(f"{url} holds nothing to read: check the path")
-        raise _unknown(url + fields, reasons, named=True)
+        raise _unknown(url + fields, reasons, named=True, is_folder=True)
     return reading
 
 
@@ -364,12 +364,24 @@ def _without_parts(shown: str, fields: Sequence[str], bare: str, name: str) -> S
     )
 
 
-def _unknown(shown: str, reasons: Sequence[str], named: bool) -> SourceError:
+def _unknown(
+    shown: str, reasons: Sequence[str], named: bool, is_folder: bool = False
+) -> SourceError:
+    """Return the error for what no reader recognises, whose reasons stand behind `NAME: `. With
+    several readers these are named alone, but for the last one's reason about a folder.
+    """
     if not reasons:
         return SourceError(f"no readers are installed: install dlio, {how_to_install('')}")
     remedy = "" if named else ": give a path, a list of paths, or a map-style data set of torch"
+    if len(reasons) == 1 or not named:
+        return SourceError(
+            f"{shown} is not a data set that dlio can read ({'; '.join(reasons)}){remedy}"
+        )
+    names = ", ".join(reason.partition(":")[0] for reason in reasons)
+    last = f"; as class folders, it {reasons[-1].partition(': ')[2]}" if is_folder else ""
     return SourceError(
-        f"{shown} is not a data set that dlio can read ({'; '.join(reasons)}){remedy}"
+        f"{shown} is not a data set that dlio can read, of none of the formats {names}{last}. "
+        "format=NAME (`dlio ls --format NAME`) says why it is not of that one"
     )
 
 

@@ -207,7 +207,9 @@ def parse_exchange(text: str) -> ExchangeSpec:
     match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[1] not in _PRESETS:
         first = re.split(r"[(+]", str(text).strip())[0]
-        raise UsageError(f"exchange {text!r}: {USAGE}{nearest(first, NAMES)}")
+        close = nearest(first, NAMES) if first not in NAMES else ""
+        remedy = f"there is none of that name{close}" if close else USAGE
+        raise UsageError(f"exchange {text!r}: {remedy}")
     name, argument, compressor = match.groups()
     spec = _usual(name, compressor)
     payload, topology, merge = spec.payload, spec.topology, spec.merge

@@ -126,8 +126,8 @@ def _remedy(stage: str, stats: PassStats, cores: int) -> str:
         "peer": "mode='batch'",
         "transform": f"{more}dlio.transforms, or workers='process' for Python that holds the GIL",
         "collate": "arrays of one shape, or a collate_fn that copies less",
-        "fetch": f"{more}workers='process' for Python that holds the GIL, or tiers= to keep what "
-        "it returns",
+        "fetch": f"{more}dlio.open if it reads files that `dlio ls` shows, workers='process' for "
+        "Python that holds the GIL, or tiers= to keep what it returns, random changes included",
     }[stage]
 
 

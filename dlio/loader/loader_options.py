@@ -79,6 +79,8 @@ def check_arguments(
             raise UsageError(
                 f"prefetch_factor option should be non-negative, not {prefetch_factor}"
             )
+        if prefetch_factor == 0 and num_workers:
+            raise UsageError("prefetch_factor must be greater than 0 with num_workers, not 0")
         whole_number("prefetch_factor", prefetch_factor, 0, None, "batches")
     number_in("timeout", timeout, 0, "seconds")
 

@@ -65,7 +65,9 @@ def exchanged(mode: str) -> float:
     except ValueError:
         fraction = -1.0
     if not 0 <= fraction <= 1:
-        raise UsageError(f"shuffle mode {mode!r}: choose {MODES}{nearest(mode, _WORDS)}")
+        raise UsageError(
+            f"shuffle mode {mode!r}: choose {MODES}{'' if match else nearest(mode, _WORDS)}"
+        )
     return fraction
 
 

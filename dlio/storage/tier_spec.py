@@ -96,7 +96,7 @@ def _parsed(part: TierSpec | str) -> list[TierSpec]:
     place, colon, size = (body if decoded else part).rpartition(":")
     if not colon or not place:
         raise UsageError(f"tier {part!r} has no size: write ram:2GiB or /local/scratch:20GiB")
-    capacity = parse_bytes(size)
+    capacity = parse_bytes(size, f"tier {part}: the size")
     place = place.removeprefix("pmem:").removeprefix("disk:")
     if place == "ram":
         return [TierSpec("ram", SHARED_MEMORY, capacity, decoded)]

@@ -114,7 +114,10 @@ def read_lines(path: str) -> Iterator[LedgerLine]:
                     return
                 yield _parsed(text, f"{path}, line {number}")
     except OSError as error:
-        raise UsageError(f"{path} cannot be read as a trace of dlio train: {error}") from error
+        reason = error.strerror or error
+        raise UsageError(
+            f"{path} cannot be read: {reason}; give a file that `dlio train --trace` has written"
+        ) from error
 
 
 def check_ledger(

@@ -77,7 +77,8 @@ def read_weights(path: str, option: str = "--weights") -> dict[str, torch.Tensor
     Raises UsageError if it cannot be read or is not such a file.
     """
     if not os.path.isfile(path):
-        raise UsageError(f"{option} {path}: the file does not exist: give one written by --save")
+        reason = "this is a folder" if os.path.isdir(path) else "the file does not exist"
+        raise UsageError(f"{option} {path}: {reason}: give a file written by --save")
     try:
         return stored_state(path)
     except (OSError, ValueError) as error:

@@ -12,8 +12,9 @@ from typing import Final, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dlio.errors import UsageError
 
-_CLOSE: Final = 0.5
-"""Least similarity, from 0 to 1, of a word that is taken for a mistyped one."""
+_CLOSE: Final = 0.6
+"""Least similarity, from 0 to 1, of a word that is taken for a mistyped one; 0.5 for words of two
+letters, one of which is right."""
 _LONGEST: Final = 80
 MOST_SEED: Final = 2**63 - 1
 _Word = TypeVar("_Word")
@@ -22,9 +23,14 @@ PathText = str | os.PathLike[str]
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean ...?` for a mistyped word; an empty string if none is near."""
-    known = {each.lower(): each for each in words}
-    close = difflib.get_close_matches(word.lower(), list(known), 1, _CLOSE)
+    """Return `; did you mean ...?` for a mistyped word, or the begin of a single one; an empty
+    string if none is near. Hyphens in front of options do not count.
+    """
+    known = {each.lower().lstrip("-"): each for each in words}
+    wanted = word.lower().lstrip("-")
+    begun = [each for each in known if wanted and each.startswith(wanted)]
+    least = _CLOSE if len(wanted) > 2 else 0.5
+    close = begun if len(begun) == 1 else difflib.get_close_matches(wanted, known, 1, least)
     return f"; did you mean {known[close[0]]}?" if close else ""
 
 

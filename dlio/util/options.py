@@ -13,6 +13,7 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -120,7 +121,20 @@ class OptionField:
         """End of an error message about an invalid value, which names valid ones."""
         if self.choices:
             return f"choose one of {', '.join(self.choices)}"
-        return f"give {_KINDS[self.type]}"
+        unit = f" (unit: {self.option.unit})" if self.option.unit else ""
+        return f"give {_KINDS[self.type]}{unit}"
+
+    @property
+    def meaning(self) -> str:
+        """End of an error message about a missing value: a text's placeholder and the first
+        sentence of its help, or the kind of any other value."""
+        if self.choices or self.type is not str:
+            return self.remedy
+        first = re.split(r"(?<=\w[\w)])[.:;] ", self.option.help)[0].removesuffix(".")
+        lower = first[0].lower() if first[1:2].islower() or first[1:2] == " " else first[0]
+        if self.option.positional:
+            return f"{lower}{first[1:]}"
+        return f"give {self.option.metavar or 'TEXT'} ({lower}{first[1:]})"
 
     def show(self, value: Value) -> object:
         """Convert a value to its form in a configuration file."""
@@ -211,12 +225,14 @@ class OptionField:
             alone = option.most is None and option.below is None
             limits.append(f"{'at least' if alone else 'from'} {option.least:,g}")
         if option.most is not None:
-            limits.append(f"up to {option.most:,g}" if limits else f"at most {option.most:,g}")
+            to = "to" if option.least is not None else "up to"
+            limits.append(f"{to} {option.most:,g}" if limits else f"at most {option.most:,g}")
         if option.below is not None:
             limits.append(f"below {option.below:,g}")
-        unit = f" {option.unit}" if option.unit else ""
+        unit = f" {option.unit}" if option.unit and limits != ["at least 1"] else ""
         first = "" if limits[0].startswith("at ") else ("a number" if not unit else unit[1:]) + " "
-        return first + " and ".join(limits) + (unit if not first else "")
+        joint = " " if option.above is None and option.below is None else " and "
+        return first + joint.join(limits) + (unit if not first else "")
 
 
 def _number(value: str | float, kind: type) -> int | float | None:

@@ -15,8 +15,9 @@ _SIZES: Final[dict[str, int]] = {
 _MOST: Final = 2**62
 
 
-def parse_bytes(text: str) -> int:
-    """Parse a capacity such as `20GiB`, `20GB`, `1.5 TiB` or `4096B` into bytes.
+def parse_bytes(text: str, name: str = "") -> int:
+    """Parse a capacity such as `20GiB`, `20GB`, `1.5 TiB` or `4096B` into bytes; errors begin with
+    the `name` of its option.
 
     As coreutils have it, GiB and G are 2^30 bytes, and GB is 10^9. Case does not matter.
 
@@ -26,20 +27,26 @@ def parse_bytes(text: str) -> int:
     size = _SIZES.get(match[2].lower()) if match else None
     if match is None or size is None:
         raise UsageError(
-            f"{text!r} is not a size: write a number and a unit, such as 20GiB (or 20G: 2^30 bytes "
-            "each) or 20GB (10^9 bytes each)"
+            f"{name} {text!r} is not a size: write a number and a unit, such as 20GiB (or 20G: "
+            "2^30 bytes each) or 20GB (10^9 bytes each)".lstrip()
         )
     count = float(match[1]) * size
     if count > _MOST:
-        raise UsageError(f"{text!r} is more than any machine has: give 4 EiB (2^62 bytes) at most")
+        most = "give 4 EiB (2^62 bytes) at most"
+        raise UsageError(f"{name} {text!r} is more than any machine has: {most}".lstrip())
     return int(count)
 
 
-def parse_seconds(text: str) -> float:
-    """Parse a time such as `200ms`, `0.2s` or `20us` into seconds. Raises UsageError."""
+def parse_seconds(text: str, name: str = "") -> float:
+    """Parse a time such as `200ms`, `0.2s` or `20us` into seconds.
+
+    Raises UsageError, which begins with the `name` of its option.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
     if match is None:
-        raise UsageError(f"{text!r} is not a time: write a number and s, ms or us, such as 200ms")
+        raise UsageError(
+            f"{name} {text!r} is not a time: write a number and s, ms or us, such as 200ms".lstrip()
+        )
     return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[match[2]]
 
 

@@ -102,7 +102,7 @@ class StatusOptions:
 
 
 def status(options: StatusOptions) -> None:
-    """Show the data that is staged on this node, and the node's scratch places.
+    """Show the data staged on this node, and the node's scratch places.
 
     Each data set is shown with its users, size, age and hits. The exit code is always 0.
     """
@@ -193,7 +193,7 @@ class PinOptions:
 
 
 def pin_command(options: PinOptions) -> None:
-    """Protect staged data from being evicted to make room, or end the protection."""
+    """Protect staged data from making room for other data, or end that."""
     names = options.names
     done = 0
     for root in find_roots(options.tiers):

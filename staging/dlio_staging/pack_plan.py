@@ -27,7 +27,7 @@ _LEAST_SHARD_BYTES: Final = 1 << 16
 
 
 def _shard_bytes(text: str) -> int:
-    limit = parse_bytes(text)
+    limit = parse_bytes(text, "--shard-size")
     if limit < _LEAST_SHARD_BYTES:
         raise UsageError(f"--shard-size {text}: give at least {exact_bytes(_LEAST_SHARD_BYTES)}")
     return limit

@@ -22,7 +22,7 @@ Verify = Literal["none", "new", "all"]
 
 
 def _rate(text: str) -> float:
-    rate = parse_bytes(text.removesuffix("/s"))
+    rate = parse_bytes(text.removesuffix("/s"), "--bwlimit")
     if rate < 1:
         raise UsageError(f"--bwlimit {text}: give at least 1B")
     return float(rate)

@@ -306,7 +306,7 @@ def test_shared_memory_is_left_over_when_nobody_uses_it() -> None:
     [
         (["--torchft", "/nowhere/python"], "--torchft /nowhere/python: cannot be run"),
         (["--torchft", "false"], "cannot import torchft (it said nothing): name the interpreter"),
-        (["--faults", "kill,plague"], "--faults plague: choose of kill, stop"),
+        (["--faults", "kill,plague"], "--faults plague: choose one of kill, stop"),
         (["-n", "2", "--faults", "twice"], "-n 3"),
         (["-n", "7"], "6"),
         (["--exchange", "telepathy"], "choose one of allreduce"),

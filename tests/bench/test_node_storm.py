@@ -50,7 +50,7 @@ def test_words_of_an_agent_pass_through_relays_that_can_be_cut(tmp_path: Path) -
 
 
 def test_faults_of_nodes_are_known() -> None:
-    with pytest.raises(UsageError, match="--node-faults fire: choose of node, cut"):
+    with pytest.raises(UsageError, match="--node-faults fire: choose node or cut"):
         ChaosOptions(node_faults="node,fire")
 
 

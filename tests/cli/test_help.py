@@ -1,6 +1,9 @@
 """Help: headings, examples that can be run, `-h`, and `--follow-links` where data are named."""
 
+import contextlib
+import io
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +15,7 @@ import pytest
 from PIL import Image
 
 from dlio.cli import main
-from dlio.cli.app import all_commands, find_command
+from dlio.cli.app import all_commands, find_command, places
 from dlio.cli.cli_command import Command
 from dlio.cli.option_groups import examples_of, groups_of, usual_of
 
@@ -130,26 +133,27 @@ def _shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return capsys.readouterr().out
 
 
-def test_help_of_train_fits_a_screen_and_help_all_has_the_rest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", sorted({"", *places(), *COMMANDS}))
+def test_help_fits_a_screen_and_help_all_has_the_rest(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = COMMANDS["train"]
-    usual = usual_of(train.function)
-    brief = _shown(monkeypatch, capsys, "train", "--help")
-    lines = brief.rstrip().splitlines()
-    assert len(lines) < 24
+    lines = _shown(monkeypatch, capsys, *command.split(), "--help").rstrip().splitlines()
+    assert len(lines) <= 46
     assert max(map(len, lines)) <= 80
-    flags = {field.name: field.flag for field in train.fields}
-    assert len(usual) == 11  # The data, and ten options.
-    for name, flag in flags.items():
-        shown = any(line.strip().split(" ")[0].rstrip(",") in (flag, "-n") for line in lines)
-        if name in usual and name not in ("ranks", "resume"):
-            assert shown, flag
-    assert lines[-1] == f"`dlio train --help-all` shows all {len(train.fields)} options"
-    whole = _shown(monkeypatch, capsys, "train", "--help-all")
-    for flag in flags.values():
-        assert flag.lstrip("-") in whole
-    assert "Less work:" in whole
+    known = COMMANDS.get(command)
+    usual = {} if known is None else usual_of(known.function)
+    if known is None or not usual:
+        assert "--help-all" not in "".join(lines)
+        return
+    count = len(known.shown_fields)
+    assert lines[-1] == f"`dlio {known.name} --help-all` shows all {count} options"
+    assert set(usual) <= {field.name for field in known.fields}
+    whole = _shown(monkeypatch, capsys, *command.split(), "--help-all")
+    for field in known.shown_fields:
+        names = {field.flag, f"--[no-]{field.flag[2:]}"} | ({"-n,"} & {f"{field.option.short},"})
+        rows = [line for line in lines if line[2:].split(" ")[0] in names]
+        assert len(rows) == (field.name in usual), field.flag
+        assert field.flag.lstrip("-") in whole
 
 
 def test_a_brief_help_hides_options_and_still_takes_them(
@@ -177,3 +181,73 @@ def test_commands_stand_by_use(
         assert _shown(monkeypatch, capsys, other, "--help-all") == _shown(
             monkeypatch, capsys, other, "--help"
         )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "eval data",
+            r"--weights is missing: give FILE \(weights that `dlio train --save` h",
+        ),
+        ("eval data --weights", r"--weights: a value is missing: give FILE \(weights that"),
+        ("eval data --weights data", "--weights data: this is a folder: give a file"),
+        ("eval", "SRC is missing: data set to evaluate on"),
+        ("pack data", "DST is missing: folder to write"),
+        ("bench peers", "ACTION is missing: "),
+        ("plan --samples 9 --model-time -5s", "--model-time -5s: write --model-time=-5s"),
+        ("plan --samples 9 --model-time=-5s", "--model-time '-5s' is not a time"),
+        ("plan --samples 9 --sample-size 10XB", "--sample-size '10XB' is not a size"),
+        ("plan --samples 9 --model-time --nodes 2", "--model-time: a value is missing"),
+        ("pack data out --quality 101", "--quality 101: give a number from 1 to 100"),
+        ("run --check 0 train.py", "--check 0: give at least 1$"),
+        ("cache clean --older 3x", r"--older 3x: give a number \(unit: days\)"),
+        ("cache lst", "cache lst: no such command; did you mean ls"),
+        ("bench nosuch", "bench nosuch: no such command; there are agreement, chaos"),
+        ("doctor --nodes", r"--nodes: no such option \("),
+        ("bench loader --peers torchh", "did you mean torch"),
+        ("bench train --forecast 8..4", "--forecast 8..4: give the lower number first"),
+        ("bench shuffle nowhere", "nowhere: no such folder"),
+        ("ls data --max-size 1", "--max-size: no such option"),
+        ("launch -n 2 -- no-such-program", "no-such-program: no such program on this machine"),
+        ("train data --tiers ram:8Gigs", "tier ram:8Gigs: the size '8Gigs' is not a size"),
+        ("train data --shuffle partial(2)", "partial\\(q\\), with q from 0 to 1$"),
+        ("plan data --source-bandwidth 10", "--source-bandwidth '10' is not a size"),
+        ("demo --image-size 0", "--image-size 0: give at least 32 pixels"),
+        ("top --every 0", "--every 0.0: give seconds from 0.1 to 3,600"),
+        ("ledger data data", "data cannot be read: Is a directory; give a file that"),
+        ("search data --set lr=1e-4..1e-1:lg", "lr=1e-4..1e-1:lg: .*; did you mean log"),
+        ("bench train --data nowhere", "nowhere: no such file or folder"),
+        ("bench prune data --val nowhere", "nowhere: no such file or folder"),
+        ("bench chaos --model resnet5", "--model resnet5: choose .*; did you mean resnet50"),
+        ("train data --exchange allreduc", "exchange 'allreduc': .*; did you mean allreduce"),
+        ("ls words.txt", "words.txt is not a data set that dlio can read, of none of the formats"),
+    ],
+)
+def test_a_wrong_command_is_told_in_one_true_line(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    Image.new("RGB", (40, 40)).save(tmp_path / "data" / "a" / "0.png")
+    (tmp_path / "words.txt").write_text("words\n")
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    line_said = errors.getvalue()
+    assert line_said.count("\n") == 1
+    assert len(line_said) < 400
+    assert re.search(said, line_said.rstrip()), line_said
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values()], ids=lambda command: command.name)
+def test_each_value_has_a_meaning_and_each_number_a_limit(command: Command) -> None:
+    for field in command.fields:
+        assert len(field.meaning) >= 8
+        assert "give text" not in field.meaning
+        if field.type in (int, float) and field.option.parse is None:
+            option = field.option  # Without a limit, negative and huge numbers would be taken.
+            assert (option.least, option.above) != (None, None), field.flag
+        assert field.option.rest or field.meaning[-1] not in ".,;:"

@@ -115,7 +115,7 @@ def test_it_does_not_say_that_a_loader_keeps_up_which_was_waited_for(given: dict
         # Other engines know less.
         ({"engine": "torch", "thread_s": {}}, 2, ["not seen from here"], ["remedy"]),
         ({"bytes": {}, "images": None}, 2, ["decode", "more cores"], ["--resize"]),
-        ({"thread_s": {"fetch": 19.0}}, 2, ["workers='process'"], ["num_workers"]),
+        ({"thread_s": {"fetch": 19.0}}, 2, ["dlio.open", "workers='process'"], ["num_workers"]),
         ({"thread_s": {"transform": 19.0}}, 4, ["num_workers=4", "dlio.transforms"], []),
         ({"thread_s": {"ram": 19.0}}, 2, ["memory is the limit"], ["num_workers"]),
         ({"thread_s": {"ram": 19.0}}, 16, ["num_workers=16"], ["fewer threads"]),

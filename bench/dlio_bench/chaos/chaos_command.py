@@ -7,8 +7,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
+from dlio.train.factory import check_name
+from dlio.train.train_options import MODEL_NAMES
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench.bench_data import draw_pictures
 from dlio_bench.chaos.chaos_options import ChaosOptions
@@ -48,6 +51,23 @@ class ChaosCases(CheckedOptions):
     ] = ("storm",)
 
 
+@with_help(
+    usual={
+        "source": "",
+        "case": "storm, nodes, overhead, schedules or suspicions",
+        "ranks": "",
+        "kills": "",
+        "every": "",
+        "faults": "Kinds of faults: kill, stop, segv, exit, raise, hang, ...",
+        "exchange": "",
+        "epochs": "",
+        "backend": "How ranks communicate: auto, mpi or torch",
+        "restart": "Compare with a job without fault tolerance",
+        "replay": "Replay each trace, and compare the weights bit by bit",
+        "keep": "",
+        "report": "",
+    },
+)
 def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> None:
     """Hurt training jobs by a schedule of faults, and check that they go on.
 
@@ -58,6 +78,7 @@ def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> 
     from dlio_bench.chaos.chaos_job import ChaosCase
     from dlio_bench.chaos.torchft_job import torchft_versions
 
+    check_name("--model", options.model, MODEL_NAMES)
     start = begin(output)
     torchft = None if options.torchft is None else torchft_versions(options.torchft)
     report: dict[str, Any] = {

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
+from dlio.util.arguments import unknown_word
 from dlio.util.options import Option, check
 from dlio_bench.chaos.scheduled_faults import KINDS, NODE_KINDS
 
@@ -208,10 +209,10 @@ class ChaosOptions:
             raise UsageError("--spares does not go with --backend torch")
         for kind in self.node_kinds:
             if kind not in NODE_KINDS:
-                raise UsageError(f"--node-faults {kind}: choose of {', '.join(NODE_KINDS)}")
+                raise unknown_word("--node-faults", kind, NODE_KINDS)
         for kind in self.kinds:
             if kind not in KINDS:
-                raise UsageError(f"--faults {kind}: choose of {', '.join(KINDS)}")
+                raise unknown_word("--faults", kind, KINDS)
         if self.ranks < 3 and "twice" in self.kinds:
             raise UsageError("--faults twice: two of -n 2 ranks would leave none; give -n 3")
 

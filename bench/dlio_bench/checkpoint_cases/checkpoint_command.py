@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 import torch
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.world import world
@@ -165,10 +166,23 @@ class CheckpointCase:
     def bytes_per_rank(self, ranks: int) -> int:
         """Return the bytes that each rank writes."""
         if self.size is not None:
-            return parse_bytes(self.size)
+            return parse_bytes(self.size, "--size")
         return checkpoint_bytes(self.model, ranks, self.scale, self.described())
 
 
+@with_help(
+    usual={
+        "path": "",
+        "model": "",
+        "workload": "",
+        "size": "",
+        "case": "write, or stall: of a training loop. Repeatable",
+        "repeats": "",
+        "emulate": "",
+        "ranks": "",
+        "report": "",
+    },
+)
 def command(
     case: CheckpointCase, emulation: Emulation, ranks: RankOptions, output: OutputOptions
 ) -> None:

@@ -4,6 +4,7 @@ import pkgutil
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import check_writable
@@ -46,6 +47,19 @@ class ExchangeCases(CheckedOptions):
     ] = ()
 
 
+@with_help(
+    usual={
+        "source": "",
+        "case": "",
+        "exchanges": "",
+        "fabrics": "",
+        "ranks": "",
+        "repeats": "",
+        "val": "",
+        "plot": "",
+        "report": "",
+    },
+)
 def command(options: ExchangeBenchOptions, cases: ExchangeCases, output: OutputOptions) -> None:
     """Measure exchanges of gradients and weights.
 

@@ -5,7 +5,9 @@ import pkgutil
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
+from dlio.data.reader import open_reader
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import check_writable
 from dlio_bench.prune.curves import TrainingCurve, draw
@@ -43,6 +45,21 @@ class PruneCases(CheckedOptions):
     ] = ()
 
 
+@with_help(
+    usual={
+        "source": "",
+        "val": "",
+        "case": "",
+        "ranks": "",
+        "seeds": "",
+        "epochs": "",
+        "tolerance": "",
+        "image_size": "",
+        "keep": "",
+        "plot": "",
+        "report": "",
+    },
+)
 def command(options: PruneBenchOptions, cases: PruneCases, output: OutputOptions) -> None:
     """Measure the pruning of neurons and the skipping of samples while a network trains.
 
@@ -53,6 +70,8 @@ def command(options: PruneBenchOptions, cases: PruneCases, output: OutputOptions
     for name in wanted:
         if name not in _WITHOUT_IMAGES:
             options.check_images(name)
+    for path in filter(None, (options.source, options.val)):
+        open_reader(path).close()  # What is wrong with it is said before ranks start.
     start = begin(output)
     if options.plot is not None:
         check_writable("--plot", options.plot)

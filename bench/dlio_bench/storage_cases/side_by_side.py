@@ -121,7 +121,7 @@ def _medians(*programs: Sequence[ProgramFigures]) -> tuple[list[float], list[flo
 def dlio_keys(case: AgreementOptions, loader: str, data: str, results: str) -> list[str]:
     """Return the arguments of dlio_benchmark, for a folder with the folder `train`, and another one
     for its results."""
-    size = parse_bytes(case.sample_size)
+    size = parse_bytes(case.sample_size, "--sample-size")
     keys: dict[str, object] = {
         "framework": "pytorch",
         "workflow.generate_data": False,

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.world import world
 from dlio.launch.command_ranks import on_ranks
@@ -45,6 +46,25 @@ from dlio_bench.storage_cases.summary import (
 from dlio_bench.storage_cases.utilisation import LEAST_STEPS, LEFT_OUT
 
 
+@with_help(
+    usual={
+        "path": "",
+        "workload": "A file of DLIO's, or a name such as unet3d_h100",
+        "format": "",
+        "files": "",
+        "sample_size": "",
+        "batch_size": "",
+        "epochs": "",
+        "loaders": "",
+        "tiers": "",
+        "cache": "Page cache before each epoch: drop, drop-all or keep",
+        "plan": "Say how many files and bytes MLPerf's rules ask for",
+        "rules": "",
+        "emulate": "",
+        "ranks": "",
+        "report": "",
+    },
+)
 def command(
     case: StorageCase, emulation: Emulation, ranks: RankOptions, output: OutputOptions
 ) -> None:

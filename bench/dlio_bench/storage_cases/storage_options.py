@@ -177,7 +177,7 @@ class StorageCase:
                 "--csv is of no use with --plan, which measures nothing: leave one out"
             )
         if self.memory is not None:
-            parse_bytes(self.memory)
+            parse_bytes(self.memory, "--memory")
 
     def names(self) -> tuple[str, ...]:
         """Return the loaders to measure. Raises UsageError for an unknown one."""
@@ -215,9 +215,10 @@ class StorageCase:
         values = {
             "dataset.num_files_train": self.files,
             "dataset.num_samples_per_file": self.samples_per_file,
-            "dataset.record_length_bytes": self.sample_size and parse_bytes(self.sample_size),
+            "dataset.record_length_bytes": self.sample_size
+            and parse_bytes(self.sample_size, "--sample-size"),
             "dataset.record_length_bytes_stdev": self.sample_stdev
-            and parse_bytes(self.sample_stdev),
+            and parse_bytes(self.sample_stdev, "--sample-stdev"),
             "reader.batch_size": self.batch_size,
             "reader.read_threads": self.workers,
             "train.computation_time": None if self.step_ms is None else self.step_ms / 1e3,

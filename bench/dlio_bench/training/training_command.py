@@ -3,13 +3,28 @@
 import pkgutil
 from dataclasses import asdict
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
+from dlio.data.reader import open_reader
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.report_values import Results
 from dlio_bench.results.terminal import show_notes
 from dlio_bench.training.training_options import CASES, TrainingBenchOptions
 
 
+@with_help(
+    usual={
+        "case": "scaling, checkpoint, ettr or script. Repeatable",
+        "data": "",
+        "networks": "",
+        "exchanges": "",
+        "ranks": "",
+        "forecast": "",
+        "scaling": "",
+        "repeats": "",
+        "report": "",
+    },
+)
 def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
     """Measure training as a whole on ranks of this machine, and forecast it for more.
 
@@ -19,6 +34,8 @@ def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
     torch.distributed.checkpoint; the case ettr the share of time that counts while ranks are
     killed; the case script what `dlio run` adds to the steps of a script.
     """
+    if options.data is not None:
+        open_reader(options.data).close()  # What is wrong with it is said before ranks start.
     started = begin(output)
     results = Results(
         "train",

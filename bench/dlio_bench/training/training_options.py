@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import NAMES, parse_exchange
 from dlio.plan.exchange_cost import FORMULAE
+from dlio.util.arguments import nearest
 from dlio.util.options import Option, check
 from dlio_bench.exchange_cases.exchange_options import LinkBandwidth, MessageTime
 from dlio_bench.file_systems import check_scratch
@@ -133,6 +134,7 @@ class TrainingBenchOptions:
             if name not in NETWORK_NAMES:
                 raise UsageError(
                     f"--networks {name}: choose of {', '.join(NETWORK_NAMES)}, separated by commas"
+                    f"{nearest(name, NETWORK_NAMES)}"
                 )
         for name in self.exchange_names:
             if parse_exchange(name).preset not in FORMULAE:
@@ -172,6 +174,8 @@ class TrainingBenchOptions:
         if not dots:
             return tuple(sorted({_count("--forecast", w, _LARGEST) for w in _words(first)}))
         p, end = _count("--forecast", first, _LARGEST), _count("--forecast", last, _LARGEST)
+        if end < p:
+            raise UsageError(f"--forecast {self.forecast}: give the lower number first")
         return tuple(p << doublings for doublings in range(max(0, end // p).bit_length()))
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
+from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions
 from dlio.data.replicas import measured
 from dlio.errors import UsageError
@@ -77,7 +78,7 @@ class JobOptions:
         nodes = tuple(HomeNode(f"node{number}", capacities) for number in range(self.nodes))
         rest = (nodes, self.ranks_per_node, self.batch_size, self.mode)
         if self.samples is not None:
-            size = parse_bytes(self.sample_size)
+            size = parse_bytes(self.sample_size, "--sample-size")
             if size < 1:
                 raise UsageError(f"--sample-size {self.sample_size}: give at least 1B")
             return job_of(self.samples, size, *rest, seed=self.seed)
@@ -149,18 +150,19 @@ class MachineOptions(CheckedOptions):
                     f"--tier-bandwidth {self.tier_bandwidth}: give one for each tier in --tiers "
                     f"({len(tiers)})"
                 )
-        source_rate, link_rate = map(parse_bytes, (self.source_bandwidth, self.link_bandwidth))
-        rates = tuple(map(parse_bytes, texts))
+        source_rate = parse_bytes(self.source_bandwidth, "--source-bandwidth")
+        link_rate = parse_bytes(self.link_bandwidth, "--link-bandwidth")
+        rates = tuple(parse_bytes(text, "--tier-bandwidth") for text in texts)
         if not all((*rates, source_rate, link_rate)):
             raise UsageError("a bandwidth is 0: give values above 0")
         return Machine(
             source_rate=source_rate,
-            source_latency_s=parse_seconds(self.source_latency),
+            source_latency_s=parse_seconds(self.source_latency, "--source-latency"),
             link_rate=link_rate,
-            link_latency_s=parse_seconds(self.link_latency),
+            link_latency_s=parse_seconds(self.link_latency, "--link-latency"),
             tier_rates=rates,
             decode_rate=self.decode_rate,
-            model_s=parse_seconds(self.model_time),
+            model_s=parse_seconds(self.model_time, "--model-time"),
             jitter=jitter,
             slow=slow or {},
         )
@@ -242,10 +244,27 @@ class SimulationOptions(CheckedOptions):
     ] = ()
 
 
+@with_help(
+    usual={
+        "source": "",
+        "samples": "",
+        "sample_size": "",
+        "nodes": "",
+        "ranks_per_node": "",
+        "batch_size": "",
+        "tiers": "",
+        "model_time": "",
+        "decode_rate": "",
+        "source_bandwidth": "",
+        "sweep": "",
+        "plot": "",
+        "report": "",
+    },
+)
 def plan(
     job: JobOptions, machine: MachineOptions, sweep: SweepOptions, output: OutputOptions
 ) -> None:
-    """Forecast how much data a job will read and send, and how long it will wait.
+    """Forecast what a job will read and send, and how long it will wait.
 
     The traffic is counted by the code that plans real jobs; times follow from the options that
     describe the machine. Nothing is run.
@@ -276,6 +295,24 @@ def plan(
     output.write(asdict(figures))
 
 
+@with_help(
+    usual={
+        "source": "",
+        "samples": "",
+        "sample_size": "",
+        "nodes": "",
+        "ranks_per_node": "",
+        "batch_size": "",
+        "tiers": "",
+        "model_time": "",
+        "decode_rate": "",
+        "source_bandwidth": "",
+        "epochs": "",
+        "slow": "",
+        "fail": "",
+        "report": "",
+    },
+)
 def simulate(
     job: JobOptions, machine: MachineOptions, simulation: SimulationOptions, output: OutputOptions
 ) -> None:

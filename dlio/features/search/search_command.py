@@ -134,6 +134,20 @@ _CALLBACK: Final = "dlio.features.search.trial:make_callback"
             field.name for field in options_of(TrainOptions)
         ),
     },
+    usual={
+        "source": "",
+        "space": "",
+        "val": "",
+        "trials": "",
+        "objective": "Metric after the last epoch, such as loss or val_accuracy",
+        "epochs": "Passes over the data of each trial",
+        "sampler": "tpe, cmaes, random or grid",
+        "tiers": "Caches, such as ram:8GiB,/scratch:200GiB",
+        "ranks": "",
+        "ranks_per_trial": "",
+        "study": "",
+        "html": "",
+    },
 )
 def command(
     run: SearchedRun,
@@ -141,7 +155,7 @@ def command(
     file: ConfigFile,  # noqa: ARG001 - read before
     script: SearchedScript,
 ) -> None:
-    """Search meta-parameters by many trainings over one staged copy of the data.
+    """Search meta-parameters by many trainings over one staged copy.
 
     The source is read once. Trials share the ranks of -n; one that ends early leaves its ranks to
     the next. The same command goes on with a search that was interrupted or killed, and all trials

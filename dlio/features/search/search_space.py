@@ -210,7 +210,11 @@ def _range(text: str, match: re.Match[str], field: OptionField | None) -> "BaseD
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError(text)
     except ValueError:
-        raise UsageError(f"--set {text}: give numbers at both ends, as in 1e-4..1e-1") from None
+        scale = ends[1].partition(":")[2]
+        raise UsageError(
+            f"--set {text}: give numbers at both ends, as in 1e-4..1e-1 or 1e-4..1e-1:log"
+            f"{nearest(scale, ('log',)) if scale else ''}"
+        ) from None
     if field is not None and field.type not in (int, float):
         raise UsageError(f"--set {text}: {field.flag} is not a number: list its values")
     written = all(re.fullmatch(r"[+-]?\d+", each) for each in ends)

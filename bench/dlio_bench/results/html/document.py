@@ -249,4 +249,4 @@ def command(options: HtmlOptions) -> None:
     reports = [read_report(path) for path in find_reports(options.sources)]
     text = page(reports, options.title).encode(errors="replace")
     write_whole(options.output, lambda file: file.write(text))
-    print(f"{printable(options.output)}: {len(reports)} reports, {len(text):,} bytes")
+    print(f"{printable(options.output)}: {counted(len(reports), 'report')}, {len(text):,} bytes")
