@@ -33,6 +33,8 @@ _END_TIMEOUT_S = 10.0
 _SHORT_TIMEOUT_S = 30.0
 LOOK_S = 0.2
 _ALL_LOST = 1
+_MPIRUN_FILES, _MPIRUN_BYTES = 8, 4096
+"""About the number of files, and the bytes of each, that mpirun makes in the folder of TMPDIR."""
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
 ONE_NODE = {"OMPI_MCA_btl": "^ofi,tcp", "OMPI_MCA_mtl": "^ofi"}
@@ -160,8 +162,10 @@ def _check_temporary(folder: str | None) -> None:
             os.close(make_folders(folder))
             check_folder(folder, option)
             # Permissions do not tell of a full disk, nor of /proc.
-            with tempfile.TemporaryDirectory(prefix="dlio-", dir=folder):
-                pass
+            with tempfile.TemporaryDirectory(prefix="dlio-", dir=folder) as scratch:
+                for number in range(_MPIRUN_FILES):
+                    with open(os.path.join(scratch, str(number)), "wb") as file:
+                        file.write(bytes(_MPIRUN_BYTES))
         except OSError as error:
             raise unwritable(option + folder, error) from error
 

@@ -120,7 +120,7 @@ def test_a_truncated_picture_ends_the_run_in_one_line(
         ("/nowhere/at/all:1GiB", ("/nowhere/at/all", "--tiers")),
         ("ram:2XB", ("2XB", "20GiB")),
         ("rma:2GB", ("rma:2GB", "did you mean ram?")),
-        ("/proc:1GiB", ("/proc", "cannot be used")),
+        ("/proc:1GiB", ("/proc", "tier folder", "cannot be written")),
     ],
 )
 def test_tiers_that_cannot_be_used_are_named(
