@@ -167,7 +167,7 @@ def _run_with_umask(tokens: list[str]) -> None:
     except OSError as error:
         if is_of_user or error.errno not in FULL or isinstance(error, DlioError):
             raise
-        raise unwritable(str(error.filename or "a file"), error) from error
+        raise unwritable(str(error.filename or "standard output, or a file,"), error) from error
     finally:
         os.umask(before)
 

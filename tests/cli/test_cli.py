@@ -131,6 +131,23 @@ def test_tiers_that_cannot_be_used_are_named(
 
 
 @pytest.mark.cold
+def test_an_output_without_room_is_no_success() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dlio.cli", "plan", "--samples", "10", "--json"],
+            env={**os.environ, "PYTHONPATH": SOURCES},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dlio: error: standard output, or a file, cannot be written: No space")
+
+
+@pytest.mark.cold
 def test_a_missing_mpirun_is_named_with_its_remedy(
     dlio: Dlio, pictures: Path, tmp_path: Path
 ) -> None:
