@@ -121,8 +121,8 @@ def name_partial(file: IO[str], path: str) -> None:
 
 
 def _give_name(descriptor: int, folder: int, name: str) -> None:
-    """Give a file without a name one, or the name to a copy: without /proc, and on some file
-    systems, there are no links. Raises OSError."""
+    """Give a file without a name one, or give the name to a copy: a link needs /proc, and a file
+    system that knows links. Raises OSError."""
     try:
         os.link(path_of(descriptor), name, dst_dir_fd=folder)
     except OSError as error:
