@@ -25,8 +25,9 @@ from dlio.util.live_line import LiveLine
 from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.signals import receiving
+from dlio.util.trusted_files import closing_descriptor, open_new
 from dlio.util.units import counted
-from dlio.util.user_folders import make_folders
+from dlio.util.user_folders import make_folders, open_folder
 from dlio.util.whole_files import check_folder, unwritable
 
 _END_TIMEOUT_S = 10.0
@@ -162,9 +163,12 @@ def _check_temporary(folder: str | None) -> None:
             os.close(make_folders(folder))
             check_folder(folder, option)
             # Permissions do not tell of a full disk, nor of /proc.
-            with tempfile.TemporaryDirectory(prefix="dlio-", dir=folder) as scratch:
+            with (
+                tempfile.TemporaryDirectory(prefix="dlio-", dir=folder) as scratch,
+                closing_descriptor(open_folder(scratch)) as inside,
+            ):
                 for number in range(_MPIRUN_FILES):
-                    with open(os.path.join(scratch, str(number)), "wb") as file:
+                    with open_new(inside, str(number)) as file:
                         file.write(bytes(_MPIRUN_BYTES))
         except OSError as error:
             raise unwritable(option + folder, error) from error
