@@ -401,10 +401,13 @@ def full_disk() -> FullDisk:
     def limited(count: int) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        # Python would leave half of the bytecode of a module that is imported meanwhile.
+        compiles, sys.dont_write_bytecode = sys.dont_write_bytecode, True
         resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
         try:
             yield
         finally:
+            sys.dont_write_bytecode = compiles
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             signal.signal(signal.SIGXFSZ, handler)
 

@@ -21,6 +21,7 @@ from dlio.errors import CommError, DlioError, UsageError
 from dlio.util.child_processes import die
 from dlio.util.printable import escaping_libraries
 from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
+from dlio.util.whole_files import FULL, unwritable
 
 _FAILED = 2
 _AGAIN = 76
@@ -163,6 +164,10 @@ def _run_with_umask(tokens: list[str]) -> None:
     try:
         with contextlib.nullcontext() if is_of_user else escaping_libraries():
             run_command(tokens)
+    except OSError as error:
+        if is_of_user or error.errno not in FULL or isinstance(error, DlioError):
+            raise
+        raise unwritable(str(error.filename or "standard output, or a file,"), error) from error
     finally:
         os.umask(before)
 

@@ -137,7 +137,10 @@ def _is_finished(config: TrainConfig) -> bool:
 
 
 def train_rank(config: TrainConfig) -> None:
-    """Train as this rank; rank 0 prints the report."""
+    """Train as this rank; rank 0 prints the report.
+
+    Raises UsageError if the end of the run is in no checkpoint, where it was to be.
+    """
     from dlio.comm import world
     from dlio.comm.launch_environment import under_mpi, under_torch
     from dlio.comm.survival.membership import RankLeft
@@ -154,6 +157,12 @@ def train_rank(config: TrainConfig) -> None:
     work_is_done()  # The report takes a moment.
     if world().rank == 0:
         report.print()
+    # The loss of a rank may cost a checkpoint, and is told.
+    if report.checkpoints and report.checkpoints["lacks_last"] and not report.losses:
+        raise UsageError(
+            f"--checkpoint {config.checkpoints.checkpoint}: the last checkpoint was not written "
+            f"({report.checkpoints['failures'][-1]}); --resume goes on from an older one"
+        )
 
 
 def _start_again(

@@ -1,6 +1,7 @@
 """`dlio view`: a page of samples for eyes."""
 
 import os
+import secrets
 import sys
 import tempfile
 import webbrowser
@@ -82,8 +83,7 @@ def command(options: ViewOptions) -> None:
         raise SourceError(page.failed[0])
     path = options.output
     if path is None:
-        descriptor, path = tempfile.mkstemp(prefix="dlio-view-", suffix=".html")
-        os.close(descriptor)
+        path = f"{tempfile.gettempdir()}/dlio-view-{secrets.token_hex(8)}.html"
     page.save(path, private=options.output is None)
     print_line(
         f"{path}: {counted(shown, 'sample')} of {options.source}, {os.path.getsize(path):,} bytes"

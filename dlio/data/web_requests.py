@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from dlio.data.identity import stamp_of
-from dlio.util.printable import log_warning
+from dlio.util.printable import log_warning, tell_once
 from dlio.util.settings import settings
 from dlio.util.units import counted
 
@@ -35,7 +35,9 @@ class WebFile:
 
 
 _newest: Final[dict[str, WebFile | None]] = {}
-"""By URL without user: of all files that were asked for by HEAD."""
+"""By URL without user: of the files that were last asked for by HEAD."""
+_MOST: Final = 1 << 17
+"""Files whose last words are kept, in some 50 MB."""
 
 
 def web_options(url: str) -> dict[str, object]:
@@ -58,6 +60,19 @@ def is_absent(error: FileNotFoundError) -> bool:
     is busy or broken, or its answer is none, which fsspec raises as FileNotFoundError as well."""
     status = getattr(error.__cause__, "status", 404 if error.__cause__ is None else 0)
     return 400 <= status < 500 and status != 429
+
+
+def _keep(key: str, said: WebFile | None) -> None:
+    """Keep a server's last words about a file; those about the file asked for longest ago go."""
+    _newest.pop(key, None)
+    _newest[key] = said
+    if len(_newest) > _MOST:
+        # Other threads read by key only, and all answers come in fsspec's one thread.
+        del _newest[next(iter(_newest))]
+        tell_once(
+            f"more than {_MOST} files of web servers are open: that the first ones change on the "
+            "server is noticed no more; pack them (`dlio pack`) to have few files"
+        )
 
 
 def _key(url: object) -> str:
@@ -113,7 +128,7 @@ async def _check(_session: Any, _context: Any, params: Any) -> None:
     """Raise an error, and give the connection up, unless an answer is to what was asked."""
     answer = params.response
     if params.method == "HEAD" and answer.status in (405, 501):  # GET will tell.
-        _newest[_key(params.url)] = None
+        _keep(_key(params.url), None)
     if answer.status < 300:
         try:
             await _compare(params.method, params.headers.get("Range", ""), answer)
@@ -141,7 +156,7 @@ async def _compare(method: str, asked: str, answer: Any) -> None:
     said = WebFile(size, stamp_of(about))
     key = _key(answer.history[0].url if answer.history else answer.url)
     if method == "HEAD" or (not asked and key in _newest):
-        _newest[key] = said
+        _keep(key, said)
     elif asked and (before := _newest.get(key)) is not None:
         sizes = {before.size, size} - {None}
         # A server may leave either out of an answer.

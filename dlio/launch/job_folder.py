@@ -14,6 +14,7 @@ from typing import Final
 from dlio.util.folders import lock_file, open_below, remove_if_unheld
 from dlio.util.trusted_files import closing_descriptor, open_file
 from dlio.util.user_folders import parent_of
+from dlio.util.whole_files import unwritable
 
 PREFIX: Final = "dlio-job-"
 """Beginning of the folder's name; the job's name follows."""
@@ -50,7 +51,25 @@ def begin_job(folder: str, ranks: int, spares: int) -> str:
 
 @contextmanager
 def open_job_folder() -> Iterator[str]:
-    """Make the folder of a new job, and remove those of jobs whose launcher was killed."""
+    """Make the folder of a new job, and remove those of jobs whose launcher was killed.
+
+    Raises UsageError if it cannot be made.
+    """
+    try:
+        folder, lock = _swept_and_made()
+    except OSError as error:
+        raise unwritable(
+            f"TMPDIR: {tempfile.tempdir or os.environ.get('TMPDIR')}", error
+        ) from error
+    try:
+        yield folder.name
+    finally:
+        folder.cleanup()
+        os.close(lock)
+
+
+def _swept_and_made() -> tuple[tempfile.TemporaryDirectory[str], int]:
+    """Return a new folder and its lock; removes those of jobs that have died. Raises OSError."""
     above = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY)
     try:
         for entry in os.scandir(above):
@@ -60,12 +79,7 @@ def open_job_folder() -> Iterator[str]:
                         remove_if_unheld(above, entry.name, _ALIVE)
     finally:
         os.close(above)
-    folder, lock = _made()
-    try:
-        yield folder.name
-    finally:
-        folder.cleanup()
-        os.close(lock)
+    return _made()
 
 
 def _made() -> tuple[tempfile.TemporaryDirectory[str], int]:
@@ -78,6 +92,9 @@ def _made() -> tuple[tempfile.TemporaryDirectory[str], int]:
         except FileNotFoundError:
             folder.cleanup()
             continue
+        except OSError:
+            folder.cleanup()
+            raise
         finally:
             os.close(inner)
         if os.path.exists(os.path.join(folder.name, _ALIVE)):

@@ -25,14 +25,17 @@ from dlio.util.live_line import LiveLine
 from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.signals import receiving
+from dlio.util.trusted_files import closing_descriptor, open_new
 from dlio.util.units import counted
-from dlio.util.user_folders import make_folders
+from dlio.util.user_folders import make_folders, open_folder
 from dlio.util.whole_files import check_folder, unwritable
 
 _END_TIMEOUT_S = 10.0
 _SHORT_TIMEOUT_S = 30.0
 LOOK_S = 0.2
 _ALL_LOST = 1
+_MPIRUN_FILES, _MPIRUN_BYTES = 8, 4096
+"""About the number of files, and the bytes of each, that mpirun makes in the folder of TMPDIR."""
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
 ONE_NODE = {"OMPI_MCA_btl": "^ofi,tcp", "OMPI_MCA_mtl": "^ofi"}
@@ -160,8 +163,13 @@ def _check_temporary(folder: str | None) -> None:
             os.close(make_folders(folder))
             check_folder(folder, option)
             # Permissions do not tell of a full disk, nor of /proc.
-            with tempfile.TemporaryDirectory(prefix="dlio-", dir=folder):
-                pass
+            with (
+                tempfile.TemporaryDirectory(prefix="dlio-", dir=folder) as scratch,
+                closing_descriptor(open_folder(scratch)) as inside,
+            ):
+                for number in range(_MPIRUN_FILES):
+                    with open_new(inside, str(number)) as file:
+                        file.write(bytes(_MPIRUN_BYTES))
         except OSError as error:
             raise unwritable(option + folder, error) from error
 

@@ -18,7 +18,7 @@ from dlio.util.child_processes import module_command
 from dlio.util.live_line import without_progress
 from dlio.util.settings import settings
 from dlio.util.user_folders import make_folders
-from dlio.util.whole_files import PUBLIC_FILE, open_own, unwritable
+from dlio.util.whole_files import PUBLIC_FILE, not_written, open_own, unwritable
 
 LOGS: Final = "DLIO_LOGS"
 _RANKS: Final = (
@@ -56,7 +56,7 @@ def main(folder: str, argv: Sequence[str]) -> NoReturn:
             os._exit(0)
         for _, end in pipes:
             os.close(end)
-        _copy({pipes[0][0]: 1, pipes[1][0]: 2}, log)
+        _copy({pipes[0][0]: 1, pipes[1][0]: 2}, log, path)
         os._exit(0)
     os.waitpid(child, 0)
     for number, (_, end) in enumerate(pipes):
@@ -71,8 +71,12 @@ def main(folder: str, argv: Sequence[str]) -> NoReturn:
         raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error
 
 
-def _copy(streams: Mapping[int, int], log: int) -> None:
-    """Copy streams to this process's own, and to a log by whole lines, until all have ended."""
+def _copy(streams: Mapping[int, int], log: int, path: str) -> None:
+    """Copy streams to this process's own, and to a log by whole lines, until all have ended.
+
+    A log that cannot be written is told once, and lacks lines until it can be written again.
+    """
+    is_told = False
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # The program may still speak.
     rests = dict.fromkeys(streams, b"")
@@ -89,16 +93,21 @@ def _copy(streams: Mapping[int, int], log: int) -> None:
                     selector.unregister(key.fd)
                 elif not lines[-1].endswith(b"\n"):
                     rests[key.fd] = lines.pop()
-                _write(log, b"".join(map(without_progress, lines)))
+                error = _write(log, b"".join(map(without_progress, lines)))
+                if error is not None and not is_told:
+                    is_told = True
+                    said = f"dlio: --logs: {not_written(path, error)}; it lacks lines\n"
+                    _write(sys.stderr.fileno(), said.encode())
 
 
-def _write(descriptor: int, data: bytes) -> None:
-    """Write all of some data; without effect where nobody reads it any more."""
+def _write(descriptor: int, data: bytes) -> OSError | None:
+    """Write all of some data; returns the error if that is not possible."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
-        except OSError:
-            return
+        except OSError as error:
+            return error
+    return None
 
 
 if __name__ == "__main__":

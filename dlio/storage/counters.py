@@ -113,14 +113,20 @@ users."""
 _REMEDIES: Final = {
     errno.EROFS: "mount it writable, or leave it out of --tiers",
     errno.ESTALE: "mount it again, or leave it out of --tiers",
-    errno.ENOSPC: "free space there, or lower its capacity in --tiers",
+    errno.ENOSPC: "free space there, or inodes (df -i), or lower its capacity in --tiers",
     errno.EDQUOT: "free space there, or lower its capacity in --tiers",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or leave it out of --tiers",
 }
 
 
 def is_fault(error: BaseException) -> bool:
     """True for an error of a disk or a server, rather than of whoever has named the tier."""
     return _number(error) in _FAULTS
+
+
+def tier_remedy(number: int | None) -> str:
+    """Return the remedy for an error number of a tier."""
+    return _REMEDIES.get(number or 0, "check the disk, or leave it out of --tiers")
 
 
 def _number(error: BaseException) -> int | None:
@@ -170,8 +176,7 @@ class RunNotes:
             self.add(f"{error}; {then}")
             return
         reason = printable(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-        remedy = _REMEDIES.get(number or 0, "check the disk, or leave it out of --tiers")
-        self.add(f"tier {path} cannot be {doing} ({reason}): {remedy}; {then}")
+        self.add(f"tier {path} cannot be {doing} ({reason}): {tier_remedy(number)}; {then}")
 
     def all(self) -> list[str]:
         """Return the sentences in order, without duplicates."""

@@ -43,6 +43,7 @@ from dlio.storage.block import (
     write_all,
 )
 from dlio.storage.block_tables import BlockTables
+from dlio.storage.counters import tier_remedy
 from dlio.storage.tier_spec import TierSpec
 from dlio.util.closable import Closable
 from dlio.util.folders import open_below, open_private, remove_entry, unlink
@@ -322,8 +323,7 @@ class Tier(Closable):
         if error.errno in NO_ROOM:
             return TierFull(
                 f"tier {self.path} has no room for block {block} "
-                f"({format_bytes(size)}; {error.strerror}): free space there, or lower its "
-                "capacity in --tiers"
+                f"({format_bytes(size)}; {error.strerror}): {tier_remedy(error.errno)}"
             )
         return TierError(
             f"tier {self.path} cannot be written ({error.strerror}): check the disk, or name "

@@ -69,6 +69,8 @@ class CheckpointReport(TypedDict):
     """Names of the checkpoints."""
     failures: list[str]
     """Errors, in words."""
+    lacks_last: bool
+    """True if the last one is a failure: the end of the run is in none."""
     wait_s: float
     """Seconds that training waited."""
 

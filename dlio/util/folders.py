@@ -34,7 +34,7 @@ from dlio.util.trusted_files import (
     temporary_name,
 )
 from dlio.util.user_folders import open_folder, parent_of
-from dlio.util.whole_files import take_lock
+from dlio.util.whole_files import not_written, take_lock
 
 MARK: Final = ".dlio"
 """Name of the file that marks a folder as dlio's."""
@@ -73,10 +73,7 @@ def open_private(root: str, *names: str, marked: int = 0) -> int:
                 f"tier folder {path} {error.strerror}: remove it, or name another folder in --tiers"
             ) from error
         except OSError as error:
-            raise TierError(
-                f"tier folder {path} cannot be used ({error.strerror}): make {root} writable, or "
-                "name another folder in --tiers"
-            ) from error
+            raise TierError(f"tier folder {not_written(path, error)}") from error
         finally:
             os.close(parent)
     return descriptor
@@ -95,7 +92,12 @@ def open_working(parent: int, name: str, *, text: str = "dlio\n", marked: bool =
         if marked and not is_marked(descriptor):
             if os.listdir(descriptor) and not is_marked(descriptor):
                 raise UntrustedFile(f"was not made by dlio: it has no {MARK}")
-            mark(descriptor, text)
+            try:
+                mark(descriptor, text)
+            except OSError:  # On a full disk there may be room for the folder only.
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=parent)
+                raise
     except BaseException:
         os.close(descriptor)
         raise
@@ -181,10 +183,15 @@ def _make_and_open(name: str, parent: int) -> int:
 
 
 def mark(folder: int, text: str = "dlio\n") -> None:
-    """Mark a folder as dlio's."""
+    """Mark a folder as dlio's. Raises OSError, and leaves no half mark."""
     # The folder is private; if it is published, the mark's mode is that of its other files.
     with suppress(FileExistsError), open_new(folder, MARK) as file:
-        file.write(text.encode())
+        try:
+            file.write(text.encode())
+            file.flush()
+        except OSError:
+            os.unlink(MARK, dir_fd=folder)
+            raise
 
 
 def mark_of(folder: int) -> str | None:

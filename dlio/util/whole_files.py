@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,10 +11,18 @@ from typing import IO, Final
 
 from dlio.errors import UsageError
 from dlio.util.json_output import json_text
-from dlio.util.trusted_files import open_file, path_of, publish_file, temporary_name
+from dlio.util.trusted_files import (
+    closing_descriptor,
+    open_file,
+    path_of,
+    publish_file,
+    temporary_name,
+)
 from dlio.util.user_folders import parent_of
 
 _POLL_S: Final = 0.02
+FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Error numbers of file systems on which nothing more can be written."""
 _NAMELESS_UNKNOWN: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 PUBLIC_FILE: Final = 0o664
 """Mode of files that users name, and of all files in folders that are published: as the umask has
@@ -112,7 +121,30 @@ def name_partial(file: IO[str], path: str) -> None:
 
 
 def _give_name(descriptor: int, folder: int, name: str) -> None:
-    os.link(path_of(descriptor), name, dst_dir_fd=folder)
+    """Give a file without a name one, or give the name to a copy: a link needs /proc, and a file
+    system that knows links. Raises OSError."""
+    try:
+        os.link(path_of(descriptor), name, dst_dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        _copy(descriptor, folder, name)
+
+
+def _copy(descriptor: int, folder: int, name: str) -> None:
+    status = os.fstat(descriptor)
+    copy = open_file(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with closing_descriptor(copy):
+            os.fchmod(copy, stat.S_IMODE(status.st_mode))
+            done = 0
+            while done < status.st_size:
+                done += os.sendfile(copy, descriptor, done, status.st_size - done)
+            os.fsync(copy)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        raise
 
 
 def move_file(path: str, to: str) -> None:
@@ -186,7 +218,7 @@ def check_folder(folder: str, option: str = "") -> None:
 
 
 _REMEDIES: Final = {
-    errno.ENOSPC: "free some space there, or name another place",
+    errno.ENOSPC: "free some space there, or inodes (df -i), or name another place",
     errno.EDQUOT: "the quota is used up: free some space there, or name another place",
     errno.EFBIG: "raise the limit of file sizes (ulimit -f), or name another place",
     errno.EACCES: "make it writable, or name another place",

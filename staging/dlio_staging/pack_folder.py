@@ -64,7 +64,7 @@ from dlio.util.trusted_files import (
 )
 from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import make_folders, open_folder, parent_of
-from dlio.util.whole_files import check_folder, take_lock, unwritable, write_whole_at
+from dlio.util.whole_files import check_folder, not_written, take_lock, unwritable, write_whole_at
 from dlio_staging.pack_plan import VERSION, PackOptions, PackPlan
 from dlio_staging.pack_writers import WRITERS, ShardRequest, file_name
 from dlio_staging.sample_check import SampleCheck
@@ -408,10 +408,7 @@ def pack(
         if isinstance(error, DlioError):
             raise
         if error.errno in NO_ROOM:
-            raise TierFull(
-                f"{destination} cannot be written, the disk is full ({error.strerror}): free "
-                f"space in {parent}, or name another destination"
-            ) from error
+            raise TierFull(not_written(destination, error)) from error
         raise unwritable(destination, error) from error
     finally:
         plan.reader.close()

@@ -120,7 +120,7 @@ def test_a_truncated_picture_ends_the_run_in_one_line(
         ("/nowhere/at/all:1GiB", ("/nowhere/at/all", "--tiers")),
         ("ram:2XB", ("2XB", "20GiB")),
         ("rma:2GB", ("rma:2GB", "did you mean ram?")),
-        ("/proc:1GiB", ("/proc", "cannot be used")),
+        ("/proc:1GiB", ("/proc", "tier folder", "cannot be written")),
     ],
 )
 def test_tiers_that_cannot_be_used_are_named(
@@ -128,6 +128,23 @@ def test_tiers_that_cannot_be_used_are_named(
 ) -> None:
     assert _is_one_clear_line(dlio("train", str(pictures), "--tiers", tiers), *words)
     assert _is_one_clear_line(dlio("train", str(pictures), DLIO_TIERS=tiers), *words)
+
+
+@pytest.mark.cold
+def test_an_output_without_room_is_no_success() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dlio.cli", "plan", "--samples", "10", "--json"],
+            env={**os.environ, "PYTHONPATH": SOURCES},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dlio: error: standard output, or a file, cannot be written: No space")
 
 
 @pytest.mark.cold

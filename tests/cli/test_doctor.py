@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from dlio.cli.doctor.examination import DoctorOptions, examine, merged
 from dlio.cli.doctor.findings import Finding, worst
 from dlio.cli.doctor.limit_checks import check_limits, check_shared_memory
 from dlio.cli.doctor.path_checks import check_place, check_source, check_tier, measure_folder
-from dlio.cli.doctor.probe import MpiFacts
+from dlio.cli.doctor.probe import MpiFacts, probe_mpi
 from dlio.cli.doctor.rank_checks import (
     RankHardware,
     allocation,
@@ -333,3 +334,12 @@ def test_the_command_tells_json(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         main(["doctor", "--tiers", "nonsense"])
     assert ended.value.code == 2
     assert "/local/scratch" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_process_that_loads_mpi_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    probe_mpi()
+    assert list(tmp_path.iterdir()) == []

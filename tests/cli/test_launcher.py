@@ -19,6 +19,7 @@ from dlio.launch.spread import (
     srun_command,
 )
 from dlio.util.child_processes import module_command
+from tests.staging.small_disks import mounted
 
 _PREFIXES = ("SLURM", "PBS", "LSB", "OMPI_COMM", "PMI", "MASTER", "TORCHELASTIC", "RANK", "WORLD")
 _TASK = {
@@ -279,3 +280,24 @@ def test_a_tmpdir_that_cannot_be_used_is_one_line(tmp_path: Path, place: str) ->
     )
     (line,) = done.stderr.splitlines()
     assert (done.returncode, f"TMPDIR: {folder} cannot be written: " in line) == (2, True)
+
+
+@pytest.mark.parametrize("options", ["size=64m,nr_inodes=2", "size=64m,nr_inodes=4", "size=4k"])
+@pytest.mark.parametrize("check", [(), ("--check", "2")], ids=["run", "check"])
+def test_a_tmpdir_without_room_is_one_line(
+    tmp_path: Path, options: str, check: tuple[str, ...]
+) -> None:
+    with mounted(tmp_path / "disk", options) as disk:
+        (disk / "other").write_bytes(bytes(4096))
+        done = subprocess.run(
+            module_command("dlio.cli", "run", "-n", "2", *check, __file__),
+            env={**os.environ, "TMPDIR": str(disk)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert [path.name for path in disk.iterdir()] == ["other"]
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert f"TMPDIR: {disk}" in line
+    assert "cannot be written: No space left on device; free some space there" in line

@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 import pytest
 
+from dlio.data import web_requests
 from dlio.data.reader import open_reader
 from dlio.data.source import File, Source
 from dlio.errors import DlioError, SourceError
@@ -305,6 +306,21 @@ def test_a_file_that_another_reader_has_opened_anew_is_not_the_one_of_before(
         assert File(f"{url}/t.csv").read(0, 20) == OTHER[:20]
         with pytest.raises(SourceError, match="has changed since it was opened: run again"):
             before.read(0, 20)
+
+
+def test_words_of_servers_take_bounded_memory_and_the_bound_is_told(
+    files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(web_requests, "_MOST", 3)
+    monkeypatch.setattr(web_requests, "_newest", {})
+    own = {f"{k}.csv": TABLE for k in range(6)}
+    with served(own, _as_asked) as url:
+        opened = [File(f"{url}/{k}.csv") for k in range(6)]
+        assert len(web_requests._newest) == 3
+        own["5.csv"] = own["0.csv"] = OTHER
+        with pytest.raises(SourceError, match="has changed since it was opened: run again"):
+            opened[5].read(0, 20)
+    assert caplog.text.count("more than 3 files of web servers are open") == 1
 
 
 def test_a_file_of_another_time_is_another_file() -> None:

@@ -16,7 +16,7 @@ from dlio.launch.slurm_follow import follow
 from dlio.launch.slurm_script import JobScript, parse_slurm, submit
 from dlio.util.live_line import without_progress
 from dlio.util.whole_files import unwritable
-from tests.conftest import in_time
+from tests.conftest import SOURCES, FullDisk, in_time
 
 SAYS = """
 import os, sys
@@ -48,6 +48,27 @@ def test_each_rank_has_a_log_and_its_output_is_passed_on(tmp_path: Path, backend
         )
         assert f"out {rank}" in done.stdout
         assert f"err {rank}" in done.stderr
+
+
+@pytest.mark.cold
+def test_a_log_without_room_is_told_once_and_the_output_is_passed_on(
+    tmp_path: Path, full_disk: FullDisk
+) -> None:
+    argv = [sys.executable, "-m", "dlio.launch.rank_log", str(tmp_path)]
+    code = "for k in range(3000): print('line', k, flush=True)"
+    with full_disk(1000):
+        done = subprocess.run(
+            [*argv, sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": SOURCES},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=400,
+        )
+    assert done.stdout.splitlines() == [f"line {k}" for k in range(3000)]
+    (said,) = done.stderr.splitlines()
+    assert f"{tmp_path / 'rank-0.log'} cannot be written: File too large; raise the limit" in said
+    assert (tmp_path / "rank-0.log").read_text() == done.stdout[:1000]
 
 
 @pytest.mark.cold

@@ -189,7 +189,7 @@ def test_a_failure_leaves_nothing(
 def test_a_full_disk_is_one_clear_error(source: Path, tmp_path: Path, full_disk: FullDisk) -> None:
     with (
         full_disk(200_000),
-        pytest.raises(TierFull, match="out cannot be written, the disk is full"),
+        pytest.raises(TierFull, match="out cannot be written: File too large; raise the limit"),
     ):
         pack(str(source), str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

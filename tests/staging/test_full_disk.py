@@ -67,6 +67,6 @@ def test_a_full_disk_is_one_line(
     # On a busy machine, progress is told meanwhile.
     said = [line for line in done.stderr.splitlines() if not line.startswith("packing: ")]
     assert len(said) == 1, done.stderr
-    assert "disk is full" in said[0]
+    assert "No space left on device; free some space" in said[0]
     assert str(small_disk) in said[0]
     assert sorted(small_disk.iterdir()) == before

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlio.cli.train_command import train_rank
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.config import train_config
 from dlio.train.run_requests import AsynchronousRequests, RunRequest, SynchronousRequests
 from dlio.util.signals import RESUME_CODE
-from tests.conftest import SOURCES, MpiRun, in_time
+from tests.conftest import SOURCES, FullDisk, MpiRun, in_time
 
 _TIMEOUT_S = 120
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
@@ -227,3 +228,25 @@ def test_all_ranks_act_after_the_same_step(mpirun: MpiRun, ranks: int, tmp_path:
     done = mpirun(ranks, "-W", "error", str(body), "7")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["kept"] * ranks
+
+
+def test_a_run_whose_last_checkpoint_found_no_room_is_no_success(
+    pictures: Path, tmp_path: Path, full_disk: FullDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "c"
+    config = train_config(
+        source=str(pictures / "train"),
+        checkpoint=str(folder),
+        epochs=1,
+        image_size=32,
+        tiers="none",
+        workers=1,
+        batch_size=4,
+    )
+    with full_disk(500), pytest.raises(UsageError) as raised:
+        train_rank(config)
+    assert "the last checkpoint was not written" in str(raised.value)
+    reason = f"{folder} cannot be written: File too large; raise the limit of file sizes"
+    assert reason in str(raised.value)
+    assert "Wrote 0 checkpoints" in capsys.readouterr().out
+    assert [path.name for path in folder.iterdir()] == [".lock"]

@@ -30,7 +30,8 @@ from dlio.util.trusted_files import (
     shown_as,
 )
 from dlio.util.user_folders import make_folders, open_folder, parent_of
-from dlio.util.whole_files import open_partial, write_json, write_whole
+from dlio.util.whole_files import name_partial, open_partial, write_json, write_whole
+from tests.conftest import FullDisk
 
 READ = os.O_RDONLY
 
@@ -218,6 +219,39 @@ def test_a_file_system_may_not_know_files_without_names(
     assert [Path(name).suffix for name in names] == [".tmp"]
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out").read_text() == "new"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOENT, errno.EOPNOTSUPP, errno.EACCES])
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_a_file_without_a_name_need_not_get_one_by_a_link(
+    number: int, mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_link(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    before = os.umask(mask)
+    try:
+        write_whole(str(tmp_path / "linked"), lambda file: file.write(b"x" * 100_000))
+        monkeypatch.setattr(os, "link", no_link)
+        write_whole(str(tmp_path / "copied"), lambda file: file.write(b"x" * 100_000))
+        with open_partial(str(tmp_path / "partial"), new=True, nameless=True) as file:
+            file.write("line\n" * 10_000)
+            file.flush()
+            name_partial(file, str(tmp_path / "partial"))
+    finally:
+        os.umask(before)
+    assert sorted(os.listdir(tmp_path)) == ["copied", "linked", "partial"]
+    assert (tmp_path / "copied").read_bytes() == (tmp_path / "linked").read_bytes()
+    assert (tmp_path / "partial").read_text() == "line\n" * 10_000
+    modes = {(tmp_path / name).stat().st_mode for name in os.listdir(tmp_path)}
+    assert modes == {stat.S_IFREG | 0o664 & ~mask}
+
+
+def test_a_mark_that_finds_no_room_leaves_nothing(tmp_path: Path, full_disk: FullDisk) -> None:
+    parent = os.open(tmp_path, READ)
+    with closing_descriptor(parent), full_disk(0), pytest.raises(OSError, match="too large"):
+        open_working(parent, "work")
+    assert os.listdir(tmp_path) == []
 
 
 def test_nothing_is_removed_in_a_folder_without_a_mark(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A process of its own, because loading MPI initialises it, and a wrong library ca
 import json
 import os
 import subprocess
+import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -42,14 +43,16 @@ def probe_mpi() -> MpiFacts:
     kept = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     environment |= {name: os.environ[name] for name in kept if name in os.environ}
     try:
-        done = subprocess.run(
-            module_command("dlio.cli.doctor.probe"),
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        # Without a launcher, Open MPI leaves its shared memory and its folder behind.
+        with tempfile.TemporaryDirectory(prefix="dlio-mpi-", ignore_cleanup_errors=True) as folder:
+            done = subprocess.run(
+                module_command("dlio.cli.doctor.probe"),
+                env=environment | {"TMPDIR": folder, "OMPI_MCA_btl_sm_backing_directory": folder},
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return MpiFacts(problem=f"a process that loads MPI did not end: {error}")
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -23,6 +23,7 @@ from dlio.launch.command_ranks import captured_ranks
 from dlio.util.arguments import script_in
 from dlio.util.printable import print_line
 from dlio.util.units import counted
+from dlio.util.whole_files import FULL, unwritable
 
 _ALONE_S: Final = 3600.0
 """Deadline of the steps in one process."""
@@ -53,6 +54,17 @@ def check_script(plan: CheckPlan, options: RunOptions, ranks: int, backend: str)
     script_in(plan.script)
     options = replace(options, fault_tolerance="off", min_ranks=1, balance=False)
     plan = replace(plan, home=os.path.realpath(os.getcwd()))
+    try:
+        return _check_below(plan, options, ranks, backend)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        place = f"TMPDIR: {error.filename or tempfile.tempdir}"
+        raise unwritable(place, error) from error
+
+
+def _check_below(plan: CheckPlan, options: RunOptions, ranks: int, backend: str) -> bool:
+    """Make both runs in a temporary folder. Raises OSError if it cannot be written."""
     with tempfile.TemporaryDirectory(prefix="dlio-check-", ignore_cleanup_errors=True) as folder:
         print_line(
             f"dlio run --check: {plan.steps} steps of {plan.script}, in one process and on {ranks} "

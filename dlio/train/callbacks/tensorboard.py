@@ -1,20 +1,18 @@
 """TensorBoard: curves of a run, and summaries of its gradients and weights."""
 
-import os
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
 
 import torch
 
 from dlio.errors import UsageError
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.callbacks.epoch_figures import figures_of
+from dlio.train.callbacks.event_file import EventFile
 from dlio.train.report import EpochReport
 from dlio.util.extras import how_to_install
-from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import unwritable
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 _LOSS_EVERY: Final = 10
 """Steps between two losses; reading a loss waits for the device."""
@@ -32,43 +30,34 @@ class TensorBoard(Callback):
         self._folder: str | None = None
         self._losses = 0
         """Losses of ranks that were written, or that another rank has written."""
-        self._open: SummaryWriter | None = None
-        self._descriptor = -1
-        """That of the folder, once it is open."""
+        self._open: EventFile | None = None
         self._purge: int | None = None
         """First step whose earlier events do not count, because this run makes it again."""
 
-    @property
-    def _writer(self) -> "SummaryWriter":
-        """Raises UsageError if TensorBoard is not installed, or the folder cannot be written."""
-        if self._open is not None:
-            return self._open
+    @contextmanager
+    def _writing(self) -> Iterator[EventFile]:
+        """Yield the file of events, which is made at its first use.
+
+        Raises UsageError if TensorBoard is not installed, or the file cannot be written.
+        """
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            if self._open is None:
+                assert self._folder is not None
+                self._open = EventFile(self._folder, self._purge)
+            yield self._open
         except ImportError as error:
             raise UsageError(
                 f"--tensorboard: {error}; install it: {how_to_install('tensorboard')}"
             ) from error
-        try:
-            self._open = SummaryWriter(self._place(), purge_step=self._purge)
         except OSError as error:
             raise unwritable(f"--tensorboard {self._folder}", error) from error
-        return self._open
 
-    def _place(self) -> str:
-        """Return the folder by a path that nobody can exchange. Raises OSError."""
-        assert self._folder is not None
-        if "://" in self._folder:
-            return self._folder
-        self._descriptor = make_folders(self._folder)
-        return f"/proc/self/fd/{self._descriptor}"
-
-    def __exit__(self, *_: object) -> None:
-        if self._open is not None:
-            self._open.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def __exit__(self, *error: object) -> None:
+        if self._open is None:
+            return
+        # An error of the run, maybe this file's, is told, and not what follows from it.
+        with suppress(OSError) if any(error) else self._writing():
+            self._open.__exit__()
 
     def begins(self, run: Run) -> None:
         self._folder = run.config.callbacks.tensorboard
@@ -101,11 +90,13 @@ class TensorBoard(Callback):
         step = run.updates
         for name, value in figures_of(report).items():
             self._scalar(name, value, step)
-        self._writer.flush()
+        with self._writing() as file:
+            file.flush()
 
     def _tell_losses(self, run: Run) -> None:
         for loss in run.losses[self._losses :]:
-            self._writer.add_text("ranks/losses", loss.sentence(), loss.step)
+            with self._writing() as file:
+                file.add_text("ranks/losses", loss.sentence(), loss.step)
             self._scalar("ranks/number", loss.left, loss.step)
             self._scalar("ranks/recovery_s", loss.seconds, loss.step)
         self._losses = len(run.losses)
@@ -114,17 +105,22 @@ class TensorBoard(Callback):
     def _summarise(self, run: Run) -> None:
         for name, parameter in run.model.named_parameters():
             weight = parameter.detach().float()
-            self._writer.add_histogram(f"weights/{name}", weight.cpu(), run.updates)
+            self._histogram(f"weights/{name}", weight, run.updates)
             size = float(weight.norm())
             self._scalar(f"weight_norm/{name}", size, run.updates)
             if parameter.grad is None:
                 continue
             gradient = parameter.grad.float()
             if bool(gradient.isfinite().all()):
-                self._writer.add_histogram(f"gradients/{name}", gradient.cpu(), run.updates)
+                self._histogram(f"gradients/{name}", gradient, run.updates)
             norm = float(gradient.norm())
             self._scalar(f"gradient_norm/{name}", norm, run.updates)
             self._scalar(f"gradient_to_weight/{name}", norm / max(size, 1e-12), run.updates)
 
     def _scalar(self, name: str, value: float, step: int) -> None:
-        self._writer.add_scalar(name, value, step)
+        with self._writing() as file:
+            file.add_scalar(name, value, step)
+
+    def _histogram(self, name: str, values: torch.Tensor, step: int) -> None:
+        with self._writing() as file:
+            file.add_histogram(name, values.cpu(), step)

@@ -8,7 +8,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 from dlio.errors import UsageError, printable
@@ -68,36 +68,42 @@ class CheckpointFolder:
     def lock(self) -> int | None:
         """Lock the folder; return the lock's file descriptor.
 
-        None if the file system has no locks. Raises UsageError if another run holds the lock.
+        None if the file system has no locks. Raises UsageError if another run holds the lock, or
+        its file cannot be written.
         """
-        # Some file systems have no locks, and those of others end at the node: whichever run wrote
-        # its name there last has the folder, and `check_held` tells the other.
         try:
-            lock = self._lock_file()
+            with ExitStack() as stack:
+                lock = self._lock_file()
+                stack.callback(os.close, lock)
+                has_locks = self._take(lock)
+                self._claim(lock)
+                if has_locks:
+                    stack.pop_all()
+                return lock if has_locks else None
         except OSError as error:
             raise unwritable(f"--checkpoint {self.path}", error) from error
+
+    def _take(self, lock: int) -> bool:
+        """Lock an open file; False if the file system has no locks. Raises UsageError, OSError."""
+        # Some file systems have no locks, and those of others end at the node: whichever run wrote
+        # its name there last has the folder, and `check_held` tells the other.
         try:
             # The lock of a run that was just killed may still be held for a moment.
             free = take_lock(lock, fcntl.LOCK_EX, _LOCK_TIMEOUT_S)
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                self._claim(lock)
-            os.close(lock)
-            if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                return None
+                return False
             raise
         if not free:
             who = printable(os.pread(lock, _MOST_OWNER, 0).strip())
             for process, user in lock_holders(lock):
                 if f"process {process} " not in who:
                     who = f"process {process} of user {user} has its lock"
-            os.close(lock)
             raise UsageError(
                 f"--checkpoint {self.path}: another run ({who}) writes there; wait for it, or "
                 f"name another folder{self._of_each_task()}"
             )
-        self._claim(lock)
-        return lock
+        return True
 
     def _lock_file(self) -> int:
         """Open the file that runs lock, which only those can open who may write to the folder:

@@ -44,8 +44,9 @@ from dlio.train.report import CheckpointReport
 from dlio.util.limits import parsing
 from dlio.util.printable import print_line
 from dlio.util.threads import Workers
+from dlio.util.trusted_files import UntrustedFile
 from dlio.util.units import counted
-from dlio.util.whole_files import write_whole
+from dlio.util.whole_files import not_written, write_whole
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"
@@ -127,6 +128,7 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
         """Names of this run's checkpoints."""
         self.failures: list[str] = []
         """Errors of checkpoints that could not be written."""
+        self._lacks_last = False
         self.wait_s = 0.0
         """Seconds that training has waited for copies, and for the previous checkpoint."""
         self._leads = False
@@ -292,6 +294,7 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
         error = self._outcome
         if self._recovery is not None:
             error = uniform(self._comm, lambda: self._settled(unfinished))
+        self._lacks_last = bool(error)
         if error:
             self.failures.append(f"no checkpoint: {error}")
             if self._comm.rank == 0:
@@ -302,7 +305,12 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
 
     def statistics(self) -> CheckpointReport:
         """Figures of this run on this rank."""
-        return {"written": self.written, "failures": self.failures, "wait_s": self.wait_s}
+        return {
+            "written": self.written,
+            "failures": self.failures,
+            "lacks_last": self._lacks_last,
+            "wait_s": self.wait_s,
+        }
 
     def _write(self, unfinished: _PendingCheckpoint) -> None:
         """Write and publish the staged tensors; runs in the thread. Keeps the error for `wait`."""
@@ -314,7 +322,7 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
             with self._place.unfinished(unfinished.hidden) as path:
                 write_part(path, unfinished.rank, {**staged, **checksum})
         except BaseException as raised:
-            error = cause_of(raised)
+            error = self._reason(raised)
             if unfinished.ranks > 1:
                 error = f"rank {unfinished.rank}: {error}"
 
@@ -336,7 +344,13 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
         except PeerLost:
             pass  # Those that are left settle in `wait` how it ends.
         except BaseException as raised:
-            self._outcome = cause_of(raised)
+            self._outcome = self._reason(raised)
+
+    def _reason(self, error: BaseException) -> str:
+        """Return the reason for a checkpoint that is not written."""
+        if isinstance(error, OSError) and error.errno and not isinstance(error, UntrustedFile):
+            return not_written(self.folder, error)
+        return cause_of(error)
 
     def _settled(self, unfinished: _PendingCheckpoint) -> str:
         """Return the error of a checkpoint that all ranks that are left have done with, or nothing.
@@ -378,7 +392,7 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
             for old in [name for name in names if name <= unfinished.name][self._keep :]:
                 self._place.hide(old, f"{_UNFINISHED}{old}")
         except Exception as error:
-            return cause_of(error)
+            return self._reason(error)
         return ""
 
 
