@@ -436,6 +436,15 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         context = self._context
         if context.aside:
             return DataLoader.__iter__(self)
+        # A loader of Accelerate's draws all that its pass does with the first batch, which matters
+        # where several are begun together, zip(a, b).
+        return self._later() if accelerate.is_used(self) else self._pass()
+
+    def _later(self) -> Iterator[Any]:
+        yield from self._pass()
+
+    def _pass(self) -> Iterator[Any]:
+        context = self._context
         self._is_shared = False
         if context.comm.size > 1 and threading.current_thread() is not threading.main_thread():
             # Its batches come at other moments of the training on each rank.
