@@ -1,4 +1,4 @@
-"""What is known of tensors, for as long as they live."""
+"""Notes on tensors, for as long as these live."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
