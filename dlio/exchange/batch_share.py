@@ -7,12 +7,13 @@ tensors: a loop may take the next batch before it computes on this one.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+
+from dlio.exchange.tensor_notes import TensorNotes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +50,7 @@ class BatchListener(Protocol):
 
 
 _listeners: "weakref.WeakSet[BatchListener]" = weakref.WeakSet()
-_of_tensor: MutableMapping[torch.Tensor, BatchShare] = WeakIdKeyDictionary()
+_of_tensor: TensorNotes[BatchShare] = TensorNotes()
 
 
 def listen(listener: BatchListener) -> None:
@@ -89,8 +90,7 @@ def share_of(data: object) -> BatchShare | None:
 
 def mark(share: BatchShare, data: object) -> None:
     """Note that a batch's tensors are copies of one that was handed out."""
-    for tensor in tensors_of(data):
-        _of_tensor[tensor] = share
+    _of_tensor.set(tensors_of(data), share)
 
 
 def tensors_of(data: object) -> Iterator[torch.Tensor]:

@@ -61,8 +61,10 @@ class _OptimizerExchanges:
 
     exchanges: list[Exchange]
     """Those of its parameters, and those that were made for it."""
-    trained: list[int] = field(default_factory=list)
+    requiring: list[int] = field(default_factory=list)
     """`id` of each parameter of its groups that requires gradients."""
+    has_others: bool = False
+    """True if some of these are not trained, or not yet."""
 
 
 class ExchangeHandle(Closable):
@@ -165,10 +167,17 @@ class ExchangeHandle(Closable):
         if followed is None:
             return ()
         if self._naming is not None:
-            trained = trained_by(optimizer)
-            identities = list(map(id, trained))
-            if identities != followed.trained:
-                followed.trained = identities
+            # Twice a step, for all parameters: no call for each of them.
+            requiring = [
+                id(p)
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.requires_grad
+            ]
+            if requiring != followed.requiring or followed.has_others:
+                trained = trained_by(optimizer)
+                followed.requiring = requiring
+                followed.has_others = len(trained) < len(requiring)
                 self._look_again(followed, trained, self._naming)
         return followed.exchanges
 
@@ -347,7 +356,11 @@ class ExchangeHandle(Closable):
     def after_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Exchange weights after an optimizer, or all of them, has changed them, or skipped a
         step."""
-        for exchange in self._around_step(optimizer):
+        exchanges: Sequence[Exchange] = self.exchanges
+        if optimizer is not None:  # `before_step` has looked at its parameters.
+            followed = self._followed.get(optimizer)
+            exchanges = () if followed is None else followed.exchanges
+        for exchange in exchanges:
             exchange.after_step()
         if self.batches is not None:
             self.batches.stepped()

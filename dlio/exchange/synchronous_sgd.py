@@ -175,7 +175,9 @@ class SynchronousSgd(Exchange):
         )
 
     def weigh(self, samples: float) -> None:
-        self._weights = _GradientWeights(samples, factor=samples)
+        now = self._weights  # `dlio run` calls this for each module.
+        if now.everything or now.weight != samples or now.factor != samples:
+            self._weights = _GradientWeights(samples, factor=samples)
 
     def hold(self, held: bool) -> None:
         self._held = held
@@ -189,13 +191,13 @@ class SynchronousSgd(Exchange):
         if expected and self._buckets:
             self._average()
         if self._context.takes_assigned:
-            mark_means(self._position)
+            mark_means(self._parameters)
 
     def take_assigned(self) -> None:
         is_idle = self._phase is StepPhase.IDLE
         if not self._context.takes_assigned or not (is_idle or self._phase is StepPhase.AVERAGED):
             return
-        if has_assigned(self._position, is_idle):
+        if has_assigned(self._parameters, is_idle):
             self._average()
             self._phase = StepPhase.AVERAGED
 
@@ -247,22 +249,24 @@ class SynchronousSgd(Exchange):
             self._placement.make_sum(bucket, extra, _FIRST_TAG + number * TAGS)
             for number, (bucket, extra) in enumerate(zip(self._buckets, extras, strict=True))
         )
-        self._position = {
-            parameter: (number, place)
-            for number, bucket in enumerate(self._buckets)
-            for place, parameter in enumerate(bucket.parameters)
-        }
-        """(bucket, place in it) of each parameter, in the order of buckets."""
-        self._summed_weight = np.zeros(1 + len(self._position) + more)
+        self._parameters = [each for bucket in self._buckets for each in bucket.parameters]
+        """All of them, in the order of buckets."""
+        self._summed_weight = np.zeros(1 + len(self._parameters) + more)
         self._begin_step()
         self._hooks = []
-        for parameter in self._position:
-            hooked: Any = parameter  # torch does not annotate the method.
-            self._hooks.append(hooked.register_post_accumulate_grad_hook(self._gradient_ready))
+        for number, bucket in enumerate(self._buckets):
+            for place, parameter in enumerate(bucket.parameters):
+                hooked: Any = parameter  # torch does not annotate the method.
+                self._hooks.append(
+                    hooked.register_post_accumulate_grad_hook(
+                        lambda parameter, at=(number, place): self._gradient_ready(parameter, *at)
+                    )
+                )
 
     def _begin_step(self) -> None:
-        self._missing = [set(bucket.parameters) for bucket in self._buckets]
-        """By bucket, parameters whose gradient has not been copied into it."""
+        self._missing = [set(range(len(bucket.parameters))) for bucket in self._buckets]
+        """By bucket, places of parameters whose gradient has not been copied into it. Numbers, as a
+        parameter's hash is a call of Python."""
         self._started = 0
         """Buckets started in order so far: those before this number."""
         self._begun: set[int] = set()
@@ -276,7 +280,8 @@ class SynchronousSgd(Exchange):
 
     # During backward. Autograd calls the hooks, on its own thread for a GPU.
 
-    def _gradient_ready(self, parameter: nn.Parameter) -> None:
+    def _gradient_ready(self, parameter: nn.Parameter, number: int, place: int) -> None:
+        """Called with the number of the parameter's bucket, and its place there."""
         if self._held:
             self._phase = StepPhase.HELD
             return
@@ -284,12 +289,11 @@ class SynchronousSgd(Exchange):
             self._phase = StepPhase.BACKWARD
             # Counting gradients would not tell the end of a backward: it may leave out parameters.
             Variable._execution_engine.queue_callback(self._backward_ends)
-        number = self._position[parameter][0]
         if number < self._started:
             # The second gradient of this backward: the sum of both is taken at the end.
             return
-        self._copy(parameter, self._weights.factor)
-        self._missing[number].discard(parameter)
+        self._copy(parameter, number, place, self._weights.factor)
+        self._missing[number].discard(place)
         if self._peer_lost or self._may_not_send():
             return
         try:
@@ -331,11 +335,12 @@ class SynchronousSgd(Exchange):
     def _may_not_send(self) -> bool:
         return self._stop_watching is not None and is_foreign_thread()
 
-    def _start(self, number: int, uncopied: Iterable[nn.Parameter]) -> None:
-        """Start a bucket's sum, after copying the gradients that it lacks."""
+    def _start(self, number: int, uncopied: Iterable[int]) -> None:
+        """Start a bucket's sum, after copying the gradients that it lacks, by their places."""
+        for place in uncopied:
+            parameter = self._buckets[number].parameters[place]
+            self._copy(parameter, number, place, self._weights.factor)
         bucket = self._buckets[number]
-        for parameter in uncopied:
-            self._copy(parameter, self._weights.factor)
         if self._carries_weight:
             with torch.no_grad():
                 bucket.flat[-1] = self._weights.weight
@@ -351,8 +356,7 @@ class SynchronousSgd(Exchange):
         self._progress.go()
 
     @torch.no_grad()
-    def _copy(self, parameter: nn.Parameter, factor: float) -> None:
-        number, place = self._position[parameter]
+    def _copy(self, parameter: nn.Parameter, number: int, place: int, factor: float) -> None:
         if parameter.dtype is torch.float64 and self._buckets[number].is_narrow:
             self._widen(number)
         view = self._buckets[number].views[place]
@@ -403,14 +407,14 @@ class SynchronousSgd(Exchange):
         again, self._void = self._void, False
         for number, bucket in enumerate(self._buckets):
             if again:
-                self._start(number, bucket.parameters)
+                self._start(number, range(len(bucket.parameters)))
             elif number >= self._started:
                 self._start(number, self._missing[number])
         for each in self._sums:
             each.begin()
         self._wait_for_sums()
         if not self._carries_weight:
-            flags = [float(parameter.grad is not None) for parameter in self._position]
+            flags = [float(parameter.grad is not None) for parameter in self._parameters]
             self._summed_weight[: 1 + len(flags)] = [self._weights.weight, *flags]
             if self._values is not None:
                 values = torch.from_numpy(self._summed_weight[1 + len(flags) :])
@@ -433,16 +437,16 @@ class SynchronousSgd(Exchange):
             else:
                 weights = torch.from_numpy(self._summed_weight)
                 flags, total = weights[first : first + count], weights[0]
-            _write_means(bucket, flags, total, self._weights.scale)
+            factor = _write_means(bucket, flags, total, self._weights.scale)
             first += count
         if self._values is not None and self._buckets:
             if self._carries_weight:
                 values = self._values_in(self._buckets[0])
             else:
                 values = torch.from_numpy(self._summed_weight[first:])
-            self._values.arrive(values, _mean_factor(total, self._weights.scale))
+            self._values.arrive(values, factor)
         if self._context.takes_assigned:
-            mark_means(self._position)
+            mark_means(self._parameters)
         if self._keeps:
             for bucket in self._buckets:
                 bucket.swap()
@@ -474,14 +478,21 @@ class SynchronousSgd(Exchange):
         return [self._summed_weight, *sums]
 
 
-def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale: float) -> None:
-    """Write the means of a bucket, times `scale`, into `.grad`.
+def _write_means(
+    bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale: float
+) -> float | torch.Tensor:
+    """Write the means of a bucket, times `scale`, into `.grad`. Return the factor that makes them
+    of sums.
 
     Parameters of which no rank has a gradient, by `flags`, get none; `total` is the sum of the
     ranks' weights.
     """
-    factor = _mean_factor(total, scale)
-    is_of_nothing = total.device.type == "cpu" and not float(total)
+    factor: float | torch.Tensor
+    if total.device.type == "cpu":
+        weight = float(total)
+        factor, is_of_nothing = scale / max(weight, 1e-12), not weight
+    else:  # Without waiting for the device.
+        factor, is_of_nothing = scale / total.clamp(min=1e-12), False
     for place, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
         if parameter.grad is None:
             if not float(flags[place]):
@@ -496,10 +507,4 @@ def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale
             torch.mul(view, factor, out=parameter.grad)
         else:
             parameter.grad.copy_(view * factor)
-
-
-def _mean_factor(total: torch.Tensor, scale: float) -> float | torch.Tensor:
-    """Return the factor that makes means, times `scale`, of sums."""
-    if total.device.type != "cpu":
-        return scale / total.clamp(min=1e-12)  # Without waiting for the device.
-    return scale / max(float(total), 1e-12)
+    return factor

@@ -6,6 +6,7 @@ FOLDER/faults.json, by framework, with the number of cases.
 """
 
 # ruff: noqa: E402
+import atexit
 import contextlib
 import gc
 import io
@@ -26,6 +27,7 @@ RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
 RANKS = int(os.environ["OMPI_COMM_WORLD_SIZE"])
 
 import torch
+from mpi4py import MPI
 from torch import nn
 
 import dlio
@@ -309,3 +311,7 @@ if __name__ == "__main__":
     leave_out_unused_packages()
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), sys.argv[2].split(","), json.loads(sys.argv[3]))
+    # Threads of gloo outlive its group; one that frees a tensor while Python ends aborts the rank.
+    atexit._run_exitfuncs()
+    MPI.Finalize()
+    os._exit(0)

@@ -1,18 +1,18 @@
 """Sizes of the tensors of batches that a loader of a script yields."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from dlio.exchange.batch_share import tensors_of
+import torch
 
 
-def sizes_of(data: object, samples: int) -> int:
+def sizes_of(data: object, tensors: Sequence[torch.Tensor], samples: int) -> int:
     """Return a digest of the sizes of a batch's tensors but for the number of samples; 0 if there
     are none with a dimension of samples and another one, or if samples may be apart in a list."""
     if _is_apart(data, samples):
         return 0
     sizes = []
-    for tensor in tensors_of(data):
+    for tensor in tensors:
         shape = list(tensor.shape)
         if len(shape) > 1 and samples in shape[:2]:
             shape.remove(samples)

@@ -76,11 +76,8 @@ class FetchRandoms:
         self._seed = seed
         self._generators = _generators()
         self._fetches = 0
-
-    @property
-    def drawn_from(self) -> list[str]:
+        self.drawn_from: list[str] = []
         """Modules from whose random numbers samples have drawn."""
-        return [each.name for each in self._generators if each.draws]
 
     def around(self, batches: Iterator[_T]) -> Iterator[_T]:
         """Yield batches; while one is fetched, random states are this rank's."""
@@ -100,6 +97,8 @@ class FetchRandoms:
                     each.draws |= not each.same(first, each.own)
                     each.set(before)
             self._fetches += 1
+            if used:
+                self.drawn_from = [each.name for each in self._generators if each.draws]
             yield data
 
     def _begun(self, generator: _Generator) -> Any:

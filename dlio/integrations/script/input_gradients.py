@@ -33,7 +33,7 @@ class InputGradients:
         self, context: ScriptContext, exchanged: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
         self._context, self._exchanged = context, exchanged
-        self._is_used = False
+        self.is_used = False
         """True once some tensor has required a gradient that is not a parameter: graphs are
         searched from then on."""
         self._kept: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
@@ -44,7 +44,7 @@ class InputGradients:
 
         @wraps(original)
         def requires(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            self._is_used |= not isinstance(tensor, nn.Parameter)
+            self.is_used |= not isinstance(tensor, nn.Parameter)
             return original(tensor, *args, **options)
 
         return requires
@@ -55,25 +55,21 @@ class InputGradients:
         @wraps(original)
         def retain(tensor: torch.Tensor) -> Any:
             if tensor.grad_fn is not None:
-                self._is_used = self._kept[tensor] = True
+                self.is_used = self._kept[tensor] = True
             return original(tensor)
 
         return retain
 
     def require(self) -> None:
         """Note that some tensor requires a gradient, and is not a parameter."""
-        self._is_used = True
+        self.is_used = True
 
     def computes_on(self, inputs: Sequence[object]) -> None:
         """Note the inputs of a module."""
-        if not self._is_used:
-            self._is_used = any(
-                isinstance(x, torch.Tensor)
-                and x.requires_grad
-                and x.is_leaf
-                and not isinstance(x, nn.Parameter)
-                for x in inputs
-            )
+        if not self.is_used:
+            for x in inputs:  # Called for each module: no generator.
+                if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf:
+                    self.is_used |= not isinstance(x, nn.Parameter)
 
     def is_of_samples(self, tensor: torch.Tensor) -> bool:
         """True if a tensor has a part for each sample of this rank's, and is none of parameters."""
@@ -89,7 +85,7 @@ class InputGradients:
     def backward(self, roots: Sequence[torch.Tensor], keeps_graph: bool) -> Iterator[None]:
         """Scale the gradients that a backward within the `with` statement adds."""
         context = self._context
-        if not self._is_used or context.lead is None or context.aside:
+        if not self.is_used or context.lead is None or context.aside:
             yield
             return
         tensors = [*self._leaves(roots), *(each for each in self._kept if each.requires_grad)]

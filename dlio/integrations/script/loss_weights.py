@@ -14,7 +14,7 @@ one message of 2.5 KiB; later only where a rank's own numbers do not tell (see `
 import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -23,11 +23,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.exchange import Exchange
+from dlio.exchange.tensor_notes import TensorNotes
 from dlio.integrations.script.loss_plan import OWN, LossPlan, LossPlans, PlannedStep, TermUse
 from dlio.integrations.script.loss_terms import (
     NEARLY_NONE,
@@ -131,7 +131,7 @@ class ScriptLossWeights:
         self._plan = LossPlan()
         """That of the latest backward."""
         context.guard.doubted = self.doubted
-        self._unscaled: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+        self._unscaled: TensorNotes[torch.Tensor] = TensorNotes()
         """By a loss that a gradient scaler has scaled, the loss itself."""
 
     def close(self) -> None:
@@ -150,13 +150,14 @@ class ScriptLossWeights:
             self._context.part = 1.0
             self._context.before_backward()
             self._context.backward()
-            if self._context.lead is None:
+            lead = self._context.lead
+            if lead is None:
                 original(tensors, *args, **options)
                 return
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             self.is_inside = True
             try:
-                with self._weighed(roots, self._context.lead) as loss:
+                with self._weighed(roots, lead) as loss:
                     original(tensors, *args, **options)
             finally:
                 self.is_inside = False
@@ -173,7 +174,7 @@ class ScriptLossWeights:
         def scale(scaler: Any, outputs: Any) -> Any:
             scaled = original(scaler, outputs)
             if isinstance(scaled, torch.Tensor) and scaled is not outputs:
-                self._unscaled[scaled] = outputs
+                self._unscaled.set([scaled], outputs)
             return scaled
 
         return scale
@@ -225,7 +226,7 @@ class ScriptLossWeights:
         )
         joins |= is_part and not (parts.unknown or parts.hidden)
         if loss is None and exchanges and joins:
-            self._context.mixed_losses.update(dict.fromkeys(roots, True))
+            self._context.mixed_losses.set(roots, True)
         with _multiplied(parts, factors):
             yield loss
 
@@ -668,10 +669,10 @@ class _WholeLoss:
         """Have the loss be that of the whole batch."""
         if self.value is not None:
             self.root.data.fill_(self.value)
-        self.context.whole_losses[self.root] = True
+        self.context.whole_losses.set([self.root], True)
         if self.unscaled is not None and self.scale is not None:
             self.unscaled.data.copy_(self.root.detach() / self.scale)
-            self.context.whole_losses[self.unscaled] = True
+            self.context.whole_losses.set([self.unscaled], True)
 
 
 def _is_count(term: LossTerm, divisor: Divisor, size: int) -> bool:

@@ -436,17 +436,19 @@ class _ScriptTakeover:
             keeps_graph |= any(args[1:3])  # In torch's order, after the gradients of `tensors`.
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             # Of one inside of another, as of checkpoints, gradients go on into the outer one.
-            is_inner = self._hooks.is_inside
+            scales = self._inputs.is_used and not self._hooks.is_inside
             with (
                 self._hooks.backward(),
-                nullcontext() if is_inner else self._inputs.backward(roots, keeps_graph),
+                self._inputs.backward(roots, keeps_graph) if scales else nullcontext(),
                 self._context.guard.backward(tensors, keeps_graph) as losses,
             ):
                 original(tensors, *args, **options)
-            if losses and losses[0] in self._context.whole_losses:
-                self._context.whole_losses.update(dict.fromkeys(losses, True))
-            elif losses and losses[0] in self._context.mixed_losses:
-                self._context.mixed_losses.update(dict.fromkeys(losses, True))
+            if len(losses) < 2:
+                return
+            if losses[0] in self._context.whole_losses:
+                self._context.whole_losses.set(losses, True)
+            elif losses[0] in self._context.mixed_losses:
+                self._context.mixed_losses.set(losses, True)
 
         return backward
 
@@ -484,7 +486,7 @@ class _ScriptTakeover:
                 self._ranks.take_clipped(several)
             norm = original(several, *args, **options)
             if isinstance(norm, torch.Tensor):
-                self._context.whole_losses[norm] = True
+                self._context.whole_losses.set([norm], True)
             return norm
 
         return clip
@@ -538,7 +540,9 @@ class _ScriptTakeover:
         The weight is set here, not when the loader returns the batch: a script may ask for the next
         batch before it calls backward on this one.
         """
-        if self._context.aside or is_bare_copy(module):
+        # Called for each module of each step: cheap questions, and the likely answers first.
+        exchanges = self._modules.get(module)
+        if self._context.aside or (exchanges is None and is_bare_copy(module)):
             return  # Pruning tries its plan on this copy; it is not trained.
         if self._losses.is_inside:
             return  # A checkpoint computes again: the weight is that of the loss.
@@ -549,14 +553,15 @@ class _ScriptTakeover:
             self._ranks.samples = self._context.weight
         if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
             self._unlike.add(module)
-        exchanges = self._modules.get(module)
         if exchanges is None:
             exchanges = self._look_at(module)
-        for exchange in exchanges:
-            if with_gradients:
-                exchange.weigh(self._context.weight)
-            if not self._context.training:
-                exchange.finish()
+        if exchanges:
+            is_training = self._context.training
+            for exchange in exchanges:
+                if with_gradients:
+                    exchange.weigh(self._context.weight)
+                if not is_training:
+                    exchange.finish()
 
     def _look_at(self, module: nn.Module) -> tuple[Exchange, ...]:
         buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._buffers]

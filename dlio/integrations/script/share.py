@@ -7,7 +7,7 @@ import sys
 import threading
 from abc import ABCMeta
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -15,13 +15,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import TypeVar
 
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import uniform
 from dlio.exchange.batch_share import tensors_of
+from dlio.exchange.tensor_notes import TensorNotes
 from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.batch_tensors import sizes_of
@@ -86,15 +86,15 @@ class ScriptContext:
         """Samples of this rank since `take_samples`."""
         self._latest: ScriptBatch | None = None
         """The batch that the script got last, until it computes on one."""
-        self._of_tensor: MutableMapping[torch.Tensor, ScriptBatch] = WeakIdKeyDictionary()
+        self._of_tensor: TensorNotes[ScriptBatch] = TensorNotes()
         """The batch that a tensor is from."""
         self._used: ScriptBatch | None = None
         """The batch that the script computed on last."""
         self._under_way = PassesUnderWay()
         self.passes = PassMemory()
-        self.mixed_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+        self.mixed_losses: TensorNotes[bool] = TensorNotes()
         """Losses of several terms whose value for the whole batch is not known."""
-        self.whole_losses: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+        self.whole_losses: TensorNotes[bool] = TensorNotes()
         """Losses that hold the value of the whole batch, and norms of whole gradients."""
         self.undivided = False
         """True if a note says why a loader's batches are not divided."""
@@ -136,8 +136,9 @@ class ScriptContext:
     def training(self) -> bool:
         """True if the script seems to train, by gradients and its last call of `train` or `eval`,
         or as its batches are divided."""
-        divides = any(batch.divided for batch in self._current.values())
-        return torch.is_grad_enabled() and (divides or not self.evaluating)
+        return torch.is_grad_enabled() and (
+            not self.evaluating or any(batch.divided for batch in self._current.values())
+        )
 
     @property
     def is_in_pass(self) -> bool:
@@ -156,9 +157,13 @@ class ScriptContext:
     @property
     def lead(self) -> ScriptBatch | None:
         """The divided batch that a loss is from, or one of them; None if there is none."""
+        used = self._used
+        is_divided = used is not None and used.divided
+        if used is not None and is_divided and used.weight:
+            return used  # Nearly always.
         latest = [batch for batch in self._current.values() if batch.divided]
-        if self._used is not None and self._used.divided:
-            latest.insert(0, self._used)
+        if used is not None and is_divided:
+            latest.insert(0, used)
         return next((batch for batch in latest if batch.weight), latest[0] if latest else None)
 
     @property
@@ -170,8 +175,8 @@ class ScriptContext:
     def has_others(self) -> bool:
         """True if one of several latest batches is not this rank's part of it: a stand-in where it
         has no sample, or a whole one."""
-        batches = self._current.values()
-        return not self.is_alone and any(not each.weight or not each.divided for each in batches)
+        batches = self._under_way.batches.values()
+        return len(batches) > 1 and any(not each.weight or not each.divided for each in batches)
 
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
@@ -184,8 +189,8 @@ class ScriptContext:
         self._samples += batch.weight
         tensors = list(tensors_of(data))
         counts = batch.divided and batch.weight
-        self.guard.sizes = sizes_of(data, len(batch.place)) if counts else 0
-        self._of_tensor.update(dict.fromkeys(tensors, batch))
+        self.guard.sizes = sizes_of(data, tensors, len(batch.place)) if counts else 0
+        self._of_tensor.set(tensors, batch)
         self.origins.close()
         if self.has_others and not self.mixed_inputs.is_left:
             self.origins.start()
@@ -273,9 +278,12 @@ class ScriptContext:
         A script may get the next batches before it computes on this one: its tensors tell which
         one it is, or else it is the latest.
         """
-        of_inputs = (self._batch_of(x) for x in inputs if isinstance(x, torch.Tensor))
-        batch = next((each for each in of_inputs if each is not None), self._latest)
-        self._latest = None
+        # Called for each module: no generators.
+        batch, self._latest = self._latest, None
+        for each in inputs:
+            if isinstance(each, torch.Tensor) and (known := self._batch_of(each)) is not None:
+                batch = known
+                break
         if batch is not None:
             self.weight, self._used = batch.weight, batch
             self.assigner.use(batch)
@@ -288,8 +296,8 @@ class ScriptContext:
 
     def _batch_of(self, tensor: torch.Tensor) -> ScriptBatch | None:
         batch = self._of_tensor.get(tensor)
-        if batch is None and tensor._base is not None:
-            batch = self._of_tensor.get(tensor._base)  # Such as `images.view(-1, 784)`.
+        if batch is None and (base := tensor._base) is not None:
+            batch = self._of_tensor.get(base)  # Such as `images.view(-1, 784)`.
         return batch
 
     def backward(self) -> None:
@@ -428,6 +436,15 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         context = self._context
         if context.aside:
             return DataLoader.__iter__(self)
+        # A loader of Accelerate's draws all that its pass does with the first batch, which matters
+        # where several are begun together, zip(a, b).
+        return self._later() if accelerate.is_used(self) else self._pass()
+
+    def _later(self) -> Iterator[Any]:
+        yield from self._pass()
+
+    def _pass(self) -> Iterator[Any]:
+        context = self._context
         self._is_shared = False
         if context.comm.size > 1 and threading.current_thread() is not threading.main_thread():
             # Its batches come at other moments of the training on each rank.
@@ -597,14 +614,19 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
                 parts = randoms.around(parts)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch(use)
-                self._tell_draws(randoms.drawn_from)
+                if randoms.drawn_from:
+                    self._tell_draws(randoms.drawn_from)
                 context.took(deal.take(weight), data, use)
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
                 if registration is not None:
                     registration.step(ended=False)
-                computes = computing() if deal.divided else nothing
-                with computes, measured, _looking(context.mixed_inputs):
-                    yield data
+                try:
+                    with computing() if deal.divided else nothing, measured:
+                        yield data
+                finally:
+                    # Unless Python's collector ends the pass: the script may look at another batch.
+                    if not GARBAGE.frees:
+                        context.mixed_inputs.close()
                 context.divides_now = False  # A data set may read tensors, too.
                 if deal.is_over():
                     inner._end_pass()
@@ -615,18 +637,17 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
 
     def _tell_draws(self, modules: list[str]) -> None:
         """Tell of samples that draw, each rank for its own, from numbers that orders are from."""
-        if modules:
-            file, line = self._context.guard.place
-            has_own = self.generator is not None  # Of its order.
-            such = "" if has_own else ", such as the next pass's order,"
-            remedy = "they are" if has_own else "or its generator= the order is"
-            self._context.say(
-                f"{os.path.basename(file)}:{line}: samples of {type(self.dataset).__name__} draw "
-                f"random numbers of {' and '.join(modules)} in the script's process, and each rank "
-                f"draws for its own samples: numbers drawn from these afterwards{such} are the "
-                "same on all ranks, but not one process's; with the loader's num_workers=1 "
-                f"{remedy}"
-            )
+        file, line = self._context.guard.place
+        has_own = self.generator is not None  # Of its order.
+        such = "" if has_own else ", such as the next pass's order,"
+        remedy = "they are" if has_own else "or its generator= the order is"
+        self._context.say(
+            f"{os.path.basename(file)}:{line}: samples of {type(self.dataset).__name__} draw "
+            f"random numbers of {' and '.join(modules)} in the script's process, and each rank "
+            f"draws for its own samples: numbers drawn from these afterwards{such} are the "
+            "same on all ranks, but not one process's; with the loader's num_workers=1 "
+            f"{remedy}"
+        )
 
     def _deals(
         self, batches: "_PassBatches", shares: RankShares, use: PassUse
@@ -674,17 +695,6 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
 
 # Lightning makes a loader anew by the parameters that it sees: without it, of batches of 1.
 vars(SharingLoader.__init__)["__signature__"] = inspect.signature(DataLoader.__init__)
-
-
-@contextlib.contextmanager
-def _looking(mixed_inputs: MixedInputs) -> Iterator[None]:
-    """End to look at a batch after the `with` block, unless Python's collector ends the pass: the
-    script may look at another one by then."""
-    try:
-        yield
-    finally:
-        if not GARBAGE.frees:
-            mixed_inputs.close()
 
 
 def _alone(loader: DataLoader) -> Iterator[Any]:

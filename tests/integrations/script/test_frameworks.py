@@ -183,28 +183,145 @@ torch.save(saved, sys.argv[1] + ".pt")
 """
 
 
+def _alone_and_on_ranks(folder: Path, script: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run a script with the argument `one` in one process, and with `two` on 2 ranks."""
+    (folder / "script.py").write_text(script)
+    done = []
+    for name, command in (("one", []), ("two", ["-m", "dlio.cli", "run", "-n", "2"])):
+        done.append(
+            subprocess.run(
+                [sys.executable, *command, "script.py", name],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            )
+        )
+        assert done[-1].returncode == 0, done[-1].stderr
+    return done
+
+
 @pytest.mark.mpi
 def test_accelerate_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    (tmp_path / "script.py").write_text(_SKIPS)
-    done = [
-        subprocess.run(
-            [sys.executable, *command, "script.py", name],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for name, command in (("one", []), ("two", ["-m", "dlio.cli", "run", "-n", "2"]))
-    ]
-    for each in done:
-        assert each.returncode == 0, each.stderr
+    for each in _alone_and_on_ranks(tmp_path, _SKIPS):
         assert each.stdout.split() == "1 5 1 3 1 5 2 5 2 3 2 5".split()
     one, two = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
     for every, weight in one.items():
         assert torch.allclose(two[every], weight, atol=1e-6, rtol=0), every
+
+
+_PAIRS = """
+import sys
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.functional import cross_entropy
+torch.manual_seed(3)
+def data(count):
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+accelerator = Accelerator(cpu=True)
+model, optimizer, first, second = accelerator.prepare(
+    model,
+    optimizer,
+    DataLoader(data(38), 8, shuffle=True),
+    DataLoader(data(21), 8, shuffle=True),
+)
+for epoch in range(2):
+    model.train()
+    for (a, b), (c, d) in zip(first, second):
+        accelerator.backward(cross_entropy(model(a), b) + cross_entropy(model(c), d))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    right = []
+    with torch.no_grad():
+        for x, y in second:
+            right.append(accelerator.gather_for_metrics(model(x).argmax(1) == y))
+    accelerator.print(len(torch.cat(right)), int(torch.cat(right).sum()))
+if accelerator.is_main_process:
+    accelerator.save(accelerator.unwrap_model(model).state_dict(), sys.argv[1] + ".pt")
+"""
+
+
+@pytest.mark.mpi
+def test_accelerate_joins_two_loaders_in_the_order_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    one, two = _alone_and_on_ranks(tmp_path, _PAIRS)
+    assert one.stdout == two.stdout
+    assert one.stdout.startswith("21 ")
+    expected, got = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
+    for name, weight in expected.items():
+        assert torch.allclose(got[name], weight, atol=1e-6, rtol=0), name
+
+
+_TRAINER = """
+import sys
+import torch
+import transformers
+class Data(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.x = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return {"x": self.x[index], "labels": self.x[index].sum()}
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = torch.nn.Linear(4, 1)
+    def forward(self, x, labels):
+        out = self.layer(x)[:, 0]
+        return {"loss": (out - labels).square().mean(), "logits": out}
+def error(of):
+    return {"error": float(abs(of.predictions - of.label_ids).mean())}
+args = transformers.TrainingArguments(
+    output_dir=sys.argv[1],
+    num_train_epochs=3,
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=2,
+    learning_rate=0.05,
+    use_cpu=True,
+    report_to=[],
+    eval_strategy="epoch",
+    save_strategy="epoch",
+    load_best_model_at_end=True,
+    disable_tqdm=True,
+)
+net = Net()
+trainer = transformers.Trainer(
+    model=net, args=args, train_dataset=Data(38), eval_dataset=Data(21), compute_metrics=error
+)
+loss = trainer.train().metrics["train_loss"]
+metrics = trainer.evaluate()
+predictions = torch.from_numpy(trainer.predict(Data(13)).predictions)
+numbers = torch.tensor([loss, metrics["eval_loss"], metrics["eval_error"]])
+torch.save({**net.state_dict(), "numbers": numbers, "of 13": predictions}, sys.argv[1] + ".pt")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_trainer_trains_evaluates_and_saves_as_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    _alone_and_on_ranks(tmp_path, _TRAINER)
+    expected, got = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
+    assert expected.keys() == got.keys()
+    for name, values in expected.items():
+        assert torch.allclose(got[name], values, atol=1e-5, rtol=0), name
+    files = [
+        sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
+        for folder in (tmp_path / "one", tmp_path / "two")
+    ]
+    assert files[0] == files[1]
+    assert any("model.safetensors" in name for name in files[0])
 
 
 @pytest.mark.mpi

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
+from dlio.exchange.batch_share import tensors_of
 from dlio.integrations.script.batch_tensors import sizes_of
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.script_losses import losses_of
@@ -142,13 +143,17 @@ def test_equal_digests_pass_and_a_different_one_ends_the_script() -> None:
         guard.check()
 
 
+def _sizes(batch: object, samples: int) -> int:
+    return sizes_of(batch, list(tensors_of(batch)), samples)
+
+
 def test_parts_of_a_batch_with_other_sizes_are_told_unless_one_counts_nothing() -> None:
     calls = ["the next batch"]
     batch = [torch.zeros(4, 9), {"time first": torch.zeros(7, 4, 3), "label": torch.zeros(4)}]
-    size = sizes_of(batch, 4)
-    assert size == sizes_of([torch.zeros(3, 9), {"time first": torch.zeros(7, 3, 3)}], 3)
-    assert sizes_of([torch.zeros(3, 5), torch.zeros(3, 5), torch.zeros(3, 6)], 3) == 0
-    other = sizes_of([torch.zeros(3, 8), {"time first": torch.zeros(7, 3, 3)}], 3)
+    size = _sizes(batch, 4)
+    assert size == _sizes([torch.zeros(3, 9), {"time first": torch.zeros(7, 3, 3)}], 3)
+    assert _sizes([torch.zeros(3, 5), torch.zeros(3, 5), torch.zeros(3, 6)], 3) == 0
+    other = _sizes([torch.zeros(3, 8), {"time first": torch.zeros(7, 3, 3)}], 3)
     for theirs, is_told in ((size, False), (0, False), (other, True)):
         guards = _guard(2, calls), _guard(2, calls)
         sums = [torch.zeros(guard.count) for guard in guards]
