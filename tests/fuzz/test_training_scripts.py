@@ -29,7 +29,7 @@ class _Doctored(Case):
 
     @property
     def script(self) -> str:
-        return self.text
+        return f"precision = {self.choices.get('precision')!r}\n{self.text}"
 
 
 def _unkept(cases: list[Case], folder: Path, mpi: MpiRun) -> str:
@@ -150,6 +150,9 @@ def test_no_drawn_script_is_trained_wrongly_in_silence(
         ("w = np.full(3, 1.0 + (size > 1))", "silent"),
         ("w = np.ones(3); print('loss', size)", "silent"),
         ("w = np.ones(3); open('log' + rank, 'w').close()", "silent"),
+        # With less rounding it would not be there, or it would: rounding's, or a fault.
+        ("w = np.full(3, 1.0 + (size > 1) * (0.01 if precision is None else 1e-12))", "chaotic"),
+        ("w = np.full(3, 1.0 + (size > 1) * (1.0 if precision is None else 1e-12))", "silent"),
         ("w = np.ones(3)\nif size > 1: raise ValueError('odd')", "no reason"),
         ("w = np.ones(3)\nraise ValueError('of its own')", "invalid"),
         ("w = np.ones(3)", "same"),
