@@ -96,6 +96,21 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"habit": "mixed", "optimizer": "adam"}, "run", 2, "said"),
     ({"habit": "centred", "optimizer": "adam", "layout": "time first"}, "run", 3, "said"),
     ({"habit": "branch by data", "optimizer": "adam"}, "run", 2, "said"),
+    # Whole first batches counted as often as there are ranks in means that were about right.
+    (
+        {"batch": "8", "optimizer": "adam", "prints": "train loss", "skip": "every third"},
+        "run",
+        3,
+        "said",
+    ),
+    # Rounding to 16 bits decides for small gradients, and the float32 twin is one process's.
+    (
+        {"samples": "50", "task": "classes", "frozen": "yes", "optimizer": "rmsprop"}
+        | {"accumulate": "3", "precision": "autocast"},
+        "distribute",
+        3,
+        "chaotic",
+    ),
     # The clipped norm had gradients of parameters that no optimizer has yet.
     ({"clip": "norm", "stage": "optimizer", "habit": "endless"}, "run", 2, "same"),
     # Ranks other than 0 had drawn less from the generator when all batches are read whole.
