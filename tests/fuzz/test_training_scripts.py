@@ -98,7 +98,8 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"habit": "branch by data", "optimizer": "adam"}, "run", 2, "said"),
     # Whole first batches counted as often as there are ranks in means that were about right.
     (
-        {"batch": "8", "optimizer": "adam", "prints": "train loss", "skip": "every third"},
+        {"batch": "8", "optimizer": "adam", "prints": "train loss", "skip": "every third"}
+        | {"read": "after", "drop_last": "yes"},
         "run",
         3,
         "said",
