@@ -36,6 +36,7 @@ class BatchWeights:
         self._joined = JoinedBatches(lambda: self._share)
         self._of_outputs = model.register_forward_hook(self._computed, with_kwargs=True)
         self._closed = False
+        self._counted, self._counts_training = 0, True
         listen(self)
 
     def wants_repeats(self) -> bool:
@@ -44,9 +45,19 @@ class BatchWeights:
 
     def took(self, share: BatchShare | None) -> None:
         """Learn of the batch that is handed out."""
-        if self.wants_repeats():
+        is_training = self.wants_repeats()
+        if is_training != self._counts_training:
+            self._counted, self._counts_training = 0, is_training
+        self._counted += 0 if share is None else share.samples
+        if is_training:
             self._joined.took(share)
             self.use(share)
+
+    def take_samples(self) -> int:
+        """Return the number of this rank's samples since the last call, those of the latest
+        evaluation if it is newer than any training: a metric is most likely their mean."""
+        samples, self._counted = self._counted, 0
+        return samples
 
     def use(self, share: BatchShare | None) -> None:
         """Weigh the next backward by a batch; None for one that all ranks count alike."""

@@ -106,6 +106,8 @@ class ExchangeHandle(Closable):
         self._held = False
         self.samples = 1.0
         """This rank's weight in a closure's loss."""
+        self._weighed = 0.0
+        """Samples of losses since the last metric."""
         self._modules: list[nn.Module] = []
         self.exchanges: list[Exchange] = []
         """All of them, in the order in which they were made."""
@@ -270,20 +272,27 @@ class ExchangeHandle(Closable):
 
     def mean_metric(self, metric: float) -> float:
         """Return the ranks' mean of a metric that learning rates follow, which have to be the same
-        on all ranks; the rank's own if ranks have weights of their own. Says so, once, by rank 0.
+        on all ranks; the rank's own if ranks have weights of their own. Ranks count by their
+        samples since the last call, alike where none are known. Says so, once, by rank 0.
         Collective."""
-        values = [metric]
+        samples = self._weighed if self.batches is None else self.batches.take_samples()
+        self._weighed = 0.0
+        mean = metric
         if self.alike and self._comm.size > 1:
 
-            def gather() -> list[float]:
-                each = np.zeros(self._comm.size)
-                each[self._comm.rank] = metric
-                self._comm.wait([self._comm.iallreduce(each)], "the metric of ReduceLROnPlateau")
-                return [float(value) for value in each]
+            def gather() -> np.ndarray[Any, Any]:
+                each = np.zeros((self._comm.size, 2))
+                each[self._comm.rank] = metric, samples
+                flat = each.reshape(-1)
+                self._comm.wait([self._comm.iallreduce(flat)], "the metric of ReduceLROnPlateau")
+                return each
 
-            values = uniform(self._comm, gather)
-            if not any(value != values[0] for value in values):
+            metrics, weights = uniform(self._comm, gather).T
+            if (metrics == metrics[0]).all():
                 return metric
+            weights = weights if weights.any() else np.ones(len(weights))
+            counts = weights > 0  # The metric of no samples may be NaN.
+            mean = float(np.average(metrics[counts], weights=weights[counts]))
         if self._comm.size > 1 and not self._has_told_metric:
             self._has_told_metric = True
             gets = "gets their mean" if self.alike else "follows each rank's own"
@@ -296,7 +305,7 @@ class ExchangeHandle(Closable):
                     f"{metric:g}",
                     gets,
                 )
-        return float(np.mean(values))
+        return mean
 
     def weigh(self, samples: float) -> None:
         """Announce that the next losses of this rank are means over `samples` samples.
@@ -306,6 +315,7 @@ class ExchangeHandle(Closable):
         """
         self._weigh_no_more()
         self.samples = samples
+        self._weighed += samples
         self._announced(lambda exchange: exchange.weigh(samples))
 
     def _announced(self, announce: Callable[[Exchange], None]) -> None:
@@ -459,8 +469,8 @@ def distribute(
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
     alike, each on its own share of the data, with losses that are means. Ranks count by the samples
     that a `dlio.DataLoader` hands out, until `weigh` is called; a loss that joins batches of
-    several loaders with other shares is told. `ReduceLROnPlateau` gets the ranks' mean metric, with
-    a warning where theirs differ. Exported as `dlio.distribute`.
+    several loaders with other shares is told. `ReduceLROnPlateau` gets the ranks' mean metric, by
+    their samples, with a warning where theirs differ. Exported as `dlio.distribute`.
 
     Args:
         optimizer: one or several optimizers of the model's parameters.

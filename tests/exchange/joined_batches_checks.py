@@ -69,7 +69,34 @@ def follow(metrics: list[list[float]], exchange: str = "allreduce") -> list[floa
     return rates
 
 
+def follow_uneven(way: str) -> tuple[float, list[int]]:
+    """Return the metric that a schedule gets of 1 from rank 0 and 8 from rank 1, and the numbers of
+    samples that they have had for it."""
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    seen = 4 - world().rank
+    with dlio.distribute(net, optimizer) as ranks:
+        if way == "weigh":
+            ranks.weigh(seen)
+        # An evaluation has other shares than the training before it.
+        for count in {"weigh": (), "loader": (7,), "evaluation": (7, 5)}[way]:
+            net.train(count == 7)
+            seen = 0
+            loader = dlio.DataLoader(TensorDataset(torch.randn(count, 1)), batch_size=2)
+            for (x,) in loader:
+                torch.autograd.backward(net(x).sum())
+                seen += loader.batch_share.samples if loader.batch_share else 0
+            assert sum(world().allgather(seen)) == count
+        schedule.step(8.0 if world().rank else 1.0)
+    return float(schedule.best), world().allgather(seen)
+
+
 def check_plateaus() -> None:
+    for way in ("weigh", "loader", "evaluation"):
+        metric, (first, second) = follow_uneven(way)
+        assert first != second
+        assert metric == (first + 8 * second) / (first + second), (way, first, second)
     for metrics, exchange, wanted, words in (
         ([[3.0, 1.0], [1.0, 2.0], [2.0, 4.0]], "allreduce", [1.0, 1.0, 0.5], "gets their mean"),
         ([[3.0, 3.0], [4.0, 4.0]], "allreduce", [1.0, 0.5], ""),

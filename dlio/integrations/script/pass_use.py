@@ -2,13 +2,14 @@
 
 A pass trains if an optimizer steps after a backward of its batches. Until that is known its batches
 are given whole to every rank, which is right for both. A pass trains from its first batch on if the
-loop around it says so (its body calls `backward` in any case, and `step`), or if an earlier pass of
-the same place in the script, over the same data, has trained.
+loop around it says so (its body, or a function of the same file that it calls, calls `backward` in
+any case, and `step`), or if an earlier pass of the same place in the script, over the same data,
+has trained.
 """
 
 import ast
 import itertools
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Final
@@ -16,10 +17,13 @@ from typing import Final
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.integrations.script.loss_plan import LossPlans
-from dlio.integrations.script.script_lines import line_of, loops_at, script_frames
+from dlio.integrations.script.script_lines import functions_of, line_of, loops_at, script_frames
 
 _FRAMES: Final = 3
 """Callers that tell two passes apart, such as one function's for training and for evaluation."""
+_DEPTH: Final = 2
+"""Calls of functions, one in another, that are followed from a loop."""
+_APART: Final = (ast.FunctionDef, ast.Lambda, ast.For, ast.While, ast.IfExp, ast.BoolOp)
 _Place = tuple[tuple[str, int], ...]
 
 
@@ -32,6 +36,8 @@ class PassUse:
         """True if its batches are divided among the ranks."""
         self.was_trained = False
         """True if an optimizer has stepped on its batches."""
+        self.was_whole = False
+        """True if the script has got a whole batch of it."""
         self.is_under_way = False
         """True from its first batch to its end."""
         self._is_begun = self._is_computed = self._is_backward = self._has_steps = False
@@ -144,44 +150,62 @@ def _place_of(frame: FrameType) -> tuple[str, int]:
 
 @cache
 def loop_trains(file: str, line: int) -> bool:
-    """True if the `for` loop whose header is on a line of a file trains in each of its turns."""
-    return any(_trains(loop.body) for loop in loops_at(file, line))
+    """True if the `for` loop whose header is on a line of a file trains in each of its turns, by
+    itself or by functions of the file that it calls."""
+    body = _Body(functions_of(file))
+    return any(
+        body.steps(each.body) and body.is_certain(each.body) for each in loops_at(file, line)
+    )
 
 
-def _trains(body: Sequence[ast.stmt]) -> bool:
-    calls = {
-        node.func.attr
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    }
-    return "step" in calls and _is_certain(body)
+class _Body:
+    """Statements and the functions of their file that they call, down to some depth."""
 
+    def __init__(self, functions: Mapping[str, ast.FunctionDef], depth: int = _DEPTH) -> None:
+        self._functions, self._depth = functions, depth
 
-def _is_certain(body: Sequence[ast.stmt]) -> bool:
-    """True if the statements call `backward` in any case."""
-    for statement in body:
-        is_function = isinstance(statement, ast.FunctionDef)
-        if not is_function and any(
-            isinstance(each, ast.Continue | ast.Break | ast.Return) for each in _own(statement)
-        ):
-            return False
-        if isinstance(statement, ast.With | ast.For | ast.Try):
-            if _is_certain(statement.body):
+    def steps(self, body: Sequence[ast.stmt]) -> bool:
+        """True if a call is of a method `step`, in some case."""
+        calls = [node for each in body for node in ast.walk(each) if isinstance(node, ast.Call)]
+        names = (each.func.attr for each in calls if isinstance(each.func, ast.Attribute))
+        return "step" in names or any(self._of(each, _Body.steps) for each in calls)
+
+    def is_certain(self, body: Sequence[ast.stmt]) -> bool:
+        """True if the statements call `backward` in any case."""
+        for statement in body:
+            is_function = isinstance(statement, ast.FunctionDef)
+            own = list(ast.walk(statement) if is_function else _own(statement))
+            if isinstance(statement, ast.Return):
+                return any(self._is_backward(each) for each in own if isinstance(each, ast.Call))
+            if not is_function and any(
+                isinstance(each, ast.Continue | ast.Break | ast.Return) for each in own
+            ):
+                return False
+            if isinstance(statement, ast.With | ast.For | ast.Try):
+                if self.is_certain(statement.body):
+                    return True
+            elif not isinstance(statement, ast.If | ast.While | ast.ClassDef) and any(
+                self._is_backward(each) for each in own if isinstance(each, ast.Call)
+            ):
                 return True
-        elif not isinstance(statement, ast.If | ast.While | ast.ClassDef) and any(
-            isinstance(each, ast.Call)
-            and isinstance(each.func, ast.Attribute)
-            and each.func.attr == "backward"
-            for each in ast.walk(statement)
-        ):
+        return False
+
+    def _is_backward(self, call: ast.Call) -> bool:
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
             return True
-    return False
+        return self._of(call, _Body.is_certain)
+
+    def _of(self, call: ast.Call, asks: "Callable[[_Body, Sequence[ast.stmt]], bool]") -> bool:
+        """Ask the body of the function that a call is of; False if it is none of the file's."""
+        function = self._functions.get(getattr(call.func, "attr", getattr(call.func, "id", "")))
+        if function is None or not self._depth:
+            return False
+        return asks(_Body(self._functions, self._depth - 1), function.body)
 
 
 def _own(statement: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement without those of functions and loops in it."""
+    """Yield the nodes of a statement without those of functions, loops and alternatives in it."""
     yield statement
     for child in ast.iter_child_nodes(statement):
-        if not isinstance(child, ast.FunctionDef | ast.Lambda | ast.For | ast.While):
+        if not isinstance(child, _APART):
             yield from _own(child)

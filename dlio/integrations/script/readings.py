@@ -75,7 +75,8 @@ class Readings:
                     f"{line_of(frame)}: the loss read there, or one that it is a part of, adds up "
                     "terms that count other elements, such as a sum and a mean: it is a mean of "
                     "the losses of the ranks' parts, not quite that of one process, and NaN where "
-                    "a part has no element to count. No gradient differs for that reason"
+                    "a part has no element to count. No gradient differs for that reason, but "
+                    "those of learned weights of such terms, which are made of the parts' losses"
                 )
                 return
             if isinstance(result, int | float):
@@ -99,19 +100,25 @@ class Readings:
             else f"{int(batch.weight)} of {counted(len(batch.samples), 'sample')}"
         )
         if sizes := self._context.take_sizes():
+            but = (
+                f" (but for the first pass's: it began with whole batches, which count "
+                f"{comm.size} times as much)"
+                if self._context.counts_whole
+                else ""
+            )
             self._context.say(
                 f"{_several(sizes)}: the size of a training batch, such as len(data), is there "
                 f"that of rank 0's part ({part} of the last one), and a loss is that of the whole "
-                "batch: means over the samples counted so are about right; counts, sums over "
+                f"batch: means over the samples counted so are about right{but}; counts, sums over "
                 "len(dataset) and summed losses over such a size are not"
             )
         if not lines:
             return
         self._context.say(
-            f"{_several(lines)}: numbers that the script reads there from training "
-            f"batches are those of rank 0's part ({part} of the last one): counts and sums are a "
-            "part of one process's, to be divided by the samples seen and not by len(dataset); "
-            "means differ slightly, and a condition on them is decided by each rank"
+            f"{_several(lines)}: numbers that the script reads there are from rank 0's part of "
+            f"training batches ({part} of the last one), or follow from such numbers: counts and "
+            "sums are a part of one process's, to be divided by the samples seen and not by "
+            "len(dataset); means differ slightly, and a condition on them is decided by each rank"
         )
 
 

@@ -5,6 +5,7 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections import Counter
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -84,15 +85,28 @@ def foreign_frames() -> list[FrameType]:
 
 
 @cache
-def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
-    """Return the `for` loops whose headers are on a line of a file; none if it cannot be read."""
+def _nodes(file: str) -> tuple[ast.AST, ...]:
+    """Return the nodes of a file's syntax tree; none if it cannot be read."""
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except (SyntaxError, ValueError):
         return ()
+
+
+@cache
+def functions_of(file: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions and methods of a file by name, but for names that several have."""
+    several = [each for each in _nodes(file) if isinstance(each, ast.FunctionDef)]
+    counts = Counter(each.name for each in several)
+    return {each.name: each for each in several if counts[each.name] == 1}
+
+
+@cache
+def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
+    """Return the `for` loops whose headers are on a line of a file; none if it cannot be read."""
     return tuple(
         node
-        for node in ast.walk(tree)
+        for node in _nodes(file)
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line)
     )
 

@@ -82,6 +82,8 @@ class ScriptContext:
         self._sizes: dict[str, bool] = {}
         """Lines that take the size of a divided batch as a number; True once `take_sizes` has
         returned them."""
+        self.counts_whole = False
+        """True if a pass with such lines began with whole batches."""
         self._samples = 0.0
         """Samples of this rank since `take_samples`."""
         self._latest: ScriptBatch | None = None
@@ -183,6 +185,7 @@ class ScriptContext:
         self._latest = batch
         self._under_way.took(use, batch)
         use.takes()
+        use.was_whole |= not batch.divided
         self.batches += 1
         self.divides_now = batch.divided
         self.numbers_read.clear()
@@ -209,6 +212,7 @@ class ScriptContext:
             place = self.guard.place
             for line in size_lines(*place, dim):
                 self._sizes.setdefault(line, False)
+                self.counts_whole |= use.was_whole
             self._steps[place] += 1
             # Steps 1, 2, 4, 8...: in a `for` loop, whose body opens and closes modes of its own.
             if self._steps[place].bit_count() == 1 and loops_at(*place):
@@ -475,7 +479,8 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         dataset: Any = self.dataset
         use = context.begin(dataset)
         use.plans = self._plans
-        self._plans.begun |= per_rank  # Each rank's part is a batch then.
+        # Each rank's part is a batch then; ranks that average weights weigh no losses.
+        self._plans.begun |= per_rank or not context.guard.active
         # Batches per rank are other batches: a pass cannot begin with one that fits both.
         use.trains |= per_rank and context.has_optimizer
         self._is_shared = True

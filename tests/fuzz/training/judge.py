@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,11 @@ _EXCUSED: Final = 1.5
 one size are 1.4 apart."""
 _CHAOS: Final = 3e-2
 """The same where rounding alone leads far: a larger one tells nothing."""
+_FAR: Final = 0.3
+"""The same where a script in finer numbers proves that rounding leads it there: a larger one may be
+a fault of its type of numbers alone."""
+_FINER: Final = {"float32": "float64"}
+"""Numbers that round less, where it is not float32."""
 _NEARLY: Final = 5e-2
 """Largest relative difference of a mean weighed by the rounded sizes of parts."""
 _RANKS: Final = 1e-6
@@ -118,8 +123,25 @@ def judge(cases: Sequence[Case], folder: Path, mpi: Mpi, fault: str | None = Non
                 # In a job of its own, as users start it: no script before it can be the reason.
                 script = scripts[case.name]
                 again = _single(case, folder, mpi, alone[script], shaken.get(script))
+                if again.kind == "silent" and _is_rounding(case, again, folder, mpi):
+                    again = Verdict("chaotic", again.detail, again.apart)
                 verdicts[case.name] = again
     return [verdicts.get(case.name) or Verdict("invalid") for case in cases]
+
+
+def _is_rounding(case: Case, verdict: Verdict, folder: Path, mpi: Mpi) -> bool:
+    """True if the same script in finer numbers gets one process's weights: a difference from these
+    that is left without them is rounding's."""
+    precision = case.choices.get("precision", "float32")
+    if precision == "float64" or not verdict.apart <= _FAR:
+        return False
+    choices = {**case.choices, "precision": _FINER.get(precision, "float32")}
+    finer = replace(case, name=f"finer-{case.name}", choices=choices)
+    alone = run_alone([finer], folder / f"alone-{finer.name}").get(finer.script)
+    if alone is None:
+        return False
+    proof = _single(finer, folder, mpi, alone, None)
+    return proof.kind in ("same", "said") and proof.apart <= _bound(finer, alone, None)
 
 
 def smaller(case: Case, folder: Path, mpi: Mpi) -> Case:

@@ -62,9 +62,10 @@ def read(notices: Iterable[str], choices: Choices, script: str) -> Said:
 def _read_lines(text: str, choices: Choices, script: str, said: Said) -> None:
     marks = marked(script)
     lines = {int(number) for number in _PLACE.findall(text.partition(": numbers that")[0])}
-    if choices.get("habit") == "branch by data":
+    follows = choices.get("habit") == "branch by data"
+    if follows:
         lines &= marks.keys()  # What follows from the branch differs, too.
-    if not lines or not lines <= marks.keys():
+    if not (lines or follows) or not lines <= marks.keys():
         said.untrue.append(text)
         return
     numbers = {number for line in lines for number in marks[line]}
@@ -85,7 +86,8 @@ def _read_sizes(text: str, choices: Choices, script: str, said: Said) -> None:
         return
     marks = marked(script)
     counted = {each for number in numbers for each in marks.get(number, ())}
-    if choices.get("average", "samples") == "samples":
+    by_samples = choices.get("average", "samples") == "samples"
+    if by_samples and "began with whole batches" not in text:
         said.nearly |= counted
         return
     said.excused |= counted
@@ -186,7 +188,9 @@ _KNOWN: Final = (
         (WEIGHTS,),
     ),
     _Notice(
-        re.compile("numbers that the script reads there from training batches"),
+        re.compile(
+            "numbers that the script reads there are from rank 0's part of training batches"
+        ),
         lambda choices: True,
         reads=_read_lines,
     ),

@@ -116,6 +116,7 @@ _IN_CI = {"accumulation"}
     [
         pytest.param(path.stem, marks=[] if path.stem in _IN_CI else [pytest.mark.nightly])
         for path in sorted(SCRIPTS.glob("*.py"))
+        if path.stem != "deciding"
     ],
 )
 def test_each_script_survives_a_kill(name: str, tmp_path: Path) -> None:
@@ -136,6 +137,20 @@ def test_each_script_survives_a_kill(name: str, tmp_path: Path) -> None:
     assert before.shape == after.shape
     # One step had two thirds of its samples, and the next ones the rest.
     assert float((after - before).norm() / before.norm()) < 0.1
+
+
+@pytest.mark.nightly
+def test_a_decision_by_sizes_of_parts_is_told_once_a_batch_is_torn(tmp_path: Path) -> None:
+    """A torn batch is divided otherwise than the others: means that are weighed by the sizes of
+    parts differ from then on between ranks, and so do the best ones."""
+    more = ["--fault-tolerance", "shrink"]
+    ends: dict[int, list[object]] = {1: [5, "before"]}
+    done = _run(SCRIPTS / "deciding.py", str(tmp_path / "out"), ranks=3, ends=ends, more=more)
+    assert done.returncode == 2
+    assert "deciding.py:26, deciding.py:27: the size of a training batch" in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "dlio: error: the ranks of the script do different things" in last
+    assert "torch.save at deciding.py:32" in last
 
 
 def _flat(saved: Any) -> torch.Tensor:

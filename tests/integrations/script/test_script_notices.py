@@ -249,6 +249,21 @@ for x in loader:
     loss(x).backward()
 for x in loader:
     step(x)
+def update(x):
+    f(x).backward()
+    optimizer.step()
+class Trainer:
+    def learn(self, x):
+        return update(x)
+    def learn_or_look(self, x, train):
+        if train:
+            update(x)
+for x in loader:
+    total += trainer.learn(x).item()
+for x in loader:
+    trainer.learn_or_look(x, False)
+for x in loader:
+    learning and trainer.learn(x)
 """
 
 
@@ -258,9 +273,51 @@ def test_a_loop_trains_if_each_turn_calls_backward_and_an_optimizer_steps(tmp_pa
     lines = _LOOPS.splitlines()
     heads = [k for k, text in enumerate(lines, 1) if text.startswith("for ")]
     trains = [loop_trains(str(path), k) for k in heads]
-    assert trains == [True, True, True, False, False, False, False]
+    assert trains == [True, True, True, False, False, False, False, True, False, False]
     assert loop_trains(str(path), heads[1] + 1)  # The header's line that calls `iter`.
     assert not loop_trains(str(path), heads[0] + 1)
+
+
+_MEANS = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(32, 4)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def learn(x, y):
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+total = seen = 0
+if "skip" in sys.argv:
+    for k, (x, y) in enumerate(DataLoader(data, batch_size=8)):
+        if k == 2:
+            continue
+        total += learn(x, y) * len(x)
+        seen += len(x)
+else:
+    for x, y in DataLoader(data, batch_size=8):
+        total += learn(x, y) * len(x)
+        seen += len(x)
+print(f"{total / seen:.4f}")
+"""
+
+
+@pytest.mark.mpi
+def test_means_are_right_or_told_to_be_about_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_MEANS)
+    run = ("-m", "dlio.cli", "run", "-n", "2", str(script))
+    ranks = _run(*run)
+    # The ranks' parts differ in the first two batches, by which constants are known.
+    assert float(ranks.stdout) == pytest.approx(float(_run(str(script)).stdout), rel=0.05)
+    assert "are about right; counts" in ranks.stderr
+    # It is not sure that each turn trains: the first batch is whole.
+    assert "it began with whole batches, which count 2 times as much" in _run(*run, "skip").stderr
 
 
 def test_a_pass_trains_once_an_optimizer_has_stepped_on_its_batches() -> None:

@@ -52,8 +52,13 @@ def _run(argv: Sequence[str], out: Path) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "options",
-    [(), ("--fault-tolerance", "shrink"), ("--exchange", "local-sgd(1)+int8")],
-    ids=["plain", "shrink", "packed"],
+    [
+        (),
+        ("--fault-tolerance", "shrink"),
+        ("--exchange", "local-sgd(1)+int8"),
+        ("--exchange", "local-sgd(1)"),  # With equal parts the mean of weights is one process's.
+    ],
+    ids=["plain", "shrink", "packed", "weights"],
 )
 @pytest.mark.daily("plain", "shrink")
 def test_scripts_of_other_types_train_as_in_one_process(

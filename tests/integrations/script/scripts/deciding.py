@@ -36,6 +36,9 @@ for _ in range(30):
     if bad == 4:
         break
 last = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+# From fresh weights, which are the same on ranks: from trained ones, which differ by rounding, one
+# process's searches, too, end up to 1e-4 apart.
+model = nn.Linear(6, 1)
 lbfgs = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=60)
 
 
