@@ -320,8 +320,8 @@ def _of_folder(
             made = _of_folder(below, fields, kinds, split, options)
             outer = reading.left_out if reading is not None else []
             outer = [text for text in outer if "folders' names are taken" not in text]
-            told = " ".join([*outer, *made.left_out])
-            files = [name for name in files_beside(url, below) if name not in told]
+            sentences = " ".join([*outer, *made.left_out])
+            files = [name for name in files_beside(url, below) if name not in sentences]
             if files:
                 words = f"{named_files(files)} in {redact(url)}, which may hold labels or splits"
                 outer = [*outer, f"{words}: choose one with table= and label= if it does"]

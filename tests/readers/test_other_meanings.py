@@ -1,4 +1,4 @@
-"""Labels in several columns, in names of folders, and beside row numbers; arrays that are made of
+"""Labels in several columns, in names of folders, and next to row numbers; arrays that are made of
 others, or scaled by who reads them: read, told or refused."""
 
 import logging
