@@ -278,8 +278,8 @@ def _candidates(
 
 
 def names_for(first: Sequence[str]) -> list[str]:
-    """Return names for the columns of a table whose first line is not a header: it has the name of a
-    picture. [] for others."""
+    """Return names for the columns of a table whose first line is not a header, as it has the name
+    of a picture; [] for others."""
     named = next((k for k, each in enumerate(first) if each.lower().endswith(PICTURES)), None)
     if named is None:
         return []

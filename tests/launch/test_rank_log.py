@@ -75,8 +75,9 @@ def test_a_log_without_room_is_told_once_and_the_output_is_passed_on(
 def test_the_logged_process_is_the_program(tmp_path: Path) -> None:
     """It has the program's number, gets its signals, and ends as it does."""
     code = (
-        "import os, signal, time; print(os.getpid(), flush=True)\n"
+        "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), os._exit(7)))\n"
+        "print(os.getpid(), flush=True)\n"
         "time.sleep(300)"
     )
     argv = [sys.executable, "-m", "dlio.launch.rank_log", str(tmp_path), sys.executable, "-c", code]

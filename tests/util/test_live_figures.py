@@ -196,7 +196,7 @@ def test_top_refuses_intervals_that_cannot_work() -> None:
         check=False,
     )
     assert process.returncode == 2
-    assert "--every 0: give 0.1 to 3600 seconds" in process.stderr
+    assert "--every 0.0: give seconds from 0.1 to 3,600" in process.stderr
 
 
 def _top(*argv: str) -> str:
