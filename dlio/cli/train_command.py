@@ -1,6 +1,7 @@
 """`dlio train`: start ranks on this machine and train, or train as a rank that mpirun started."""
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -137,10 +138,7 @@ def _is_finished(config: TrainConfig) -> bool:
 
 
 def train_rank(config: TrainConfig) -> None:
-    """Train as this rank; rank 0 prints the report.
-
-    Raises UsageError if the end of the run is in no checkpoint, where it was to be.
-    """
+    """Train as this rank; rank 0 prints the report."""
     from dlio.comm import world
     from dlio.comm.launch_environment import under_mpi, under_torch
     from dlio.comm.survival.membership import RankLeft
@@ -157,12 +155,12 @@ def train_rank(config: TrainConfig) -> None:
     work_is_done()  # The report takes a moment.
     if world().rank == 0:
         report.print()
-    # The loss of a rank may cost a checkpoint, and is told.
-    if report.checkpoints and report.checkpoints["lacks_last"] and not report.losses:
-        raise UsageError(
-            f"--checkpoint {config.checkpoints.checkpoint}: the last checkpoint was not written "
-            f"({report.checkpoints['failures'][-1]}); --resume goes on from an older one"
-        )
+        # The loss of a rank may cost a checkpoint, and is told.
+        if report.checkpoints and report.checkpoints["lacks_last"] and not report.losses:
+            sys.stderr.write(
+                f"dlio: --checkpoint {config.checkpoints.checkpoint}: the last checkpoint was not "
+                "written; --resume goes on from an older one\n"
+            )
 
 
 def _start_again(
