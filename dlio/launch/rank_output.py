@@ -191,8 +191,13 @@ class ErrorFilter:
             return left
         self._has_ended = True
         failures = [] if self._folder is None else failures_in(self._folder)
-        if self.end_of_signal and all(each.follows for each in failures):
-            return [*left, f"{_ERROR} {self.end_of_signal}\n"]
+        if all(each.follows for each in failures):
+            if self.end_of_signal:
+                return [*left, f"{_ERROR} {self.end_of_signal}\n"]
+            # A rank that says itself why it ended says more.
+            ranks = tuple(f"rank {each.rank} " for each in failures)
+            if failures and self.end_of and not self.end_of.startswith(ranks):
+                return [*left, f"{_ERROR} {self.end_of}\n"]
         if failures or self._errors:
             return [*left, *lines_of(failures)]
         if self.end_of:
