@@ -244,23 +244,14 @@ class SimulationOptions(CheckedOptions):
     ] = ()
 
 
-@with_help(
-    usual={
-        "source": "",
-        "samples": "",
-        "sample_size": "",
-        "nodes": "",
-        "ranks_per_node": "",
-        "batch_size": "",
-        "tiers": "",
-        "model_time": "",
-        "decode_rate": "",
-        "source_bandwidth": "",
-        "sweep": "",
-        "plot": "",
-        "report": "",
-    },
+_USUAL: Final = (
+    *("source", "samples", "sample_size", "nodes", "ranks_per_node", "batch_size"),
+    *("tiers", "model_time", "decode_rate", "source_bandwidth"),
 )
+"""Options of jobs and machines that `--help` shows."""
+
+
+@with_help(usual=dict.fromkeys((*_USUAL, "sweep", "plot", "report"), ""))
 def plan(
     job: JobOptions, machine: MachineOptions, sweep: SweepOptions, output: OutputOptions
 ) -> None:
@@ -295,24 +286,7 @@ def plan(
     output.write(asdict(figures))
 
 
-@with_help(
-    usual={
-        "source": "",
-        "samples": "",
-        "sample_size": "",
-        "nodes": "",
-        "ranks_per_node": "",
-        "batch_size": "",
-        "tiers": "",
-        "model_time": "",
-        "decode_rate": "",
-        "source_bandwidth": "",
-        "epochs": "",
-        "slow": "",
-        "fail": "",
-        "report": "",
-    },
-)
+@with_help(usual=dict.fromkeys((*_USUAL, "epochs", "slow", "fail", "report"), ""))
 def simulate(
     job: JobOptions, machine: MachineOptions, simulation: SimulationOptions, output: OutputOptions
 ) -> None:
