@@ -301,7 +301,7 @@ static int put(const Job *job, int64_t slot, const uint8_t *from, size_t pitch, 
     const Recipe *recipe = job->recipe;
     const CropRule *rule = &recipe->rule;
     size_t pixels = (size_t)rule->rows * (size_t)rule->columns;
-    uint8_t *into = job->images + (size_t)slot * pixels * 3;
+    uint8_t *into = job->images[slot];
     if (!reserve(&thread->sums, &thread->sums_size, (size_t)rule->columns * 40 + 64)) return 0;
     if (recipe->values) {
         if (!reserve(&thread->crop, &thread->crop_size, pixels * 3 + ROOM)) return 0;
@@ -312,8 +312,7 @@ static int put(const Job *job, int64_t slot, const uint8_t *from, size_t pitch, 
                      .flip = box->flip != 0,         .upend = box->upend != 0};
     dlio_resize_rgb(from, pitch, &resize, thread->sums, into);
     if (recipe->values)
-        spread(into, pixels, recipe->values, recipe->wide,
-               job->images + (size_t)slot * pixels * 3 * (size_t)recipe->wide);
+        spread(into, pixels, recipe->values, recipe->wide, job->images[slot]);
     return 1;
 }
 

@@ -99,7 +99,7 @@ typedef struct Job {
     Sample *samples;
     const Recipe *recipe;
     uint8_t *const *columns; /* array of each column */
-    uint8_t *images;         /* crops, RGB, by slot: bytes, or the recipe's numbers */
+    uint8_t *const *images;  /* crop of each slot, RGB: bytes, or the recipe's numbers */
     const double *uniforms;  /* random numbers of crops, by slot */
     int64_t draws;           /* of each */
     const Piece *pieces;     /* in place of columns and images; or NULL */

@@ -3,10 +3,10 @@
 A `BatchFactory` is made once for a loader and keeps the memory of its batches from pass to pass. It
 begins a `BatchBuilder` for each batch, which the pipeline drives:
 
-    factory.begin(epoch, samples, partners)     the user's thread, in the order of steps
-    builder.take_decoded(slots)                 decode threads, for parts of the batch
-    builder.make_many(slots, payloads)          decode threads, for what was not decoded yet
-    builder.finish(slots)                       the thread that made the last sample
+    factory.begin(epoch, samples, sizes, partners)   the user's thread, in the order of steps
+    builder.take_decoded(slots)                      decode threads, for parts of the batch
+    builder.make_many(slots, payloads)               decode threads, for what was not decoded yet
+    builder.finish(slots)                            the thread that made the last sample
 
 Here is the builder of crops of images. `sample_builders` has the others of the host, and chooses
 among them; `device_builders` has those that decode, or keep decoded images, on a device.
@@ -24,7 +24,7 @@ import torch
 from dlio.data.schema import Buffer
 from dlio.image.decoder import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
-from dlio.loader.planned_engine.batch_memory import BatchMemory
+from dlio.loader.planned_engine.batch_memory import BatchMemory, CropMemory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
 from dlio.loader.planned_engine.native_pool import (
     DECODED,
@@ -116,9 +116,9 @@ class BatchBuilder(ABC):
 class BatchFactory:
     """Begins the batches of one loader. Owner: the engine, which closes it."""
 
-    begin: Callable[[int, npt.NDArray[np.int64], BatchPartners | None], BatchBuilder]
-    """Called with the epoch of the crops, the batch's samples and their partners, if they are
-    mixed."""
+    begin: Callable[[int, npt.NDArray[np.int64], Sequence[int], BatchPartners | None], BatchBuilder]
+    """Called with the epoch of the crops, the samples of a batch, or of several, how many each of
+    these has, and the samples' partners, if they are mixed."""
     batch_bytes: int
     """Approximate bytes of a batch."""
     native: NativeRecipe | None = None
@@ -146,10 +146,9 @@ def rows_of(slots: Sequence[int] | None) -> list[int] | slice:
 
 @dataclass(frozen=True, slots=True)
 class PixelNumbers:
-    """Numbers that a batch of crops has in place of bytes."""
+    """Numbers that batches of crops have in place of bytes."""
 
-    memory: npt.NDArray[Any]
-    """Uninitialised, shape (batch, height, width, 3)."""
+    memory: CropMemory
     values: npt.NDArray[Any]
     """Number of each byte, by channel, shape (3, 256)."""
     dtype: torch.dtype
@@ -158,7 +157,7 @@ class PixelNumbers:
     def fill(self, slot: int, pixels: npt.NDArray[np.uint8]) -> None:
         """Write the numbers of a slot's crop, shape (height, width, 3)."""
         for channel, values in enumerate(self.values):
-            self.memory[slot, ..., channel] = values[pixels[..., channel]]
+            self.memory[slot][..., channel] = values[pixels[..., channel]]
 
 
 class CropBatchBuilder(BatchBuilder):
@@ -171,7 +170,7 @@ class CropBatchBuilder(BatchBuilder):
     images are {name of the field: images}.
 
     `collate` is a function of the user; None for torch's own. The tier `decoded` is offered the
-    images that are decoded here, and `images` is the uninitialised memory of the batch. With
+    images that are decoded here, and `images` is the memory of the batch, or of several. With
     `numbers`, which are the crops' bytes as `numbers.values` has them, the batch is made of these.
     With `planar`, of shape (batch, 3, height, width), they are copied into memory of that.
     """
@@ -181,7 +180,7 @@ class CropBatchBuilder(BatchBuilder):
         recipe: CropRecipe,
         collate: CollateFn | None,
         decoded: DecodedTier | None,
-        images: npt.NDArray[np.uint8],
+        images: CropMemory,
         epoch: int,
         samples: npt.NDArray[np.int64],
         partners: BatchPartners | None,
@@ -201,8 +200,10 @@ class CropBatchBuilder(BatchBuilder):
         # Drawn for the whole batch: numpy's calls take as long for one sample as for many.
         self._uniforms = recipe.decoder.draw(epoch, samples)
         if fields is not None:
-            native = images if numbers is None else numbers.memory
-            self.native = NativeArrays(dict.fromkeys(fields, classes), native, self._uniforms)
+            memory = images if numbers is None else numbers.memory
+            self.native = NativeArrays(
+                dict.fromkeys(fields, classes), memory.addresses(), self._uniforms, memory.arrays
+            )
         self.has_inputs = decoded is not None
         self.transforms = recipe.transforms
         self.finishes_slowly = (
@@ -299,19 +300,18 @@ class CropBatchBuilder(BatchBuilder):
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
-        images = self._images if self._numbers is None else self._numbers.memory
+        memory = self._images if self._numbers is None else self._numbers.memory
+        images, first = memory.batch_of(slots[0] if slots else 0)
         companions, transformed = self._companions, self._transformed
-        first, count, samples = 0, len(companions), self.samples
+        count, samples = len(companions), self.samples
         if isinstance(slots, range):  # One of several batches.
-            first, count, rows = slots.start, len(slots), rows_of(slots)
+            count, rows = len(slots), rows_of(slots)
             companions, samples = companions[rows], samples[rows]
         elif slots is not None:
-            # Moved up over samples that failed, so that the tensor stays a view of the memory;
-            # partners stand behind a batch that begins at 0.
-            first = slots[0] if slots and self._partners is None else 0
-            for k, slot in enumerate(slots, first):
-                if k != slot:
-                    images[k] = images[slot]
+            # Moved up over samples that failed, so that the tensor stays a view of the memory.
+            for k, slot in enumerate(slots):
+                if k != slot - first:
+                    images[k] = images[slot - first]
             count = len(slots)
             if isinstance(companions, list):
                 companions = [companions[slot] for slot in slots]
@@ -336,7 +336,7 @@ class CropBatchBuilder(BatchBuilder):
             labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels, tuple(rest), len(labels)
         # Channels-last memory, which convolutions prefer: torch's layout costs a copy here.
-        crops = torch.from_numpy(images[first : first + count]).movedim(-1, -3)
+        crops = torch.from_numpy(images[:count]).movedim(-1, -3)
         if self._planar is not None and not recipe.transforms:
             crops = torch.from_numpy(self._planar.take(count)).copy_(crops)
         if self._numbers is not None:

@@ -1,6 +1,9 @@
 """Memory of batches, used again."""
 
+import bisect
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -8,18 +11,20 @@ import numpy.typing as npt
 import torch
 
 from dlio.loader.delivery import HostMemoryKind, pinned_memory
+from dlio.loader.planned_engine.native_pool import address_of
 from dlio.util.buffer_pool import BufferPool
 
 _MOST_SPARE_BATCHES: Final = 64
 """Spare batches that are kept, more than are ever under way together."""
 _TOGETHER_BYTES: Final = 8 << 20
-"""Bytes of batches that are made together: a user who keeps one of them keeps the memory of all."""
-_MOST_TOGETHER: Final = 16
+"""Bytes of batches that are made together: a user who keeps one of them keeps the memory of all,
+but for crops."""
+MOST_TOGETHER: Final = 16
 
 
 def batches_together(batch_bytes: int) -> int:
-    """Return how many batches of fixed fields are made as one, by the bytes of each."""
-    return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // max(1, batch_bytes)))
+    """Return how many batches are made as one, by the bytes of each."""
+    return max(1, min(MOST_TOGETHER, _TOGETHER_BYTES // max(1, batch_bytes)))
 
 
 class BatchMemory:
@@ -50,3 +55,31 @@ class BatchMemory:
             kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
             return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
         return self._pool.lend(size).view(self._dtype).reshape(shape)
+
+
+class CropMemory:
+    """Uninitialised crops of batches that are made as one, each with memory of its own: whoever
+    keeps one batch keeps no other. `sizes` are the samples of each."""
+
+    def __init__(self, memory: BatchMemory, sizes: Sequence[int]) -> None:
+        self.arrays = [memory.take() for _ in sizes]
+        """Of each batch, with all rows of `memory`."""
+        self._sizes, self._ends = sizes, list(itertools.accumulate(sizes))
+
+    def batch_of(self, slot: int) -> tuple[npt.NDArray[Any], int]:
+        """Return (the array of a slot's batch, the first slot in it)."""
+        # Partners have rows behind those of the last batch.
+        batch = min(bisect.bisect_right(self._ends, slot), len(self._ends) - 1)
+        return self.arrays[batch], self._ends[batch] - self._sizes[batch]
+
+    def __getitem__(self, slot: int) -> npt.NDArray[Any]:
+        array, first = self.batch_of(slot)
+        crop: npt.NDArray[Any] = array[slot - first]
+        return crop
+
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Return the address of each slot's crop."""
+        rows = zip(self.arrays, self._sizes, strict=True)
+        return np.concatenate(
+            [address_of(array) + np.arange(size) * array.strides[0] for array, size in rows]
+        )

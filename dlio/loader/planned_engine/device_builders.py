@@ -114,6 +114,7 @@ class DeviceDecodeBuilder(BatchBuilder):
         decoder: DeviceDecoder,
         epoch: int,
         samples: _I64,
+        _: Sequence[int],
         partners: BatchPartners | None,
     ) -> None:
         super().__init__(samples)
@@ -336,7 +337,12 @@ class DeviceTierBuilder(BatchBuilder):
     finds_whole = True
 
     def __init__(
-        self, shared: DeviceTierCrops, epoch: int, samples: _I64, partners: BatchPartners | None
+        self,
+        shared: DeviceTierCrops,
+        epoch: int,
+        samples: _I64,
+        _: Sequence[int],
+        partners: BatchPartners | None,
     ) -> None:
         super().__init__(samples)
         self._shared, self._epoch, self._pairs = shared, epoch, partners

@@ -24,6 +24,7 @@ from dlio.loader.delivery import HostMemoryKind, target_of
 from dlio.loader.loader_options import LoaderOptions, pinning
 from dlio.loader.passes import Pass, PassCounters, PlannedPass
 from dlio.loader.planned_engine.batch_builders import BatchFactory
+from dlio.loader.planned_engine.batch_memory import batches_together
 from dlio.loader.planned_engine.device_builders import DeviceDecoder, DeviceTierCrops
 from dlio.loader.planned_engine.mixup_partners import step_partners
 from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
@@ -54,6 +55,7 @@ _MOST_THREADS: Final = 16
 # (docs/LOG.md, #gpu-26).
 _AHEAD_BYTES: Final = 64 << 20
 _AHEAD_BYTES_A_THREAD: Final = 16 << 20
+_PARTS: Final = 4
 
 
 class PlannedEngine:
@@ -227,6 +229,7 @@ class PlannedEngine:
                 lambda sample: mounted.hierarchy.read_one(sample)[0],
                 skip,
             )
+        ahead = _ahead(options.prefetch_factor, threads, factory.batch_bytes)
         context = PassContext(
             hierarchy=mounted.hierarchy,
             factory=factory,
@@ -236,9 +239,9 @@ class PlannedEngine:
             epoch=batches.epoch if is_shared else data.epoch,
             steps=plan.steps,
             threads=threads,
-            ahead=_ahead(options.prefetch_factor, threads, factory.batch_bytes),
+            ahead=ahead,
             # Blocks that come ahead of their use come for batches that are begun one by one.
-            together=1 if partners_of or blocks_of(plan.order) else factory.together,
+            together=1 if partners_of or blocks_of(plan.order) else _together(factory, ahead),
             skip=skip,
             timeout_s=default_timeout_s(),
             peer_timeout_s=settings().peer_timeout_s,
@@ -396,6 +399,12 @@ def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
         return max(2, factor) * threads
     budget = max(_AHEAD_BYTES, threads * _AHEAD_BYTES_A_THREAD)
     return max(2, min(2 * threads, budget // max(1, batch_bytes)))
+
+
+def _together(factory: BatchFactory, ahead: int) -> int:
+    """Batches that may be made as one: of large ones a part of those under way, so that some are
+    always complete."""
+    return min(factory.together, max(batches_together(factory.batch_bytes), ahead // _PARTS))
 
 
 def _order_facts(batches: PlannedPass, options: LoaderOptions) -> dict[str, object]:

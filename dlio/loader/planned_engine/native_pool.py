@@ -169,10 +169,12 @@ class NativeArrays:
 
     arrays: Mapping[str, npt.NDArray[Any]]
     """By field."""
-    images: npt.NDArray[Any] | None = None
-    """Crops, shape (batch, rows, columns, 3): bytes, or numbers in their place."""
+    images: npt.NDArray[np.int64] | None = None
+    """Address of each crop, of shape (rows, columns, 3): bytes, or numbers in their place."""
     uniforms: npt.NDArray[np.float64] | None = None
     """Random numbers of the crops, shape (batch, `Crop.draws`)."""
+    crops: Sequence[npt.NDArray[Any]] = ()
+    """The memory that `images` point into."""
 
 
 @dataclass(frozen=True, slots=True)

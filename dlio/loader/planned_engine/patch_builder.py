@@ -68,7 +68,7 @@ class PatchBatches:
         )
 
     def begin(
-        self, epoch: int, samples: npt.NDArray[np.int64], _: BatchPartners | None
+        self, epoch: int, samples: npt.NDArray[np.int64], _: Sequence[int], __: BatchPartners | None
     ) -> "PatchBatchBuilder":
         """Begin a batch."""
         arrays = {name: self.memories[name].take(len(samples)) for name in self.order}

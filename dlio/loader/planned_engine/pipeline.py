@@ -254,7 +254,7 @@ class Pipeline:
                 return
             self._wait(self._under_way[0])
             batch = self._under_way.popleft()
-            self._completed(-1, len(batch.step.samples))
+            self._completed(batch, -1)
             self._shuffle.consumed(batch.step.number)
             self._taken_steps += len(batch.sizes)
             taken(batch.step.number)
@@ -436,8 +436,9 @@ class Pipeline:
         partners = None
         if context.partners_of is not None:
             partners = context.partners_of(step.number, step.samples)
-        builder = context.factory.begin(context.epoch, step.samples, partners)
-        batch = Batch(step, sizes or [count], builder, builder.failed, count)
+        sizes = sizes or [count]
+        builder = context.factory.begin(context.epoch, step.samples, sizes, partners)
+        batch = Batch(step, sizes, builder, builder.failed, count)
         # The listener below lives as long as the step, and must not hold the builder: the memory
         # would not return to the pool with the user's tensors.
         may_be_decoded, finds_whole = builder.may_be_decoded, builder.finds_whole
@@ -468,13 +469,13 @@ class Pipeline:
             part = slots[start : start + each]
             self._queue.put((batch.step.number, next(self._ticket), batch, part, work))
 
-    def _completed(self, change: int, samples: int) -> None:
-        """Count batches, of so many samples, that are done or taken."""
+    def _completed(self, batch: Batch, sign: int) -> None:
+        """Count the batches of one that is done, or taken: 1 or -1."""
         ahead = self._context.ahead
         with self._lock:
-            self._complete += change
+            self._complete += sign * len(batch.sizes)
             lacking = max(_LEAST_READY, ahead // 4) - self._complete
-            self._hierarchy.fetcher.pace(max(0, lacking) * samples)
+            self._hierarchy.fetcher.pace(max(0, lacking) * batch.sizes[0])
             if 2 * self._complete < ahead or self._workers.stopping.is_set():
                 self._hurry.set()
             else:
@@ -686,7 +687,7 @@ class Pipeline:
         finally:
             batch.builder = None  # From now on the batch's tensors alone hold its memory.
             self._clock.add("collate", time.perf_counter() - began)
-            self._completed(1, len(batch.step.samples))
+            self._completed(batch, 1)
             batch.done.set()
 
     def _is_lost(self, failed: dict[int, BaseException]) -> bool:

@@ -22,7 +22,12 @@ from dlio.loader.planned_engine.batch_builders import (
     PixelNumbers,
     rows_of,
 )
-from dlio.loader.planned_engine.batch_memory import BatchMemory, batches_together
+from dlio.loader.planned_engine.batch_memory import (
+    MOST_TOGETHER,
+    BatchMemory,
+    CropMemory,
+    batches_together,
+)
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
 from dlio.loader.planned_engine.patch_builder import patch_batches
@@ -62,7 +67,7 @@ def host_batches(
         collate = _as_lists if recipe.ragged else torch.utils.data.default_collate
 
     def begin(
-        epoch: int, samples: npt.NDArray[np.int64], _: BatchPartners | None
+        epoch: int, samples: npt.NDArray[np.int64], _: Sequence[int], __: BatchPartners | None
     ) -> SampleBatchBuilder:
         return SampleBatchBuilder(recipe, collate, epoch, samples)
 
@@ -92,12 +97,15 @@ def _crop_batches(
         is_plain = collate is None and decoded is None and not recipe.transforms
         # Of these a batch is the memory of its slots, as it is.
         if native is not None and is_plain and recipe.batch_transform is None:
-            together = batches_together(size)
+            together = MOST_TOGETHER if planar is None else batches_together(size)
 
         def begin(
-            epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
+            epoch: int,
+            samples: npt.NDArray[np.int64],
+            sizes: Sequence[int],
+            partners: BatchPartners | None,
         ) -> CropBatchBuilder:
-            memory = images.take(len(samples) if together > 1 else None)
+            memory = CropMemory(images, sizes)
             return CropBatchBuilder(
                 recipe, collate, decoded, memory, epoch, samples, partners, None, planar
             )
@@ -109,10 +117,14 @@ def _crop_batches(
     planar = BatchMemory(in_planes, bits.dtype, kind) if recipe.contiguous else None
 
     def begin_numbers(
-        epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
+        epoch: int,
+        samples: npt.NDArray[np.int64],
+        sizes: Sequence[int],
+        partners: BatchPartners | None,
     ) -> CropBatchBuilder:
-        numbers = PixelNumbers(memories.take(), bits, dtype)
-        memory = images.take()  # Written where native threads leave a picture to Python's.
+        numbers = PixelNumbers(CropMemory(memories, sizes), bits, dtype)
+        # Written where native threads leave a picture to Python's.
+        memory = CropMemory(images, sizes)
         return CropBatchBuilder(
             recipe, collate, decoded, memory, epoch, samples, partners, numbers, planar
         )
@@ -153,7 +165,7 @@ def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -
     parts = _parts(schema) if schema.overhead >= _DIRECT_BYTES else []
 
     def begin(
-        _: int, samples: npt.NDArray[np.int64], __: BatchPartners | None
+        _: int, samples: npt.NDArray[np.int64], __: Sequence[int], ___: BatchPartners | None
     ) -> ArrayBatchBuilder:
         arrays = {name: memory.take(len(samples)) for name, memory in memories.items()}
         return ArrayBatchBuilder(recipe, arrays, parts, samples)
