@@ -19,7 +19,7 @@ enum {
     LINE = 64,    /* bytes of the processor's cache */
     FETCHED = 4096, /* bytes that are fetched ahead at a time, at most */
     POPULATED = 1 << 23, /* bytes of a file all of whose pages are mapped at once, at most */
-    MOST_MAPS = 1 << 14  /* of all files together: Linux lets a process have 65,530 */
+    MOST_MAPS = 1 << 15  /* of all files together: Linux lets a process have 65,530 */
 };
 
 #ifndef MAP_POPULATE /* Linux alone has it. */

@@ -35,6 +35,7 @@ from dlio.loader.planned_engine.native_pool import (
 from dlio.loader.recipe import CropRecipe
 from dlio.plan.epoch import EpochPlan
 from dlio.storage.decoded_tier import DecodedTier
+from dlio.storage.hierarchy import Hierarchy
 
 # The contract between the pipeline and the kinds of batches
 
@@ -126,6 +127,8 @@ class BatchFactory:
     together: int = 1
     """Batches that a builder may make as one, at most: of small samples, Python takes longer for a
     batch than for the samples themselves."""
+    hierarchy: Hierarchy | None = None
+    """Whose blocks native threads read; None for that of the data set."""
     keeps_payloads: bool = False
     """True if samples share the memory of their payloads, which is not used again then."""
     close: Callable[[], None] | None = None

@@ -52,7 +52,7 @@ _MOST_TASK: Final = 64
 _MOST_OPEN: Final = 1024
 _OPEN_SHARE: Final = 4
 """Blocks whose files stay open: at most so many, and one of so many that the process may open."""
-_MOST_MAPPED: Final = 4096
+_MOST_MAPPED: Final = 1 << 15
 """Blocks of memory whose files are mapped, at most: Linux lets a process map 65,530."""
 _ENOUGH: Final = 512
 """Samples after which it is known whether native threads make most of them."""
@@ -420,17 +420,18 @@ def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLoca
 
 
 class NativeFiles(Closable):
-    """Files of blocks: open while a pool reads, mapped until this and all its pools are closed.
+    """Files of so many blocks: open while a pool reads, mapped until this and all its pools are
+    closed.
 
     Raises OSError without memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 1) -> None:
         library = find()
         assert library is not None
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most_open = _MOST_OPEN if soft < 0 else min(_MOST_OPEN, soft // _OPEN_SHARE)
-        files = library.files_open(_MOST_MAPPED, most_open)
+        files = library.files_open(min(blocks, _MOST_MAPPED), most_open)
         if not files:
             raise OSError("memory for the files of blocks cannot be had")
         self.process = os.getpid()
@@ -450,7 +451,7 @@ def files_of(hierarchy: Hierarchy) -> NativeFiles:
     files = _files_of.get(hierarchy)
     # The locks of a parent's may be held by threads that a forked child does not have.
     if files is None or files.process != os.getpid():
-        files = _files_of[hierarchy] = NativeFiles()
+        files = _files_of[hierarchy] = NativeFiles(hierarchy.reader.layout.blocks)
         hierarchy.before_close.append(files.close)
     return files
 

@@ -64,7 +64,8 @@ class PatchBatches:
         native = NativeRecipe(schema, ()) if native_pool.find() is not None else None
         together = 1 if native is None else batches_together(bytes_of_batch)
         return BatchFactory(
-            self.begin, bytes_of_batch, native, together, follow_plan=self.follow_plan
+            *(self.begin, bytes_of_batch, native, together, self.recipe.source.hierarchy),
+            follow_plan=self.follow_plan,
         )
 
     def begin(

@@ -195,7 +195,8 @@ class Pipeline:
         self._pool = None
         if context.factory.native is not None:
             with suppress(OSError):  # Python's threads do as well.
-                self._pool = NativePool(context.threads, files_of(context.hierarchy))
+                files = files_of(context.factory.hierarchy or context.hierarchy)
+                self._pool = NativePool(context.threads, files)
         # For the samples that native threads leave, one is enough as long as it is little.
         first = context.threads if self._pool is None else 1
         self._modes = CallerModes()  # For the user's functions.
