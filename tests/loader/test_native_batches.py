@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from ctypes import c_int64
 from pathlib import Path
 from typing import Any
 
@@ -487,7 +488,7 @@ def test_closing_gives_up_what_no_thread_is_at() -> None:
     job = _sleeping(0.05, 1000)
     pool = NativePool(2)
     pool.submit(job)
-    assert not pool.wait(job, 0.01)
+    assert not pool.wait(job, 0.01, c_int64())
     pool.close()  # Not after 25 s, which the job would take.
     assert len(job.refused()) > 900
 
@@ -501,7 +502,7 @@ def test_closing_ends_a_wait_of_another_thread() -> None:
     pool, job = NativePool(2), _sleeping(0.05, 1000)
     pool.submit(job)
     ended: list[bool] = []
-    other = threading.Thread(target=lambda: ended.append(pool.wait(job, 100)))
+    other = threading.Thread(target=lambda: ended.append(pool.wait(job, 100, c_int64())))
     other.start()
     while not pool._waiting:
         time.sleep(0.001)
@@ -515,11 +516,12 @@ def test_closing_ends_a_wait_of_another_thread() -> None:
 
 def test_a_job_ends_with_all_its_samples() -> None:
     with NativePool(3) as pool:
+        seen = c_int64()
         jobs = [_sleeping(0.0001, 50) for _ in range(20)]
         for job in jobs:
             pool.submit(job)
         for job in jobs:
-            while not pool.wait(job, 5.0):
+            while not pool.wait(job, 5.0, seen):
                 pass
             assert job.refused() == []
         assert all(map(pool.has_ended, jobs))

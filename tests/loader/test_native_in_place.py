@@ -19,6 +19,7 @@ pytestmark = [
 
 _PROGRAM = '''
 import faulthandler, os, sys
+from ctypes import c_int64
 import numpy as np
 import xxhash
 from dlio.data.schema import Schema
@@ -49,7 +50,8 @@ def made(pool, kept=IN_PLACE):
     given = NativeInput(np.arange(COUNT), located, np.full(COUNT, 7), None)
     job = NativeJob(recipe, 0, given, NativeArrays({"x": array}), pool.threads)
     pool.submit(job)
-    while not pool.wait(job, 60):
+    ended = c_int64()
+    while not pool.wait(job, 60, ended):
         pass
     slots = job.made()
     assert (array[slots] == rows[slots]).all()
@@ -114,7 +116,8 @@ def parts(pool):
     )
     job = NativeJob(recipe, 0, given, NativeArrays({{"x": array}}), pool.threads)
     pool.submit(job)
-    while not pool.wait(job, 60):
+    ended = c_int64()
+    while not pool.wait(job, 60, ended):
         pass
     slots = job.made()
     assert (array[slots] == rows[slots]).all()

@@ -128,7 +128,7 @@ static void close_kept(File *place, Files *files) {
 
 void dlio_files_use(Files *files) { __atomic_fetch_add(&files->users, 1, __ATOMIC_RELAXED); }
 
-void dlio_files_rest(Files *files) {
+EXPORT void dlio_files_rest(Files *files) {
     for (int64_t k = 0; k < files->count && __atomic_load_n(&files->open, __ATOMIC_RELAXED); k++) {
         pthread_mutex_lock(&files->file[k].lock);
         if (!files->file[k].users) close_file(files->file + k, files);

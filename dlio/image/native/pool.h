@@ -191,7 +191,7 @@ void dlio_distrust(Thread *thread);
 int dlio_read_all(int file, uint8_t *into, size_t size, int64_t offset);
 /* Have one more user of them. */
 void dlio_files_use(Files *files);
-/* Close what is open, as no pool of the caller reads any more; maps stay. */
+/* Close what is open and that no thread reads; maps stay. */
 void dlio_files_rest(Files *files);
 /* One user less. */
 void dlio_files_close(Files *files);

@@ -4,7 +4,9 @@ decode."""
 import functools
 import os
 import sys
-from contextlib import ExitStack
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import numpy as np
@@ -27,6 +29,7 @@ from dlio.loader.planned_engine.batch_builders import BatchFactory
 from dlio.loader.planned_engine.batch_memory import batches_together
 from dlio.loader.planned_engine.device_builders import DeviceDecoder, DeviceTierCrops
 from dlio.loader.planned_engine.mixup_partners import step_partners
+from dlio.loader.planned_engine.native_pool import NativePool, files_of
 from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
 from dlio.loader.planned_engine.sample_builders import host_batches
 from dlio.loader.recipe import CropRecipe
@@ -56,12 +59,15 @@ _MOST_THREADS: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
 _AHEAD_BYTES_A_THREAD: Final = 16 << 20
 _PARTS: Final = 4
+_STEP_BITS: Final = 40
+"""Of the number of a batch among those of all passes: a step has fewer."""
 
 
 class PlannedEngine:
     """Makes the batches of planned passes. Owner: the loader, which closes it.
 
-    Keeps from pass to pass: communicators, memory of batches and of messages.
+    Keeps from pass to pass: communicators, memory of batches and of messages; with
+    persistent_workers, native threads too.
     """
 
     def __init__(self) -> None:
@@ -77,6 +83,9 @@ class PlannedEngine:
         """Choices that the factory was made for, and samples of its largest batch."""
         self._to_close: list[BatchFactory] = []
         """Those of devices; a pass that was begun ahead may use an earlier one."""
+        self._pool: NativePool | None = None
+        """Native threads that are kept."""
+        self._pool_closer: weakref.finalize[..., PlannedEngine] | None = None
         # Kept from pass to pass: the kernel clears the pages of fresh memory, which costs as much
         # as receiving into it.
         self._memory = message_memory()
@@ -173,6 +182,7 @@ class PlannedEngine:
             factory.close()
             self._factory = None
         self._to_close.clear()
+        self._keep_pool(None)
         for comm in (self._comm, self._other_comm):
             if comm is not None:
                 comm.close()
@@ -239,6 +249,8 @@ class PlannedEngine:
             epoch=batches.epoch if is_shared else data.epoch,
             steps=plan.steps,
             threads=threads,
+            pool=self._pool_for(options, factory, mounted, threads),
+            order=self.generation << _STEP_BITS,
             ahead=ahead,
             # Blocks that come ahead of their use come for batches that are begun one by one.
             together=1 if partners_of or blocks_of(plan.order) else _together(factory, ahead),
@@ -276,6 +288,43 @@ class PlannedEngine:
             self._made_for, self._largest = made_for, batch_size
         return self._factory
 
+    def _pool_for(
+        self, options: LoaderOptions, factory: BatchFactory, mounted: Mount, threads: int
+    ) -> NativePool | None:
+        """Return native threads for a pass: those of the passes before, if they are kept."""
+        if factory.native is None:
+            return None
+        try:
+            files = files_of(factory.hierarchy or mounted.hierarchy)
+            if self._pool is not None and self._pool.is_for(threads, files):
+                return self._pool
+            pool = NativePool(threads, files)
+        except OSError:  # Python's threads do as well.
+            return None
+        self._keep_pool(pool if options.persistent_workers else None)
+        return pool
+
+    def _keep_pool(self, pool: NativePool | None) -> None:
+        """Keep native threads in place of those that were kept, which end with their last pass."""
+        before, self._pool = self._pool, pool
+        if before is not None and not before.passes:
+            before.close()
+        if self._pool_closer is not None:
+            self._pool_closer.detach()
+        # A loader that is dropped is not closed.
+        self._pool_closer = None if pool is None else weakref.finalize(self, pool.close)
+
+    @contextmanager
+    def _using(self, pool: NativePool) -> Iterator[None]:
+        """Have native threads stay during a pass, and end behind it if they are not kept."""
+        pool.passes += 1
+        try:
+            yield
+        finally:
+            pool.passes -= 1
+            if pool is not self._pool and not pool.passes:
+                pool.close()
+
     def _run(
         self,
         context: PassContext,
@@ -288,6 +337,8 @@ class PlannedEngine:
         no samples with others."""
         hierarchy, generation = mounted.hierarchy, self.generation
         with ExitStack() as stack:
+            if context.pool is not None:
+                stack.enter_context(self._using(context.pool))
             planner = _hurry_first_batch(mounted, plan)
             streamed = None
             if (blocks := blocks_of(plan.order)) is not None:

@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -436,9 +436,15 @@ class NativeFiles(Closable):
             raise OSError("memory for the files of blocks cannot be had")
         self.process = os.getpid()
         self.address: int = files
+        self.pools: weakref.WeakSet[NativePool] = weakref.WeakSet()
+        """That read them."""
         self._close = weakref.finalize(self, library.files_close, files)
 
     def close(self) -> None:
+        """Unmap them; pools that wait for another pass are closed."""
+        for pool in list(self.pools):
+            if not pool.passes:
+                pool.close()
         self._close()
 
 
@@ -457,7 +463,7 @@ def files_of(hierarchy: Hierarchy) -> NativeFiles:
 
 
 class NativePool(Closable):
-    """Native threads, and the queue of their jobs. Owner: the pipeline, which closes it.
+    """Native threads, and the queue of their jobs. Owner: the engine, which closes it.
 
     Closed at the latest before the interpreter ends. A forked child has none of the threads: its
     copy is never called. Raises OSError if no thread can be started.
@@ -471,18 +477,28 @@ class NativePool(Closable):
         library = find()
         assert library is not None
         self._library = library
-        self._files = files or NativeFiles()
-        pool = library.open(threads, self._files.address)
+        self.files = files or NativeFiles()
+        pool = library.open(threads, self.files.address)
         if not pool:
             raise OSError("no native thread can be started")
         self._pool: int | None = pool
         self._process, self._lock = os.getpid(), new_lock()
         self._waiting = 0
-        self.threads = int(library.threads(pool))
-        self._ended = ctypes.c_int64(0)
+        self.asked, self.threads = threads, int(library.threads(pool))
+        """Threads that were asked for, and those that there are."""
         self._jobs: dict[int, NativeJob] = {}
         """Jobs that may be under way, by address."""
+        self.passes = 0
+        """Under way, that use it."""
+        self._is_stuck = False
+        """True once a thread did not come back from a job that was given up."""
         _open_pools.add(self)
+        self.files.pools.add(self)
+
+    def is_for(self, threads: int, files: NativeFiles) -> bool:
+        """True if it works, here, for so many threads and these files."""
+        works = self._pool is not None and not self._is_stuck and os.getpid() == self._process
+        return works and self.asked == threads and self.files is files
 
     def submit(self, job: NativeJob) -> None:
         """Begin a job. After `close` it is never made."""
@@ -491,11 +507,12 @@ class NativePool(Closable):
                 self._jobs[ctypes.addressof(job.c)] = job
                 self._library.submit(self._pool, ctypes.byref(job.c))
 
-    def wait(self, job: NativeJob | None, timeout_s: float) -> bool:
+    def wait(self, job: NativeJob | None, timeout_s: float, ended: ctypes.c_int64) -> bool:
         """Wait until a job has ended; True if it has.
 
-        Returns early when others have ended since it was called last, after `wake`, and when the
-        pool is closed. Without a job it waits for any of these.
+        Returns early when others have ended since it was called last with this `ended`, which
+        begins as 0 and is brought up to date, after `wake`, and when the pool is closed. Without a
+        job it waits for any of these.
         """
         with self._lock:
             pool = self._pool
@@ -505,7 +522,7 @@ class NativePool(Closable):
         try:
             ends = self._library.wait(
                 *(pool, None if job is None else ctypes.byref(job.c)),
-                *(round(timeout_s * _SECOND_NS), ctypes.byref(self._ended)),
+                *(round(timeout_s * _SECOND_NS), ctypes.byref(ended)),
             )
         finally:
             with self._lock:
@@ -532,6 +549,36 @@ class NativePool(Closable):
         with self._lock:
             self._jobs.pop(ctypes.addressof(job.c), None)
         return True
+
+    def give_up(self, jobs: Iterable[NativeJob]) -> None:
+        """Give up samples of jobs that no thread is at, and wait for the others; close files that
+        are open if no job is left.
+
+        The memory of a job whose thread hangs in a read stays, as that of `close`.
+        """
+        with self._lock:
+            pool = self._pool
+            if pool is None or os.getpid() != self._process:
+                return
+            self._waiting += 1
+        try:
+            jobs = list(jobs)
+            _abandoned.extend(jobs)  # Kept first, see `close`.
+            for job in jobs:
+                self._library.cancel(pool, ctypes.byref(job.c), 0)
+            deadline = time.monotonic() + _STOP_TIMEOUT_S
+            for job in jobs:
+                left_ns = round(max(0.0, deadline - time.monotonic()) * _SECOND_NS)
+                if self._library.cancel(pool, ctypes.byref(job.c), left_ns):
+                    _abandoned.remove(job)
+                    self._forget(job)
+                else:
+                    self._is_stuck = True
+            if not self._jobs:
+                self._library.files_rest(self.files.address)
+        finally:
+            with self._lock:
+                self._waiting -= 1
 
     def close(self) -> None:
         """Give up all samples that no thread is at, and end the threads.
@@ -593,6 +640,8 @@ class _PoolLibrary:
         self.files_open, self.files_close = library.dlio_files_open, library.dlio_files_close
         self.files_open.restype, self.files_open.argtypes = pool, (number, number)
         self.files_close.restype, self.files_close.argtypes = None, (pool,)
+        self.files_rest = library.dlio_files_rest
+        self.files_rest.restype, self.files_rest.argtypes = None, (pool,)
         # These never wait: giving the interpreter's lock away, and taking it again behind all
         # others, would take longer than the call.
         held = ctypes.PyDLL(path)

@@ -17,6 +17,7 @@ A thread puts whatever is raised in its batch's place, SystemExit and CancelledE
 transform included: if they ended the thread, the user's would wait for its batch until a deadline.
 """
 
+import ctypes
 import itertools
 import queue
 import sys
@@ -24,7 +25,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -50,7 +50,6 @@ from dlio.loader.planned_engine.native_pool import (
     NativeJob,
     NativePool,
     arrived_locations,
-    files_of,
 )
 from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
@@ -89,6 +88,10 @@ class PassContext:
     """Number of the epoch, for crops."""
     steps: int
     threads: int
+    pool: NativePool | None
+    """Native threads, which other passes may use as well; None without any."""
+    order: int
+    """Of the first batch, among those of the pool's passes: lower ones are made first."""
     ahead: int
     """Batches under way at a time."""
     together: int
@@ -192,11 +195,7 @@ class Pipeline:
         self._hierarchy.fetcher.pace(sys.maxsize)  # Another pass may have had samples enough.
         self._hurry = threading.Event()
         self._hurry.set()
-        self._pool = None
-        if context.factory.native is not None:
-            with suppress(OSError):  # Python's threads do as well.
-                files = files_of(context.factory.hierarchy or context.hierarchy)
-                self._pool = NativePool(context.threads, files)
+        self._pool, self._ended = context.pool, ctypes.c_int64(0)
         # For the samples that native threads leave, one is enough as long as it is little.
         first = context.threads if self._pool is None else 1
         self._modes = CallerModes()  # For the user's functions.
@@ -290,12 +289,12 @@ class Pipeline:
         """Stop the threads after the task that each is at."""
         if not len(self._workers):
             return  # Of a forked child, which may end without most of Python.
-        if self._pool is not None:
-            self._pool.close()
         self._workers.close()
         if self._others is not None:
             self._others.close()
         self._shuffle.close()
+        if self._pool is not None:  # Nobody submits to it any more.
+            self._pool.give_up([job for batch in self._under_way for job in batch.jobs])
         self._hierarchy.fetcher.pace(sys.maxsize)
         for batch in self._under_way:
             self._hierarchy.fetcher.forget(batch.step.samples)
@@ -329,7 +328,7 @@ class Pipeline:
                     break  # Of dozens of batches, those behind it have not begun either.
             if not batch.done.is_set():
                 # Samples that arrive may begin a job meanwhile; a batch that is done ends this.
-                self._pool.wait(None, timeout_s)
+                self._pool.wait(None, timeout_s, self._ended)
             return batch.done.is_set()
         return batch.done.wait(timeout_s)
 
@@ -368,7 +367,8 @@ class Pipeline:
         assert recipe is not None
         known = given.known()
         if known.any():
-            job = NativeJob(recipe, batch.step.number, given, memory, pool.threads, known)
+            order = self._context.order + batch.step.number
+            job = NativeJob(recipe, order, given, memory, pool.threads, known)
             batch.jobs.append(job)
             pool.submit(job)
         if known.all():
