@@ -296,7 +296,7 @@ int main(int argc, char **argv) {
         if (!draw(4)) dlio_files_close(files), files = NULL;
         Job jobs[JOBS];
         Sample *rows[JOBS];
-        uint8_t *columns[JOBS][3], *images[JOBS], *parts[JOBS], intact[16] = {0};
+        uint8_t *columns[JOBS][3], *images[JOBS][SLOTS], *parts[JOBS], intact[16] = {0};
         Piece *pieces[JOBS];
         double *uniforms = malloc(SLOTS * DRAWS * sizeof *uniforms);
         for (int k = 0; k < SLOTS * DRAWS; k++) uniforms[k] = (double)draw(1 << 20) / (1 << 20);
@@ -315,7 +315,7 @@ int main(int argc, char **argv) {
             for (int c = 0; c < 3; c++)
                 columns[j][c] = c < recipe->count ? malloc(SLOTS * (size_t)recipe->column[c].stride)
                                                   : NULL;
-            images[j] = malloc(SLOTS * SIDE * SIDE * 3);
+            for (int k = 0; k < SLOTS; k++) images[j][k] = malloc(SIDE * SIDE * 3);
             parts[j] = malloc(SLOTS * PART), pieces[j] = malloc(SLOTS * sizeof *pieces[j]);
             for (int64_t k = 0; k < used; k++)
                 pieces[j][k] = part_of(rows[j][k].raw, parts[j] + k * PART);
@@ -343,7 +343,8 @@ int main(int argc, char **argv) {
                 refused += rows[j][k].state > MADE, given_up += rows[j][k].state == WAITING;
             }
             if (bad != jobs[j].refused) return 6;
-            free(rows[j]), free(images[j]), free(parts[j]), free(pieces[j]);
+            free(rows[j]), free(parts[j]), free(pieces[j]);
+            for (int k = 0; k < SLOTS; k++) free(images[j][k]);
             for (int c = 0; c < 3; c++) free(columns[j][c]);
         }
         free(uniforms);

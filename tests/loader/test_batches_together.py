@@ -13,7 +13,8 @@ import torch
 
 import dlio
 from dlio.errors import SourceError
-from dlio.loader.planned_engine import native_pool, sample_builders
+from dlio.loader.planned_engine import engine, native_pool
+from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.loader.planned_engine.native_pool import NativeJob, NativePool, NativeRecipe
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 
@@ -157,9 +158,12 @@ def test_batches_that_python_makes_do_not_wait_for_others(
     assert not taken
 
 
-def test_small_crops_are_made_together_and_a_lost_one_takes_its_own_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers", [2, 16])
+def test_crops_are_made_together_and_a_lost_one_takes_its_own_batch(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if workers > 2:  # As batches of many bytes are.
+        monkeypatch.setattr(engine, "batches_together", lambda _: 1)
     generator = np.random.default_rng(0)
     for number in range(60):
         path = tmp_path / "pictures" / f"{number % 3}" / f"{number:02}.jpg"
@@ -169,23 +173,35 @@ def test_small_crops_are_made_together_and_a_lost_one_takes_its_own_batch(
     broken = tmp_path / "pictures" / "1" / "31.jpg"
     broken.write_bytes(broken.read_bytes()[:-150])
     most: list[int] = []
-    take_own = Shuffle.take_own
+    lent: list[int] = []
+    take_own, take = Shuffle.take_own, BatchMemory.take
 
     def count(shuffle: Shuffle, number: int, many: int) -> list[StepSamples]:
         taken = take_own(shuffle, number, many)
         most.append(len(taken))
         return taken
 
+    def lend(memory: BatchMemory, rows: int | None = None) -> Any:
+        array = take(memory, rows)
+        lent.append(array.nbytes)
+        return array
+
     def made() -> list[list[Any]]:
         opened = dlio.open(str(tmp_path / "pictures"), image_size=8, tiers="ram:8MiB", seed=0)
-        with opened as data, dlio.DataLoader(data, 4, num_workers=2, on_error="skip") as loader:
+        options: dict[str, Any] = {"num_workers": workers, "on_error": "skip"}
+        with opened as data, dlio.DataLoader(data, 4, **options) as loader:
             return [[*batch, loader.last_samples.tolist()] for _ in range(2) for batch in loader]
 
     monkeypatch.setattr(Shuffle, "take_own", count)
+    monkeypatch.setattr(BatchMemory, "take", lend)
     together = made()
     assert max(most) > 2
-    monkeypatch.setattr(sample_builders, "batches_together", lambda _: 1)
+    # Whoever keeps one batch keeps no other.
+    assert set(lent) == {4 * 8 * 8 * 3}
+    monkeypatch.setattr(engine, "_together", lambda *_: 1)
+    most.clear()
     alone = made()
+    assert not most
     assert len(together) == len(alone) == 30
     for (images, labels, samples), (others, *rest) in zip(together, alone, strict=True):
         assert [labels.tolist(), samples] == [rest[0].tolist(), rest[1]]

@@ -539,6 +539,38 @@ def test_a_loader_has_few_threads_of_python(rows: Path) -> None:
             assert len(own) <= 3, own
 
 
+def _native_threads() -> set[str]:
+    tasks = Path("/proc/self/task")
+    return {task.name for task in tasks.iterdir() if (task / "comm").read_text() == "dlio-native\n"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read in /proc")
+def test_persistent_workers_are_native_threads_that_stay(rows: Path) -> None:
+    others = _native_threads()
+
+    def own() -> set[str]:
+        return _native_threads() - others
+
+    with dlio.open(str(rows), tiers="ram:64MiB") as data:
+        loader = dlio.DataLoader(data, 16, num_workers=2, persistent_workers=True)
+        list(loader)
+        first = own()
+        assert len(first) == 2
+        for step, _ in enumerate(loader):  # A pass that is broken off leaves them nothing to do.
+            if step == 2:
+                break
+        assert sum(len(batch["int8"]) for batch in loader) == 300
+        assert own() == first
+        loader.num_workers = 3
+        list(loader)
+        list(loader)
+        assert len(own()) == 3
+        assert not own() & first
+        del loader
+        gc.collect()
+        assert not own()
+
+
 PROGRAM = """
 import os, signal, sys, threading, time
 import dlio
