@@ -218,18 +218,13 @@ def _pictures(source: str) -> tuple[list[str], list[int]]:
 
 
 @with_help(
-    usual={
-        "source": "",
-        "peers": "usual, all, or names such as torch,dlio",
-        "workers": "",
-        "repeats": "",
-        "batch_size": "",
-        "image_size": "",
-        "case": "pictures, arrays, slow, decoded, mapstyle, transforms, rows, small or cores",
-        "folder": "",
-        "report": "",
-        "as_json": "",
-    },
+    usual=(
+        "source",
+        ("peers", "usual, all, or names such as torch,dlio"),
+        *("workers", "repeats", "batch_size", "image_size"),
+        ("case", "pictures, arrays, slow, decoded, mapstyle, transforms, rows, small or cores"),
+        *("folder", "report", "as_json"),
+    ),
 )
 def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> None:
     """Measure loading alone, compared with torch's DataLoader and other libraries.

@@ -64,18 +64,10 @@ class EvalOptions(CheckedOptions):
 @with_help(
     "dlio eval /data/val --weights weights.pt -n 2",
     "dlio eval test.csv --weights table.pt --json",
-    usual={
-        "source": "",
-        "weights": "",
-        "split": "",
-        "model": "",
-        "target": "",
-        "image_size": "",
-        "batch_size": "",
-        "device": "",
-        "ranks": "",
-        "as_json": "",
-    },
+    usual=(
+        *("source", "weights", "split", "model", "target"),
+        *("image_size", "batch_size", "device", "ranks", "as_json"),
+    ),
 )
 def command(options: EvalOptions, ranks: RankOptions, output: OutputOptions) -> None:
     """Evaluate saved weights: accuracy, AUC, RMSE, IoU or the task's loss."""

@@ -215,17 +215,10 @@ def read_program(program: Program) -> CheckedCommand | None:
         "Ranks": ("ranks", "ranks_per_node", "backend", "logs"),
         "Slurm": ("slurm", "print_script", "follow", "script", "setup", "stage"),
     },
-    usual={
-        "command": "",
-        "ranks": "",
-        "ranks_per_node": "",
-        "logs": "",
-        "slurm": "",
-        "print_script": "",
-        "follow": "",
-        "setup": "",
-        "stage": "Stage the data to the nodes' disks before the ranks start",
-    },
+    usual=(
+        *("command", "ranks", "ranks_per_node", "logs", "slurm", "print_script", "follow", "setup"),
+        ("stage", "Stage the data to the nodes' disks before the ranks start"),
+    ),
 )
 def command(program: Program, options: LaunchOptions) -> None:
     """Start a command in many ranks: here, on a job's nodes, or as a job.

@@ -14,18 +14,19 @@ OTHERS: Final = "Other options"
 def with_help(
     *examples: str,
     groups: Mapping[str, Sequence[str]] | None = None,
-    usual: Mapping[str, str] | None = None,
+    usual: Sequence[str | tuple[str, str]] = (),
 ) -> Callable[[_Function], _Function]:
     """Decorate a command's function with examples, command lines, and groups for its help: names of
     options, as fields of records, by the heading that they stand under, in the order of the help.
-    Of a command with `usual` options, `--help` shows these alone: texts of a line by field, to
-    which the default is added, or "" for the option's whole help.
+    Of a command with `usual` options, `--help` shows these alone, in their order: a field has its
+    whole help, and a pair of a field and a line has that line, to which the default is added.
     """
 
     def decorate(function: _Function) -> _Function:
         _EXAMPLES[function] = examples
         _GROUPS[function] = groups or {}
-        _USUAL[function] = usual or {}
+        pairs = (each if isinstance(each, tuple) else (each, "") for each in usual)
+        _USUAL[function] = dict(pairs)
         return function
 
     return decorate

@@ -43,16 +43,13 @@ class CheckOptions(CheckedOptions):
     "dlio run -n 2 --check 5 train.py --epochs 3",
     "dlio run -n 2 train.py --epochs 3",
     "mpirun -n 64 dlio run --exchange hierarchical train.py",
-    usual={
-        "script": "Training script, written for torch; its arguments follow it",
-        "ranks": "",
-        "check": "Compare the first steps with one process's; says what differs",
-        "batch": "",
-        "exchange": "",
-        "tiers": "",
-        "seed": "",
-        "fault_tolerance": "shrink: go on without ranks that are lost",
-    },
+    usual=(
+        ("script", "Training script, written for torch; its arguments follow it"),
+        "ranks",
+        ("check", "Compare the first steps with one process's; says what differs"),
+        *("batch", "exchange", "tiers", "seed"),
+        ("fault_tolerance", "shrink: go on without ranks that are lost"),
+    ),
 )
 def command(
     script: Script, options: RunOptions, checking: CheckOptions, ranks: RankOptions

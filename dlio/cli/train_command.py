@@ -76,19 +76,19 @@ from dlio.util.units import counted
         ),
         "Configuration": ("config", "print_config"),
     },
-    usual={
-        "source": "Class folders, a table, packed data, or train/ and val/",
-        "val": "Held-out data, evaluated after each epoch",
-        "ranks": "Ranks to start here",
-        "epochs": "Passes over the data",
-        "batch_size": "Samples of each rank in a batch",
-        "image_size": "Side of the square crops in pixels",
-        "model": "resnet50, vit, module:factory",
-        "lr": "Peak learning rate",
-        "tiers": "Caches, such as ram:8GiB,/scratch:200GiB",
-        "checkpoint": "Write checkpoints here, at the end of each epoch",
-        "resume": "Go on from the newest checkpoint",
-    },
+    usual=(
+        ("source", "Class folders, a table, packed data, or train/ and val/"),
+        ("val", "Held-out data, evaluated after each epoch"),
+        ("ranks", "Ranks to start here"),
+        ("epochs", "Passes over the data"),
+        ("batch_size", "Samples of each rank in a batch"),
+        ("image_size", "Side of the square crops in pixels"),
+        ("model", "resnet50, vit, module:factory"),
+        ("lr", "Peak learning rate"),
+        ("tiers", "Caches, such as ram:8GiB,/scratch:200GiB"),
+        ("checkpoint", "Write checkpoints here, at the end of each epoch"),
+        ("resume", "Go on from the newest checkpoint"),
+    ),
 )
 def command(config: TrainConfig, ranks: RankOptions, file: ConfigFile) -> None:  # noqa: ARG001
     """Train a network on a data set that is cached in a hierarchy of tiers."""

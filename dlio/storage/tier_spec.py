@@ -97,6 +97,10 @@ def _parsed(part: TierSpec | str) -> list[TierSpec]:
     if not colon or not place:
         raise UsageError(f"tier {part!r} has no size: write ram:2GiB or /local/scratch:20GiB")
     capacity = parse_bytes(size, f"tier {part}: the size")
+    if not capacity:
+        raise UsageError(
+            f"tier {part!r} would hold nothing: give it a size above 0, or leave it out"
+        )
     place = place.removeprefix("pmem:").removeprefix("disk:")
     if place == "ram":
         return [TierSpec("ram", SHARED_MEMORY, capacity, decoded)]

@@ -7,8 +7,10 @@ import inspect
 import os
 import re
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from dlio.errors import UsageError
 from dlio.util.arguments import unknown_word
@@ -113,13 +115,10 @@ def call_with(
     parameter of the factory, or under the last one if the factory accepts any keyword.
 
     Raises UsageError, which names the option and the factory, if the arguments do not fit the
-    factory's signature.
+    factory's signature, or to the types that it is annotated with.
     """
     arguments = dict(given)
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:
-        signature = None
+    signature = _checked_signature(option, name, factory, given)
     if signature is not None:
         parameters = signature.parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -134,3 +133,49 @@ def call_with(
         except TypeError as error:
             raise UsageError(f"{option} {name}{signature}: {error}") from error
     return factory(**arguments)
+
+
+def check_options(
+    option: str, name: str, factory: Callable[..., object], given: Mapping[str, object]
+) -> None:
+    """Check a user's options of a factory by its signature, without calling it.
+
+    Raises UsageError as `call_with` for a name that it lacks, and for a number or text where its
+    annotation has another type.
+    """
+    _checked_signature(option, name, factory, given)
+
+
+def _checked_signature(
+    option: str, name: str, factory: Callable[..., object], given: Mapping[str, object]
+) -> inspect.Signature | None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:
+        return None
+    try:
+        signature.bind_partial(**given)
+    except TypeError as error:
+        raise UsageError(f"{option} {name}{signature}: {error}") from error
+    try:
+        hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    except (NameError, TypeError, AttributeError):
+        hints = {}  # Annotations that only a type checker can read.
+    for key, value in given.items():
+        if key in hints and not _fits(value, hints[key]):
+            wanted = inspect.formatannotation(hints[key])
+            raise UsageError(f"{option} {name}{signature}: {key}={value!r} is not {wanted}")
+    return signature
+
+
+def _fits(value: object, annotation: object) -> bool:
+    """Return False if an annotation of plain types, or of a union of them, excludes a value."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return any(_fits(value, each) for each in typing.get_args(annotation))
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation in (bool, str, type(None)):
+        return isinstance(value, cast(type, annotation))
+    return True

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.factory import call_with, load_factory, split_options
+from dlio.train.factory import call_with, check_options, load_factory, split_options
 from dlio.train.networks.autoencoder import autoencoder
 from dlio.train.networks.classic_networks import alexnet, googlenet, lenet
 from dlio.train.networks.convnet import ConvNet, UNet
@@ -114,3 +114,17 @@ def find_model(text: str) -> Callable[..., nn.Module]:
             "--model", name, MODELS, f"choose {', '.join(MODELS)}, or module:factory"
         )
     return MODELS[name]
+
+
+def check_model(text: str, image_size: int) -> None:
+    """Check the options of a `--model` value before there are data: those of a network of dlio by
+    making it without memory, those of a `module:factory` by its signature.
+
+    Raises UsageError as `make_model`.
+    """
+    name, options = split_options("--model", text)
+    if ":" in name:
+        check_options("--model", name, find_model(text), options)
+        return
+    with torch.device("meta"):
+        make_model(text, classes=2, image_size=image_size)

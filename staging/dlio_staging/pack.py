@@ -39,20 +39,12 @@ class PackArguments(CheckedOptions):
     "dlio pack /lustre/imagenet/train packed",
     "dlio pack /lustre/imagenet/train small --resize 256 --quality 90",
     "dlio pack photos tars --format tar --split train=0.9,val=0.1",
-    usual={
-        "source": "",
-        "destination": "",
-        "format": "",
-        "resize": "Scale images down to this length of the short side",
-        "quality": "",
-        "compress": "",
-        "shard_bytes": "",
-        "split": "",
-        "source_split": "",
-        "processes": "",
-        "ranks": "",
-        "dry_run": "",
-    },
+    usual=(
+        *("source", "destination", "format"),
+        ("resize", "Scale images down to this length of the short side"),
+        *("quality", "compress", "shard_bytes", "split", "source_split", "processes"),
+        *("ranks", "dry_run"),
+    ),
 )
 def command(
     packing: PackArguments,

@@ -284,18 +284,13 @@ def stage(
     "dlio stage packed --tiers /local/scratch:200GiB",
     "dlio stage /lustre/imagenet --tiers /local/scratch:200GB --dry-run",
     "dlio launch --ranks-per-node 1 stage packed --tiers /local/scratch:200GiB",
-    usual={
-        "source": "",
-        "tiers": "",
-        "layout": "partition, replicate, or auto",
-        "bandwidth": "",
-        "deadline_s": "",
-        "include": "Stage only blocks with such a sample, as 'n01*/*'",
-        "pin": "",
-        "allow_partial": "",
-        "ranks": "",
-        "dry_run": "",
-    },
+    usual=(
+        *("source", "tiers"),
+        ("layout", "partition, replicate, or auto"),
+        *("bandwidth", "deadline_s"),
+        ("include", "Stage only blocks with such a sample, as 'n01*/*'"),
+        *("pin", "allow_partial", "ranks", "dry_run"),
+    ),
 )
 def command(
     staging: StageArguments,

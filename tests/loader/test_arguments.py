@@ -95,6 +95,7 @@ def test_arguments_of_open(pictures: pathlib.Path, option: str, value: Any, reme
         ("ram:1GiB:decodd", "did you mean decoded?"),
         ("ram:1GiB,,", "empty"),
         ("ram", "has no size"),
+        ("ram:0GiB", "would hold nothing"),
     ],
 )
 def test_mistyped_tiers(tiers: str, remedy: str, pictures: pathlib.Path) -> None:

@@ -52,21 +52,17 @@ class ChaosCases(CheckedOptions):
 
 
 @with_help(
-    usual={
-        "source": "",
-        "case": "storm, nodes, overhead, schedules or suspicions",
-        "ranks": "",
-        "kills": "",
-        "every": "",
-        "faults": "Kinds of faults: kill, stop, segv, exit, raise, hang, ...",
-        "exchange": "",
-        "epochs": "",
-        "backend": "How ranks communicate: auto, mpi or torch",
-        "restart": "Compare with a job without fault tolerance",
-        "replay": "Replay each trace, and compare the weights bit by bit",
-        "keep": "",
-        "report": "",
-    },
+    usual=(
+        "source",
+        ("case", "storm, nodes, overhead, schedules or suspicions"),
+        *("ranks", "kills", "every"),
+        ("faults", "Kinds of faults: kill, stop, segv, exit, raise, hang, ..."),
+        *("exchange", "epochs"),
+        ("backend", "How ranks communicate: auto, mpi or torch"),
+        ("restart", "Compare with a job without fault tolerance"),
+        ("replay", "Replay each trace, and compare the weights bit by bit"),
+        *("keep", "report"),
+    ),
 )
 def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> None:
     """Hurt training jobs by a schedule of faults, and check that they go on.

@@ -171,17 +171,11 @@ class CheckpointCase:
 
 
 @with_help(
-    usual={
-        "path": "",
-        "model": "",
-        "workload": "",
-        "size": "",
-        "case": "write, or stall: of a training loop. Repeatable",
-        "repeats": "",
-        "emulate": "",
-        "ranks": "",
-        "report": "",
-    },
+    usual=(
+        *("path", "model", "workload", "size"),
+        ("case", "write, or stall: of a training loop. Repeatable"),
+        *("repeats", "emulate", "ranks", "report"),
+    ),
 )
 def command(
     case: CheckpointCase, emulation: Emulation, ranks: RankOptions, output: OutputOptions

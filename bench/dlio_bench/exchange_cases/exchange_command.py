@@ -48,17 +48,7 @@ class ExchangeCases(CheckedOptions):
 
 
 @with_help(
-    usual={
-        "source": "",
-        "case": "",
-        "exchanges": "",
-        "fabrics": "",
-        "ranks": "",
-        "repeats": "",
-        "val": "",
-        "plot": "",
-        "report": "",
-    },
+    usual=("source", "case", "exchanges", "fabrics", "ranks", "repeats", "val", "plot", "report"),
 )
 def command(options: ExchangeBenchOptions, cases: ExchangeCases, output: OutputOptions) -> None:
     """Measure exchanges of gradients and weights.

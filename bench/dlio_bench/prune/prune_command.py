@@ -46,19 +46,10 @@ class PruneCases(CheckedOptions):
 
 
 @with_help(
-    usual={
-        "source": "",
-        "val": "",
-        "case": "",
-        "ranks": "",
-        "seeds": "",
-        "epochs": "",
-        "tolerance": "",
-        "image_size": "",
-        "keep": "",
-        "plot": "",
-        "report": "",
-    },
+    usual=(
+        *("source", "val", "case", "ranks", "seeds", "epochs", "tolerance"),
+        *("image_size", "keep", "plot", "report"),
+    ),
 )
 def command(options: PruneBenchOptions, cases: PruneCases, output: OutputOptions) -> None:
     """Measure the pruning of neurons and the skipping of samples while a network trains.

@@ -47,23 +47,14 @@ from dlio_bench.storage_cases.utilisation import LEAST_STEPS, LEFT_OUT
 
 
 @with_help(
-    usual={
-        "path": "",
-        "workload": "A file of DLIO's, or a name such as unet3d_h100",
-        "format": "",
-        "files": "",
-        "sample_size": "",
-        "batch_size": "",
-        "epochs": "",
-        "loaders": "",
-        "tiers": "",
-        "cache": "Page cache before each epoch: drop, drop-all or keep",
-        "plan": "Say how many files and bytes MLPerf's rules ask for",
-        "rules": "",
-        "emulate": "",
-        "ranks": "",
-        "report": "",
-    },
+    usual=(
+        "path",
+        ("workload", "A file of DLIO's, or a name such as unet3d_h100"),
+        *("format", "files", "sample_size", "batch_size", "epochs", "loaders", "tiers"),
+        ("cache", "Page cache before each epoch: drop, drop-all or keep"),
+        ("plan", "Say how many files and bytes MLPerf's rules ask for"),
+        *("rules", "emulate", "ranks", "report"),
+    ),
 )
 def command(
     case: StorageCase, emulation: Emulation, ranks: RankOptions, output: OutputOptions

@@ -13,17 +13,11 @@ from dlio_bench.training.training_options import CASES, TrainingBenchOptions
 
 
 @with_help(
-    usual={
-        "case": "scaling, checkpoint, ettr or script. Repeatable",
-        "data": "",
-        "networks": "",
-        "exchanges": "",
-        "ranks": "",
-        "forecast": "",
-        "scaling": "",
-        "repeats": "",
-        "report": "",
-    },
+    usual=(
+        ("case", "scaling, checkpoint, ettr or script. Repeatable"),
+        *("data", "networks", "exchanges", "ranks", "forecast", "scaling", "repeats"),
+        "report",
+    ),
 )
 def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
     """Measure training as a whole on ranks of this machine, and forecast it for more.

@@ -19,16 +19,12 @@ from dlio.util.printable import print_line
             *("ternary", "tune_epochs"),
         ),
     },
-    usual={
-        "weights": "",
-        "output": "",
-        "model": "",
-        "image_size": "",
-        "format": "",
-        "input": "Pixels of 0 to 255, or float32: normalised by the caller",
-        "check": "Held-out data, on which the file's accuracy is measured",
-        "calibrate": "",
-    },
+    usual=(
+        *("weights", "output", "model", "image_size", "format"),
+        ("input", "Pixels of 0 to 255, or float32: normalised by the caller"),
+        ("check", "Held-out data, on which the file's accuracy is measured"),
+        "calibrate",
+    ),
 )
 def command(options: ExportOptions) -> None:
     """Write a trained model as ONNX, or as a spiking network in NIR.

@@ -251,7 +251,7 @@ _USUAL: Final = (
 """Options of jobs and machines that `--help` shows."""
 
 
-@with_help(usual=dict.fromkeys((*_USUAL, "sweep", "plot", "report"), ""))
+@with_help(usual=(*_USUAL, "sweep", "plot", "report"))
 def plan(
     job: JobOptions, machine: MachineOptions, sweep: SweepOptions, output: OutputOptions
 ) -> None:
@@ -286,7 +286,7 @@ def plan(
     output.write(asdict(figures))
 
 
-@with_help(usual=dict.fromkeys((*_USUAL, "epochs", "slow", "fail", "report"), ""))
+@with_help(usual=(*_USUAL, "epochs", "slow", "fail", "report"))
 def simulate(
     job: JobOptions, machine: MachineOptions, simulation: SimulationOptions, output: OutputOptions
 ) -> None:

@@ -134,20 +134,14 @@ _CALLBACK: Final = "dlio.features.search.trial:make_callback"
             field.name for field in options_of(TrainOptions)
         ),
     },
-    usual={
-        "source": "",
-        "space": "",
-        "val": "",
-        "trials": "",
-        "objective": "Metric after the last epoch, such as loss or val_accuracy",
-        "epochs": "Passes over the data of each trial",
-        "sampler": "tpe, cmaes, random or grid",
-        "tiers": "Caches, such as ram:8GiB,/scratch:200GiB",
-        "ranks": "",
-        "ranks_per_trial": "",
-        "study": "",
-        "html": "",
-    },
+    usual=(
+        *("source", "space", "val", "trials"),
+        ("objective", "Metric after the last epoch, such as loss or val_accuracy"),
+        ("epochs", "Passes over the data of each trial"),
+        ("sampler", "tpe, cmaes, random or grid"),
+        ("tiers", "Caches, such as ram:8GiB,/scratch:200GiB"),
+        *("ranks", "ranks_per_trial", "study", "html"),
+    ),
 )
 def command(
     run: SearchedRun,

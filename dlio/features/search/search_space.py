@@ -63,14 +63,18 @@ _SAME: Final = (
 def parse_space(texts: Sequence[str], run: TrainOptions) -> "SearchSpace":
     """Parse the texts of --set for `dlio train`.
 
-    Raises UsageError for an unknown option or a value that it does not take.
+    Raises UsageError for an unknown option or a value that it, or the model, does not take.
     """
+    from dlio.train.model import check_model
+
     fields = {each.flag[2:]: each for each in options_of(TrainOptions) if each.name not in _SAME}
     axes = _parsed_space(texts, fields)
     for name, axis in axes.items():
         for value in _ends(axis):
             try:
-                with_point(run, {name: value})
+                config = with_point(run, {name: value})
+                if name.startswith("model"):
+                    check_model(config.model.model, config.model.image_size)
             except UsageError as error:
                 raise UsageError(f"--set {name}={value}: {error}") from error
     return axes

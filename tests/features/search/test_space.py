@@ -60,6 +60,11 @@ def test_lists_of_yes_and_no_have_the_type_of_their_option() -> None:
         ("lr", "NAME=VALUES"),
         ("lr=1,1", "names a value twice"),
         ("checkpoint=a,b", "no option"),
+        ("model.width=16,b", "width='b' is not int"),
+        ("model.width=8.5..16", "width=8.5 is not int"),
+        ("model.widht=8,16", "widht"),
+        ("model=resnet,vit(width=100)", "a multiple of its 3 heads"),
+        ("model=resnet,dlio.train.networks.mlp:Mlp(depth='a')", "depth='a' is not int"),
     ],
 )
 def test_an_invalid_parameter_is_refused_with_its_remedy(text: str, said: str) -> None:
