@@ -6,7 +6,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,16 @@ def curves(path: Path) -> None:
         written._scalar("loss", 1.0, 1)
 
 
-def load_commands(place: Path, data: Path) -> None:
-    """Load what deeds need: users cannot read the modules of the interpreter.
+def load_commands(place: Path, data: Path, names: Iterable[str]) -> None:
+    """Load what these deeds need: users cannot read the modules of the interpreter.
 
     Each deed is done in a process of its own, as users do it: threads that it starts stay there.
     """
     for encoding in ("ascii", "utf-16", "utf-16-be", "utf-32", "utf-32-be", "utf-32-le"):
         codecs.lookup(encoding)
     root = User(0, 0, place)
-    for name, (deed, _) in DEEDS.items():
-        path = place / name
+    for name in names:
+        deed, path = DEEDS[name][0], place / name
         (path / "way").mkdir(parents=True)
 
         def done(deed: Deed = deed, path: Path = path) -> list[object]:
@@ -200,3 +200,5 @@ DEEDS: dict[str, tuple[Deed, tuple[str, ...]]] = {
     ),
 }
 """Deeds of alice in a folder, and the names in it that mallory may have taken."""
+DAILY = ("view", "ls html", "script", "curves", "report")
+"""Those that are tried by day, too: to load what others need takes long."""

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.commands import attack, is_refused
-from tests.hostile.deeds import DEEDS
+from tests.hostile.commands import attack, daily, is_refused
+from tests.hostile.deeds import DAILY, DEEDS
 from tests.hostile.users import SHARED_GROUP, Machine, User
 
 _DRAWN = 300
@@ -154,7 +154,7 @@ def _drawn(deed: str, name: str, plant: str, rights: str, umask: int) -> Any:
             path.unlink(missing_ok=True)
 
     act.__name__ = f"{deed} {name} {plant} {rights} {umask:o}".replace("/", "-").replace(" ", "_")
-    return attack(act)
+    return (daily if deed in DAILY and umask == 0 else attack)(act)
 
 
 @contextlib.contextmanager
@@ -210,9 +210,9 @@ def _raced(deed: str, rights: str, target: str, umask: int) -> Any:
 
 
 EVERY = [
-    (deed, name, *rest)
+    (deed, name, plant, rights, umask)
     for deed, (_, names) in DEEDS.items()
-    for name, *rest in itertools.product(names, PLANTS, _RIGHTS, _UMASKS)
+    for name, plant, rights, umask in itertools.product(names, PLANTS, _RIGHTS, _UMASKS)
 ]
 EVERY_RACE = list(
     itertools.product(DEEDS, ("open", "group"), ("thesis", "profile", "new"), _UMASKS)
