@@ -1,4 +1,4 @@
-"""What alice does where mallory may have taken names: functions and commands of dlio."""
+"""Deeds of alice where mallory may have taken names: functions and commands of dlio."""
 
 import codecs
 import contextlib
@@ -67,7 +67,7 @@ def curves(path: Path) -> None:
 
 
 def load_commands(place: Path, data: Path, names: Iterable[str]) -> None:
-    """Load what these deeds need: users cannot read the modules of the interpreter.
+    """Load the modules of these deeds: users cannot read the modules of the interpreter.
 
     Each deed is done in a process of its own, as users do it: threads that it starts stay there.
     """
@@ -201,4 +201,4 @@ DEEDS: dict[str, tuple[Deed, tuple[str, ...]]] = {
 }
 """Deeds of alice in a folder, and the names in it that mallory may have taken."""
 DAILY = ("view", "ls html", "script", "curves", "report")
-"""Those that are tried by day, too: to load what others need takes long."""
+"""Those that are tried by day, too: to load the modules of others takes long."""

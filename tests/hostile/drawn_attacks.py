@@ -113,7 +113,7 @@ def _place(machine: Machine, name: str, rights: str) -> tuple[Path, Path]:
 
 
 def _open_to_all(place: Path, machine: Machine) -> list[str]:
-    """Return what alice has made in a folder and in her home that all users may write."""
+    """Return the entries of alice in a folder and in her home that all users may write."""
     free = []
     for path in (*place.rglob("*"), *machine.alice.home.rglob("*")):
         with contextlib.suppress(FileNotFoundError):
@@ -159,7 +159,7 @@ def _drawn(deed: str, name: str, plant: str, rights: str, umask: int) -> Any:
 
 @contextlib.contextmanager
 def _exchanging(user: User, place: Path, target: Path) -> Iterator[None]:
-    """While the block runs, a process of this user exchanges whatever is in a folder, and in the
+    """While the block runs, a process of this user exchanges all entries of a folder, and of the
     folders there, for links to `target`, and back."""
     process = os.fork()
     if not process:

@@ -155,7 +155,7 @@ def test_strangers_are_not_followed_where_all_may_write(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users: needs root")
 def test_links_of_strangers_lead_nowhere_from_their_folders(tmp_path: Path) -> None:
-    """Not below what they have made in a folder of a group, and nowhere to a folder of the user."""
+    """Not below their folders in one of a group, and nowhere to a folder of the user."""
     mine, other = tmp_path / "mine", tmp_path / "other"
     colleagues, theirs = tmp_path / "colleagues", tmp_path / "theirs"
     for folder in (mine, other, colleagues, colleagues / "out", theirs):
