@@ -10,7 +10,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, Final
 
 _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -144,5 +144,23 @@ def temporary_name(name: str) -> str:
 
 
 def publish_file(folder: int, temporary: str, name: str) -> None:
-    """Rename a complete file in a verified folder to its final name."""
+    """Rename a complete file in a verified folder to its final name.
+
+    Raises OSError, also if a device has this name: root could replace /dev/null itself.
+    """
+    refuse_device(folder, name)
     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def refuse_device(folder: int | None, name: str) -> None:
+    """Raise OSError if a name in a folder, or a path without one, is that of a device, or of an
+    open file of this process (/dev/stdout)."""
+    with suppress(FileNotFoundError):
+        entry = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        is_taken = False
+        if stat.S_ISLNK(entry.st_mode):
+            is_taken = os.readlink(name, dir_fd=folder).startswith("/proc/")
+            with suppress(OSError):
+                entry = os.stat(name, dir_fd=folder)
+        if is_taken or stat.S_ISCHR(entry.st_mode) or stat.S_ISBLK(entry.st_mode):
+            raise OSError(errno.ENODEV, "a device, or an open file, has this name", name)

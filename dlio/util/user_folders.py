@@ -1,7 +1,9 @@
 """Folders that users name, such as that of `--report`, opened component by component.
 
 Links are followed, but where every user may write (/tmp), links and folders that strangers have put
-there are refused. A folder of one of the user's groups is accepted: its owner wants to share it.
+there are refused. A folder of one of the user's groups is accepted: its owner wants to share it,
+but below a folder that a stranger has made there no link of a stranger is followed. Wherever it is,
+a stranger's link may not lead to a folder of this user's.
 """
 
 import errno
@@ -39,7 +41,7 @@ def _open_path(path: str) -> int:
     """Open a folder as a place (O_PATH), each link and folder on the way verified."""
     left = path.split("/")[::-1]
     at = os.open("/" if path.startswith("/") else ".", _PATH | os.O_DIRECTORY)
-    links = 0
+    links, led, is_theirs = 0, "", False
     try:
         if path.startswith(_OWN):
             del left[-5:]
@@ -58,10 +60,17 @@ def _open_path(path: str) -> int:
                 entry = os.open(name, _PATH, dir_fd=at)
             try:
                 status = os.fstat(entry)
-                reason = "" if name == ".." else planted(os.fstat(at), status)
+                above = os.fstat(at)
+                reason = "" if name == ".." else planted(above, status)
+                target = os.readlink("", dir_fd=entry) if stat.S_ISLNK(status.st_mode) else None
+                if status.st_uid not in (0, os.geteuid()):
+                    link = f"is a link by user {status.st_uid}"
+                    if target is not None and is_theirs:
+                        reason = reason or f"{link}, below a folder of a stranger's"
+                    led = led if target is None else f"{name} on the way there {link}"
+                    is_theirs |= bool(above.st_mode & 0o022)
                 if reason:
                     raise UntrustedFile(f"{name} on the way there {reason}")
-                target = os.readlink("", dir_fd=entry) if stat.S_ISLNK(status.st_mode) else None
                 if target is None and not stat.S_ISDIR(status.st_mode):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
             except BaseException:
@@ -76,7 +85,10 @@ def _open_path(path: str) -> int:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
             left += target.split("/")[::-1]
             if target.startswith("/"):
+                is_theirs = False
                 at = _exchange(at, os.open("/", _PATH | os.O_DIRECTORY))
+        if led and os.fstat(at).st_uid == os.geteuid():
+            raise UntrustedFile(f"{led} to a folder of yours")
     except BaseException:
         os.close(at)
         raise

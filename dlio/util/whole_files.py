@@ -16,6 +16,7 @@ from dlio.util.trusted_files import (
     open_file,
     path_of,
     publish_file,
+    refuse_device,
     temporary_name,
 )
 from dlio.util.user_folders import parent_of
@@ -37,6 +38,10 @@ def check_writable(option: str, path: str) -> None:
     if not os.path.isdir(folder):
         raise UsageError(f"{option} {path}: {folder} does not exist; create it")
     check_folder(folder, f"{option} {path}: ")
+    try:
+        refuse_device(None, path)
+    except OSError as error:
+        raise unwritable(f"{option} {path}", error) from error
 
 
 def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = PUBLIC_FILE) -> None:

@@ -15,26 +15,30 @@ import pytest
 
 from dlio_staging.manage import StatusOptions, status
 from dlio_staging.verify import verify
-from tests.hostile import drawn_attacks, outputs, private
+from tests.hostile import drawn_attacks, group_attacks, outputs, private
 from tests.hostile.commands import Attack, checkpoint, fill_tier, packs
+from tests.hostile.deeds import DAILY, DEEDS, load_commands
 from tests.hostile.users import Machine, two_users
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("useradd") is None,
     reason="makes two users of the machine: needs root and useradd",
 )
-ATTACKS = [*outputs.ATTACKS, *private.ATTACKS, *drawn_attacks.ATTACKS]
+ATTACKS = [*outputs.ATTACKS, *private.ATTACKS, *group_attacks.ATTACKS, *drawn_attacks.ATTACKS]
 
 
 @pytest.fixture(scope="module")
-def machine(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(
+    pictures: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Machine]:
     """The machine. What the attacks import is loaded: users cannot read the interpreter."""
     place = tmp_path_factory.mktemp("loaded")
     packs(pictures, place / "packed")
     checkpoint(place / "ck")
     fill_tier(place, 0)
     verify(str(place))
-    drawn_attacks.load_commands(tmp_path_factory.mktemp("commands"), pictures)
+    names = DEEDS if request.config.getoption("--nightly") else DAILY
+    load_commands(tmp_path_factory.mktemp("commands"), pictures, names)
     with contextlib.redirect_stdout(io.StringIO()):
         status(StatusOptions(tiers=str(place)))
     with two_users(pictures) as both:
@@ -50,4 +54,4 @@ def test_another_user_changes_nothing_and_is_not_believed(machine: Machine, act:
 
 
 def test_there_are_attacks_enough() -> None:
-    assert len(ATTACKS) >= 80
+    assert len(ATTACKS) >= 400

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +31,14 @@ from dlio.util.trusted_files import (
     shown_as,
 )
 from dlio.util.user_folders import make_folders, open_folder, parent_of
-from dlio.util.whole_files import name_partial, open_partial, write_json, write_whole
+from dlio.util.whole_files import (
+    check_writable,
+    move_file,
+    name_partial,
+    open_partial,
+    write_json,
+    write_whole,
+)
 from tests.conftest import FullDisk
 
 READ = os.O_RDONLY
@@ -143,6 +151,53 @@ def test_strangers_are_not_followed_where_all_may_write(
     folder: os.stat_result, entry: os.stat_result, is_refused: bool
 ) -> None:
     assert bool(planted(folder, entry)) == is_refused
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users: needs root")
+def test_links_of_strangers_lead_nowhere_from_their_folders(tmp_path: Path) -> None:
+    """Not below their folders in one of a group, and nowhere to a folder of the user."""
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    colleagues, theirs = tmp_path / "colleagues", tmp_path / "theirs"
+    for folder in (mine, other, colleagues, colleagues / "out", theirs):
+        folder.mkdir()
+    for folder in (other, theirs, colleagues / "out"):
+        os.chown(folder, 4242, 4242)
+    colleagues.chmod(0o2775)
+    for above in (colleagues / "out", theirs):
+        for name in ("mine", "other"):
+            (above / name).symlink_to(tmp_path / name)
+            os.chown(above / name, 4242, 4242, follow_symlinks=False)
+    for mode in (0o755, 0o777):
+        (colleagues / "out").chmod(mode)
+        os.close(open_folder(str(colleagues / "out")))
+        for name in ("mine", "other"):
+            with pytest.raises(UntrustedFile, match=f"{name} .*is a link by user 4242"):
+                open_folder(str(colleagues / "out" / name))
+    os.close(open_folder(str(theirs / "other")))
+    with pytest.raises(UntrustedFile, match=r"mine .*is a link by user 4242 to a folder of yours"):
+        open_folder(str(theirs / "mine"))
+
+
+def test_no_device_is_replaced_by_a_file(tmp_path: Path) -> None:
+    """Root could replace /dev/null, which a report may be sent to."""
+    places = [tmp_path / "full", tmp_path / "stdout", tmp_path / "device"]
+    places[0].symlink_to("/dev/full")
+    places[1].symlink_to("/proc/self/fd/1")
+    with suppress(PermissionError):
+        os.mknod(places[2], stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    (tmp_path / "whole").write_text("whole")
+    for place in filter(os.path.lexists, places):
+        before = place.lstat()
+        with pytest.raises(UsageError, match="a device, or an open file, has this name"):
+            write_json(str(place), 1)
+        with pytest.raises(UsageError, match=r"--report .* has this name; name another place"):
+            check_writable("--report", str(place))
+        with pytest.raises(OSError, match="has this name"):
+            move_file(str(tmp_path / "whole"), str(place))
+        assert os.path.samestat(place.lstat(), before)
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        ["whole", *(each.name for each in places if os.path.lexists(each))]
+    )
 
 
 def test_only_plain_files_with_one_name_are_opened(tmp_path: Path) -> None:
