@@ -14,6 +14,8 @@ from dlio.integrations.script.script_lines import loops_at
 
 _KEEPS: Final = ("int", "float", "str", "round", "max", "min", "abs", "sum")
 """Functions that return a number of their arguments."""
+_JOINS: Final = "gather_for_metrics"
+"""Method of Accelerate's that returns the rows of all ranks."""
 _REPORTS: Final = tuple(
     "print format info debug warning log write update add append set_postfix set_description "
     "add_scalar".split()
@@ -72,6 +74,8 @@ class _Sizes:
             self._sizes |= names
         elif self._mentions(value):
             self._batches |= names
+        elif _joins(value):
+            self._batches -= names
 
     def _expression(self, node: ast.AST, use: _Use) -> None:
         if self._is_size(node):
@@ -110,7 +114,11 @@ class _Sizes:
         return False
 
     def _mentions(self, node: ast.AST) -> bool:
-        return not self._batches.isdisjoint(_names(node))
+        return not (_joins(node) or self._batches.isdisjoint(_names(node)))
+
+
+def _joins(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == _JOINS
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -27,6 +27,7 @@ from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.batch_tensors import sizes_of
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
+from dlio.integrations.script.joined_rows import joined_rows
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.loss_terms import batch_dim
 from dlio.integrations.script.mixed_inputs import MixedInputs
@@ -167,6 +168,12 @@ class ScriptContext:
         if used is not None and is_divided:
             latest.insert(0, used)
         return next((batch for batch in latest if batch.weight), latest[0] if latest else None)
+
+    @property
+    def batch_in_parts(self) -> ScriptBatch | None:
+        """The training batch that the script computed on last, if ranks have parts of it."""
+        batch = self._used
+        return batch if self.divides_now and batch is not None and batch.divided else None
 
     @property
     def is_alone(self) -> bool:
@@ -493,6 +500,14 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
     def follows_formula(self) -> bool:
         """False, as the script's sampler makes the order, until a framework distributes."""
         return self._context.aside and super().follows_formula()
+
+    @property
+    def joined_rows(self) -> Callable[[Any], Any] | None:
+        """Returns all rows of a training batch for this rank's, if the ranks divide it."""
+        context = self._context
+        if context.aside:
+            return None
+        return lambda mine: joined_rows(mine, context.batch_in_parts, context.comm, context.guard)
 
     def _drawn_seed(self) -> int:
         """Draw a seed for workers, as torch's loader does before the sampler draws."""

@@ -2,9 +2,11 @@
 uses it like one of its own.
 
 Accelerate fills the last batch up with samples of the first one, trains on them again, and cuts
-them off its metrics. dlio's ranks have other numbers of samples instead, and three functions of
+them off its metrics. dlio's ranks have other numbers of samples instead, and some functions of
 Accelerate are replaced, for dlio's loaders alone: `backward` weighs a rank's loss by its samples,
-`gather_for_metrics` gathers parts of different sizes, and `skip_first_batches` asks the loader.
+`gather_for_metrics` gathers parts of different sizes, `skip_first_batches` asks the loader, and
+`prepare_data_loader` gives it the seedable sampler. In a script of `dlio run`, where Accelerate
+sees one process, `gather` joins the rows of a batch that the ranks share.
 """
 
 import sys
@@ -14,6 +16,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import RandomSampler
 
 from dlio.exchange.batch_share import BatchShare, listen, share_of
 from dlio.exchange.joined_batches import JoinedBatches
@@ -139,6 +142,8 @@ def prepare() -> None:
     kind._knows_dlio = True
     kind.backward = _backward(kind.backward)
     kind.gather_for_metrics = _gather_for_metrics(kind.gather_for_metrics)
+    kind.gather = _gather(kind.gather)
+    kind.prepare_data_loader = _prepare_data_loader(kind.prepare_data_loader)
     skip = sys.modules["accelerate.data_loader"].skip_first_batches
     # Its code: scripts and Trainer have imported the function by name.
     _originals["skip"] = types.FunctionType(skip.__code__, skip.__globals__, skip.__name__)
@@ -147,6 +152,33 @@ def prepare() -> None:
 
 
 _originals: dict[str, Any] = {}
+
+
+def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def prepare_data_loader(accelerator: Any, loader: Any, *args: Any, **options: Any) -> Any:
+        prepared = getattr(loader, "_is_accelerate_prepared", False)
+        if prepared and accelerator.use_seedable_sampler and not loader.follows_formula():
+            _make_seedable(loader, accelerator.dataloader_config.data_seed)
+        return original(accelerator, loader, *args, **options)
+
+    return prepare_data_loader
+
+
+def _make_seedable(loader: Any, seed: int | None) -> None:
+    """Give a loader that shuffles the sampler that Accelerate gives it in one process."""
+    seedable: Any = sys.modules["accelerate.data_loader"].SeedableRandomSampler
+    batches = loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if not isinstance(sampler, RandomSampler) or isinstance(sampler, seedable):
+        return
+    batches.sampler = seedable(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=seed,
+    )
 
 
 def _backward(original: Callable[..., None]) -> Callable[..., None]:
@@ -190,10 +222,24 @@ def skipped(loader: Any, count: int) -> Any:
 # Metrics
 
 
+def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def gather(accelerator: Any, tensor: Any) -> Any:
+        join = getattr(accelerator.gradient_state.active_dataloader, "joined_rows", None)
+        if join is not None:
+            return sys.modules["accelerate.utils"].recursively_apply(join, tensor)
+        return original(accelerator, tensor)
+
+    return gather
+
+
 def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def gather(accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
         loader = accelerator.gradient_state.active_dataloader
+        join = getattr(loader, "joined_rows", None)
+        if join is not None and _has_others(input_data, use_gather_object):
+            return join(input_data)
         share = getattr(loader, "batch_share", None)
         if not isinstance(share, BatchShare):
             return original(accelerator, input_data, use_gather_object)
@@ -201,11 +247,7 @@ def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
         if share.is_even and share.counts[0] == size:
             return original(accelerator, input_data, use_gather_object)
         utils: Any = sys.modules["accelerate.utils"]
-        try:
-            utils.recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if use_gather_object:
+        if _has_others(input_data, use_gather_object):
             if isinstance(input_data, list | tuple | torch.Tensor) and not share.samples:
                 input_data = input_data[:0]
             return utils.gather_object(input_data)
@@ -214,6 +256,17 @@ def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return gather
+
+
+def _has_others(data: Any, is_known: bool) -> bool:
+    """True if something is gathered that is not all tensors."""
+    try:
+        sys.modules["accelerate.utils"].recursively_apply(
+            lambda x: x, data, error_on_other_type=True
+        )
+    except TypeError:
+        return True
+    return is_known
 
 
 def _gathered(accelerator: Any, tensor: torch.Tensor, share: BatchShare, size: int) -> torch.Tensor:

@@ -36,6 +36,7 @@ def test_a_number_is_found(line: str, tmp_path: Path) -> None:
         "print(k * len(loader))",
         "loss = criterion(model(x), y)",
         "total += x.size(1)",
+        "x = accelerator.gather_for_metrics(x); total += len(x)",
     ],
 )
 def test_shapes_and_other_sizes_are_left(line: str, tmp_path: Path) -> None:

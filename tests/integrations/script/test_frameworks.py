@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -351,3 +352,56 @@ distribute("frozen", model["head"].parameters())
     before = done.stderr[: done.stderr.index(warnings[0])]
     assert "head" in before
     assert "frozen" not in before
+
+
+_ACCELERATE = """
+import os, sys, torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 21
+    def __getitem__(self, k):
+        return X[k], X[k].sum(), f"sample {k}"
+
+set_seed(5)
+X = torch.randn(21, 4)
+config = DataLoaderConfiguration(use_seedable_sampler=True)
+accelerator = Accelerator(cpu=True, dataloader_config=config)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = torch.utils.data.DataLoader(Data(), batch_size=8, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(3):
+    for x, y, names in loader:
+        out = model(x)[:, 0]
+        accelerator.backward((out - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        p, t = accelerator.gather_for_metrics((out.detach(), y))
+        error = (p - t).square().mean().item()
+        names = accelerator.gather_for_metrics(list(names))
+        print(len(p), round(error, 4), *names)
+weights = torch.nn.utils.parameters_to_vector(model.parameters())
+print([round(each, 4) for each in weights.tolist()])
+"""
+
+
+@pytest.mark.mpi
+def test_accelerate_orders_and_gathers_samples_as_in_one_process(tmp_path: Path) -> None:
+    if find_spec("accelerate") is None:  # Imported by the scripts alone.
+        pytest.skip("needs accelerate")
+    on_ranks = _run(tmp_path, _ACCELERATE)
+    assert on_ranks.returncode == 0, on_ranks.stderr
+    one = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert on_ranks.stdout == one.stdout
+    assert "gather" not in on_ranks.stderr
