@@ -50,7 +50,7 @@ def test_a_changed_bit_of_a_tensor_is_refused(weights: Path) -> None:
         damaged = bytearray(whole)
         damaged[place + bit // 8] ^= 1 << bit % 8
         weights.write_bytes(damaged)
-        with pytest.raises(UsageError, match="it is damaged: the checksum of .* differs"):
+        with pytest.raises(UsageError, match=r"it is damaged: the checksum of .* differs"):
             read_weights(str(weights))
 
 
