@@ -59,6 +59,13 @@ _LOST: Final = frozenset(
     if hasattr(MPI, name)
 )
 """Error classes that say that a rank is gone."""
+_UNCLEAR: Final = frozenset((MPI.ERR_OTHER, MPI.ERR_INTERN, MPI.ERR_UNKNOWN))
+"""Error classes that Open MPI may give for a request that a loss has ended ("known error not in
+list"), as where several ranks of a node go at once."""
+_TOLD_TIMEOUT_S: Final = 5.0
+"""Time within which MPI knows of the loss behind such an error."""
+_UNCLEAR_PER_LOSS: Final = 1000
+"""Most of them that a lost rank explains: ranks meet anew for each, but not for ever."""
 _OPS: Final = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
@@ -89,9 +96,28 @@ def _call(function: Callable[[], _T]) -> _T:
         with one_at_a_time:
             return function()
     except MPI.Exception as error:
-        if error.Get_error_class() in _LOST:
+        if error.Get_error_class() in _LOST or _is_of_a_loss(error):
             raise PeerLost("another rank is gone: it was killed, or its node is lost") from error
         raise
+
+
+_unclear_errors = 0
+
+
+def _is_of_a_loss(error: "MPI.Exception") -> bool:
+    """True for an unclear error if MPI knows, or comes to know soon, that a rank is gone."""
+    global _unclear_errors
+    if settings().min_ranks is None or error.Get_error_class() not in _UNCLEAR:
+        return False
+    _unclear_errors += 1
+
+    def is_explained() -> bool:
+        with one_at_a_time:
+            _quiet().Iprobe()  # MPI learns of losses when it is called.
+            failed: int = MPI.COMM_WORLD.Get_failed().size
+        return _unclear_errors <= failed * _UNCLEAR_PER_LOSS
+
+    return poll(is_explained, _TOLD_TIMEOUT_S)
 
 
 _LEVEL: Final = MPI.Query_thread()

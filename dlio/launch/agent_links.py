@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from dlio.comm.allocation import check_host
 from dlio.errors import UsageError
-from dlio.launch.node.agent_protocol import BEAT_S
+from dlio.launch.node.agent_protocol import BEAT_S, PeerSilence
 from dlio.util.child_processes import kill_groups_after, module_command
 from dlio.util.closable import Closable
 from dlio.util.settings import settings
@@ -84,7 +84,7 @@ class _AgentLink(NodeProcess):
         """Exit code that its ranks have left in this start."""
         self.paused: float | None = None
         """When all ranks of this start had paused."""
-        self.heard = time.monotonic()
+        self.silence = PeerSilence()
         self._line = b""
 
     def beat(self) -> None:
@@ -106,7 +106,7 @@ class _AgentLink(NodeProcess):
             return True
         if not piece:
             return False
-        self.heard = time.monotonic()
+        self.silence.heard()
         *lines, self._line = (self._line + piece).split(b"\n")
         for line in lines:
             answer = json.loads(line)
@@ -231,9 +231,9 @@ class Agents(Closable):
         """
         for node in self.living:
             self._agents[node].order({"stop": True})
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        silence = PeerSilence()
         while waiting := [n for n in self.living if self._agents[n].stopped is None]:
-            if time.monotonic() > deadline:
+            if silence.looked() > _STOP_TIMEOUT_S:
                 for node in waiting:
                     self._lose(self._agents[node])
                 break
@@ -257,7 +257,7 @@ class Agents(Closable):
                 self._selector.unregister(process)
         for node in self.living:
             # Longer than the agent waits: it has killed its ranks before others start.
-            if time.monotonic() - self._agents[node].heard > self._silence_s + 2 * BEAT_S:
+            if self._agents[node].silence.looked() > self._silence_s + 2 * BEAT_S:
                 self._lose(self._agents[node])
         return ended
 

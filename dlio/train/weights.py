@@ -23,6 +23,7 @@ def stored_state(path: str) -> dict[str, torch.Tensor]:
     """
     with open_input(path) as file:
         check_archive(file)
+        check_sums(file)
         try:
             # With weights_only nothing but tensors and plain containers is unpickled.
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -55,6 +56,22 @@ def check_archive(file: IO[bytes]) -> None:
         raise ValueError(f"it is damaged: {_reason(error)}") from error
     if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
         raise ValueError("its tensors are compressed, as dlio never does")
+    file.seek(0)
+
+
+def check_sums(file: IO[bytes]) -> None:
+    """Check the contents of an archive against its checksums, which torch does not read.
+
+    The file is left at its beginning. Raises OSError if it cannot be read, ValueError if damaged.
+    """
+    try:
+        damaged = zipfile.ZipFile(file).testzip()
+    except OSError:
+        raise
+    except Exception as error:  # zipfile passes on any error of a damaged file.
+        raise ValueError(f"it is damaged: {_reason(error)}") from error
+    if damaged is not None:
+        raise ValueError(f"it is damaged: the checksum of {damaged[:100]} differs")
     file.seek(0)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dlio.launch.node import shim
-from dlio.launch.node.agent_protocol import job_folder
+from dlio.launch.node.agent_protocol import BEAT_S, PeerSilence, job_folder
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 
 pytestmark = pytest.mark.cold
@@ -223,5 +223,35 @@ def test_an_agent_that_hears_nothing_of_the_launcher_ends_with_its_ranks(tmp_pat
             assert job.agent.wait(TIMEOUT_S) == 0
             assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
         assert not job.folder.exists()
+    finally:
+        job.close()
+
+
+def test_a_machine_that_stands_still_is_no_silence() -> None:
+    now = [0.0]
+    silence = PeerSilence(lambda: now[0])
+    for _ in range(3):
+        now[0] += 25.0
+        assert silence.looked() <= BEAT_S
+        silence.heard()
+    looks = 0
+    while silence.looked() <= 2.0:
+        now[0] += 0.05
+        looks += 1
+    assert looks == pytest.approx(2.0 / 0.05, abs=1)
+
+
+@pytest.mark.nightly
+def test_an_agent_that_stood_still_with_the_launcher_lives_on(tmp_path: Path) -> None:
+    job = _Job(tmp_path, silence_s=3.0)
+    try:
+        os.kill(job.agent.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(job.agent.pid, signal.SIGCONT)
+        # It has looked, and ends if it ends.
+        for _ in range(10):
+            time.sleep(0.1)
+            job.order(beat=True)
+        assert job.agent.poll() is None
     finally:
         job.close()

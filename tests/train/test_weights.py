@@ -42,6 +42,18 @@ def test_damaged_files_are_refused_and_not_passed_on(weights: Path) -> None:
     assert max(map(len, said)) < 600
 
 
+def test_a_changed_bit_of_a_tensor_is_refused(weights: Path) -> None:
+    whole = weights.read_bytes()
+    (bias,) = (each for each in torch.load(weights).values() if each.shape == (2,))
+    place = whole.index(bias.numpy().tobytes())
+    for bit in range(64):
+        damaged = bytearray(whole)
+        damaged[place + bit // 8] ^= 1 << bit % 8
+        weights.write_bytes(damaged)
+        with pytest.raises(UsageError, match=r"it is damaged: the checksum of .* differs"):
+            read_weights(str(weights))
+
+
 @pytest.mark.parametrize("text", [b"", b"(lp0\n", b"c" * 99, b"a,b\n1,2\n", b"\x80\x02}q\x00."])
 def test_other_files_are_refused(weights: Path, text: bytes) -> None:
     weights.write_bytes(text)

@@ -16,7 +16,8 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
@@ -31,6 +32,30 @@ STATE: Final = "state"
 Message: TypeAlias = dict[str, Any]
 """A message between processes of one job, as JSON."""
 _LENGTH: Final = struct.Struct("<q")
+
+
+class PeerSilence:
+    """For how long the other side has given no sign of life, as far as this process can know.
+
+    A machine may stand still as a whole, with both sides on it or with this one alone: a virtual
+    one that is moved does for many seconds. Nobody has been silent by then, so what lies between
+    two looks counts as one beat at most. `looked` is to be called several times a beat, after the
+    signs that have come were read.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last, self._silent_s = clock, clock(), 0.0
+
+    def heard(self) -> None:
+        """Note a sign of life."""
+        self._last, self._silent_s = self._clock(), 0.0
+
+    def looked(self) -> float:
+        """Note a look, and return the seconds of silence."""
+        now = self._clock()
+        self._silent_s += min(now - self._last, BEAT_S)
+        self._last = now
+        return self._silent_s
 
 
 def folder_name(token: str, node: str) -> str:

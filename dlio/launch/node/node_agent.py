@@ -36,6 +36,7 @@ from dlio.launch.node.agent_protocol import (
     KEEPER,
     STATE,
     ZYGOTE,
+    PeerSilence,
     folder_name,
     receive_exactly,
 )
@@ -85,8 +86,8 @@ class NodeAgent:
         self._files: set[str] = set()
         """Files that the launcher has asked for in this start."""
         self._line = b""
-        self._heard_of, self._silence_s = time.monotonic(), math.inf
-        """When the launcher gave its last sign of life, and for how long there may be none."""
+        self._silence, self._silence_s = PeerSilence(), math.inf
+        """For how long the launcher gives no sign of life, and for how long it may."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ)
         self._selector.register(self._keeper, selectors.EVENT_READ)
@@ -104,7 +105,7 @@ class NodeAgent:
                     elif not self._read():
                         return
                 # After the selector: if this process was stopped, there are signs to read.
-                if time.monotonic() - self._heard_of > self._silence_s:
+                if self._silence.looked() > self._silence_s:
                     return
                 self._look_for_end()
                 if time.monotonic() - beat >= BEAT_S:
@@ -131,7 +132,7 @@ class NodeAgent:
         piece = os.read(self._orders, 1 << 16)
         if not piece or len(self._line) > _LARGEST_LINE:
             return False
-        self._heard_of = time.monotonic()
+        self._silence.heard()
         *lines, self._line = (self._line + piece).split(b"\n")
         for line in lines:
             self._obey(json.loads(line))
