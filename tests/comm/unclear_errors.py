@@ -44,7 +44,7 @@ if comm.rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 patched._TOLD_TIMEOUT_S = 60.0
 assert raised(MPI.ERR_OTHER) is PeerLost
-assert raised(MPI.ERR_TRUNCATE) is MPI.Exception, "a fault of the caller is no loss"
+assert raised(MPI.ERR_TRUNCATE) is MPI.Exception, "a fault of the caller is not a loss"
 recovery.recover()
 assert comm.size == 2
 print("went on", flush=True)
