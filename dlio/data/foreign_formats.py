@@ -44,7 +44,7 @@ _VOC: Final = ("Annotations", "JPEGImages")
 
 
 def words_of(name: str) -> str:
-    """Return what is known of the format of a file by its name, and how to convert it; "" if
+    """Return the words about the format of a file by its name, and how to convert it; "" if
     nothing is."""
     bare = name.rpartition("/")[2]
     for pattern, words in _KNOWN:
@@ -108,7 +108,7 @@ def pattern_for(source: Source, folders: Sequence[str], reads: Callable[[str], b
         for name, folder in rows:
             looked += not folder
             if not folder and looked <= _MOST_FILES and reads(f"{here}/{name}"):
-                # What follows the name of the outer folder, or the suffix.
+                # The part after the name of the outer folder, or the suffix.
                 end = name.partition(first)[2] or name[_suffix_at(name) :]
                 place = here.removeprefix(first)
                 twins = (f"{each}{place}" for each in folders[1:])

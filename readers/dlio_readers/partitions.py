@@ -44,19 +44,19 @@ def files_of_partitions(
         return []
     if most is None:
         _check_delta(source)
-    found: list[FilePlace] = []
+    files: list[FilePlace] = []
     stack = [(name, 1) for name in reversed(partition_folders(source))]
-    while stack and (most is None or len(found) < most):
+    while stack and (most is None or len(files) < most):
         here, depth = stack.pop()
         if depth > _DEEPEST:
             raise SourceError(f"{source.path(here)} lies too deep: move its files further up")
         names = [name for name, inner in source.names(here) if not inner]
-        found += [
+        files += [
             source.file_at(f"{here}/{name}") for name in names if name.lower().endswith(suffixes)
         ]
         below = partition_folders(source, here)
         stack += [(f"{here}/{name}", depth + 1) for name in reversed(below)]
-    return found[:most]
+    return files[:most]
 
 
 def _check_delta(source: Source) -> None:
@@ -72,7 +72,7 @@ def _check_delta(source: Source) -> None:
 class Partitions:
     """The columns in the names of folders between the folder that was opened and some files.
 
-    What a pattern or a list names lies in the folder that all its paths have in common.
+    Of a pattern or a list, that is the folder which all its paths have in common.
 
     Raises SourceError for a missing value, and for files of other columns.
     """
