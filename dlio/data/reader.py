@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeGuard, cast
 
 from dlio.data.concatenation import ConcatReader
+from dlio.data.foreign_formats import (
+    check_folder,
+    error_of_file,
+    hive_words,
+    pattern_for,
+    voc_words,
+)
 from dlio.data.interpretation import (
     Interpretation,
     Kinds,
@@ -265,7 +272,7 @@ def _understood(
             name, kind, reasons = _recognised(bare, kinds, one=True)
             if kind is not None:
                 raise _without_parts(shown, fields, bare, name)
-        raise _unknown(shown, reasons, named=True)
+        raise error_of_file(bare) or _unknown(shown, reasons, named=True)
     own = "split" in inspect.signature(kind).parameters
     if split is not None and split != WHOLE and not own:
         raise no_splits(split, shown)
@@ -330,8 +337,10 @@ def _of_folder(
             return made
         if reading is None or (path_rules_of(reading.kind).is_fallback and not reading.weight):
             _check_several(url, kinds)
+            check_folder(url)
         if split is not None and split != WHOLE:
-            raise no_splits(split, url)
+            words = voc_words(Source(url))
+            raise UsageError(f"split={split!r}: {words}") if words else no_splits(split, url)
     if reading is None:
         if os.path.isdir(url) and not Source(url).names():
             raise SourceError(f"{url} holds nothing to read: check the path")
@@ -342,19 +351,36 @@ def _of_folder(
 def _check_several(url: str, kinds: Kinds) -> None:
     """Raise UsageError if the folders of a folder, which holds no samples of its own, are data
     sets, such as the configurations of a repository of Hugging Face's Hub."""
-    folders = [name for name, folder in Source(url).names() if folder][:_MOST_FOLDERS]
+    source = Source(url)
+    rows = source.names()
+    folders = [name for name, folder in rows if folder][:_MOST_FOLDERS]
     known = {}
     for name in folders:
         fitting = _fitting_of(inside(url, name), kinds)[0]
         if fitting and not path_rules_of(fitting[0][1]).is_fallback:
-            known[name] = fitting[0][0]
+            known[name] = fitting[0]
+    if not known:
+        return
+    hive = hive_words(folders)
+    if hive:
+        raise UsageError(f"{url}: {hive}")
     if len(known) > 1:
         first = next(iter(known))
-        shown = ", ".join(f"{name} ({form})" for name, form in known.items())
-        raise UsageError(
-            f"{url} holds the data sets {shown}: open one of them, such as {inside(url, first)}, "
-            "or some files of all by a list, or by a pattern, such as 'sub-*/anat/*_T1w.nii.gz'"
+        kind = known[first][1]
+        shown = ", ".join(f"{name} ({form})" for name, (form, _) in known.items())
+        pattern = pattern_for(
+            source, list(known), lambda name: _reason(kind, inside(url, name)) is None
         )
+        text = (
+            f"{url} holds the data sets {shown}: open one of them, such as {inside(url, first)}, "
+            "or some files of all by a list"
+        )
+        if pattern:
+            text += f", or by a pattern, such as {inside(url, pattern)!r}"
+        tables = [n for n, folder in rows if not folder and n.lower().endswith((".tsv", ".csv"))]
+        if tables:
+            text += f"; {named_files(tables)} next to them would not be read"
+        raise UsageError(text)
 
 
 def _without_parts(shown: str, fields: Sequence[str], bare: str, name: str) -> SourceError:

@@ -146,9 +146,10 @@ _OTHER_PICTURES: Final = (
 """Suffixes of pictures that are left out, as by torchvision's ImageFolder."""
 _OTHER_SAMPLES: Final = (
     *(".wav", ".mp3", ".flac", ".ogg", ".m4a", ".mp4", ".avi", ".mov", ".mkv", ".webm", ".nii"),
-    *(".nii.gz", ".dcm", ".h5"),
+    *(".nii.gz", ".dcm", ".h5", ".part", ".partial", ".crdownload", ".download", ".aria2"),
 )
-"""Suffixes of sound, films and scans, which are left out where pictures are read."""
+"""Suffixes of sound, films, scans and unfinished downloads, which are left out where pictures are
+read."""
 
 
 class FileSet:
@@ -413,16 +414,17 @@ def index_kind(format_: str, *options: object) -> str:
 def _left_out(source: Source) -> str:
     names = sorted(name for name in source.left_out if name.lower().endswith(_OTHER_PICTURES))
     others = sorted(source.left_out.difference(names))
-    if not names and not others:
-        return ""
-    if not names:
-        return (
+    words = []
+    if names:
+        words.append(
+            f"leaves out {counted(len(names), 'picture')}, such as {names[0]}: of the suffixes of "
+            f"pictures only {', '.join(PICTURES)} are read; convert or rename them"
+        )
+    if others:
+        words.append(
             f"leaves out {counted(len(others), 'file')} next to its pictures, such as {others[0]}"
         )
-    return (
-        f"leaves out {counted(len(names), 'picture')}, such as {names[0]}: of the suffixes of "
-        f"pictures only {', '.join(PICTURES)} are read; convert or rename them"
-    )
+    return "; ".join(words)
 
 
 def note_others(source: Source, folder: str, names: Iterable[str]) -> None:

@@ -46,6 +46,7 @@ from dlio_readers.folder_doubts import (
     doubts_of_classes,
     masks_among,
     name_labels,
+    number_labels,
 )
 from dlio_readers.label_tables import TABLES, read_table
 from dlio_readers.picture_lists import (
@@ -307,8 +308,9 @@ def plan_of(
         return _name_plan(source, here)
     table = next((name for name in TABLES if (name, False) in rows), "")
     rest = [name for name in TABLES if (name, False) in rows and name != table]
+    useless = ""
     if table and folders:
-        plan = _table_plan(source, table)
+        plan, useless = _table_plan(source, table)
         if plan is not None:
             return plan
     lists = None if layout or (table and not folders) else find_lists(source)
@@ -332,7 +334,7 @@ def plan_of(
         fit = Fit(words, weight, left_out=notes, used=(table, *files), doubts=tuple(doubts))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)
-    others = [f"{table}, which has no labels of the pictures"] if table and not here else []
+    others = [useless] if useless and not here else []
     words, weight = _class_words(source, folders)
     shown = named_files(here)
     if layout is None and here:
@@ -390,11 +392,17 @@ def _name_plan(source: Source, here: Sequence[str]) -> FolderPlan:
 
 def _names_words(here: Sequence[str]) -> tuple[str, ...]:
     """Return the words about pictures whose names look like labels."""
-    labels = name_labels([os.path.splitext(name)[0] for name in here])
-    if not labels:
-        return ()
-    shown = sorted(set(labels.values()))
+    stems = [os.path.splitext(name)[0] for name in here]
+    labels = name_labels(stems)
+    shown = sorted(set(labels.values())) or number_labels(stems)
     some = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+    if not shown:
+        return ()
+    if not labels:
+        return (
+            f"numbers that names begin with and that repeat ({some}), which may be labels: write "
+            "them to labels.csv, of file_name and label",
+        )
     return (f"labels that the names look like ({some}), which layout='names' reads",)
 
 
@@ -505,21 +513,27 @@ def _class_words(source: Source, folders: Sequence[str]) -> tuple[str, float]:
     return words, total if len(counts) > 1 else 0.5 * bool(total)
 
 
-def _table_plan(source: Source, table: str) -> FolderPlan | None:
-    """Return how a folder is read by a table of labels; None if it names no pictures of folders."""
+def _table_plan(source: Source, table: str) -> tuple[FolderPlan | None, str]:
+    """Return (how a folder is read by a table of labels, ""); (None, words about the table) if it
+    names no pictures of folders."""
     pictures = list(files_in(source, "", PICTURES))
     try:
         rows = read_table(source, table, pictures)
-    except SourceError:
+    except SourceError as error:
         if any("/" not in name for name in pictures):
             raise
-        return None
+        return None, f"{table}, which gives no labels ({error})"
     known = set(pictures)
     if not any("/" in name and name in known for name in rows):
-        return None
+        if not rows or known.intersection(rows) or not pictures:
+            return None, f"{table}, which has no labels of the pictures"
+        return None, (
+            f"{table}, whose names match no picture here (it has {next(iter(rows))}, the folder "
+            f"{pictures[0]}): write them relative to the folder"
+        )
     words = f"{counted(len(rows), 'picture')} with the labels of {table}"
     fit = Fit(words, len(rows), is_marked=True, used=(table,))
-    return FolderPlan(fit, table=table, labels=rows, pictures=pictures)
+    return FolderPlan(fit, table=table, labels=rows, pictures=pictures), ""
 
 
 def _by_table(

@@ -24,6 +24,7 @@ _MASK: Final = re.compile(
     re.IGNORECASE,
 )
 _WORDS: Final = re.compile(r"(.*?[^-_. (0-9].*?|[0-9]+(?=[-_. (]))[-_. (]*[0-9]+\)?", re.DOTALL)
+_NUMBER: Final = re.compile(r"(-1|[0-9]+)_.*[-_a-zA-Z]")
 _LONGEST: Final = 32
 # fmt: off
 _CAMERAS: Final = frozenset((
@@ -83,6 +84,14 @@ def name_labels(stems: Sequence[str]) -> dict[str, str]:
     different = set(labels.values())
     few = 1 < len(different) <= len(labels) / 2
     return labels if few and not all(name.lower() in _CAMERAS for name in different) else {}
+
+
+def number_labels(stems: Sequence[str]) -> list[str]:
+    """Return the numbers that names begin with, such as `0002` of `0002_c1s1_000451_03`, if each
+    has two pictures or more on average, as persons do in Market-1501; [] if not."""
+    matches = [_NUMBER.match(stem) for stem in stems]
+    numbers = {match[1] for match in matches if match}
+    return sorted(numbers) if all(matches) and 1 < len(numbers) <= len(stems) / 2 else []
 
 
 def masks_among(names: Sequence[str]) -> list[str]:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import File, ReadErrors, files_below
+from dlio.data.source import File, ReadErrors, expand, files_below
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
+from dlio_readers.partitions import Partitions, files_of_partitions
 from dlio_readers.path_reader import lie_at, split_paths
 from dlio_readers.rowgroups import ArrowTable, RowGroupReader, expanded_bytes
 
@@ -120,7 +121,8 @@ class ParquetReader(RowGroupReader):
     missing is NaN.
 
     Args:
-        path: a file, a folder, a pattern or a list, with the names of columns after `::`.
+        path: a file, a folder, a pattern or a list, with the names of columns after `::`. In a
+            folder of Hive's partitions, such as `country=DE`, their names are columns as well.
 
     Raises SourceError for damaged files, nulls, and column types that samples cannot have.
     """
@@ -129,8 +131,24 @@ class ParquetReader(RowGroupReader):
     path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        self._setup(path, files_below(split_paths(path)[0], _SUFFIXES), ParquetGroups)
+        paths = split_paths(path)[0]
+        files = [
+            file
+            for each in expand(paths)
+            for file in files_of_partitions(each, _SUFFIXES) or files_below(each, _SUFFIXES)
+        ]
+        partitions = Partitions(path, files)
+        self._setup(
+            path,
+            files,
+            lambda file: partitions.opened(file, ParquetGroups(file)),
+            sorted(partitions.columns),
+            partitions.folders,
+        )
 
     @staticmethod
     def recognises(path: str) -> str | None:
-        return None if lie_at(path, _SUFFIXES) else "is neither a .parquet nor a folder of them"
+        url = split_paths(expand(path)[0])[0][0]
+        if lie_at(path, _SUFFIXES) or files_of_partitions(url, _SUFFIXES, 1):
+            return None
+        return "is neither a .parquet nor a folder of them"

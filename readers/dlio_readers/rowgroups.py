@@ -6,7 +6,7 @@ A group is decoded as a whole, and the last few are kept, for callers that read 
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -422,14 +422,16 @@ class RowGroupReader(PathReader):
         path: str | Sequence[str],
         files: Sequence[FilePlace],
         open_file: Callable[[File], GroupedFile],
+        added: Sequence[str] = (),
+        partitions: Collection[str] = (),
     ) -> None:
         """Index the files that a path stands for, or take their index from the cache; `open_file`
-        opens one of them with the library.
+        opens one of them with the library, with the columns `added` of folders `partitions`.
         """
         self._open_file = open_file
         names = split_paths(path)[1]
         parts = {part for each in files for part in each.url.split("/")[:-1]}
-        if parts := {part for part in parts if _PARTITION.fullmatch(part)}:
+        if parts := {part for part in parts if _PARTITION.fullmatch(part)} - {*partitions}:
             tell_once(
                 f"{min(parts)} and the like are columns in names of folders (Hive's partitions), "
                 "which are not read: write them into the files"
@@ -440,6 +442,7 @@ class RowGroupReader(PathReader):
         self._lock = new_rlock()
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
         kind = f"{self.format}-" + ("-".join(names)[:64].replace("/", "_") or "all")
+        kind += "-of-" * bool(added) + "-".join(added)[:64]
         index = cached_index(kind, _VERSION, self._files, lambda: self._build(names))
         head = json.loads(index["head"].tobytes())
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))

@@ -240,3 +240,63 @@ def test_labels_that_nibabel_has_scaled_are_told(
     assert count == 1
     assert f"labels/a.{suffix}: a label is " in said
     assert "round such labels" in said
+
+
+def test_unfinished_downloads_and_sounds_are_counted_next_to_pictures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    _pictures(tmp_path / "data" / "a", ["0.png", "1.gif"])
+    for name in ("2.png.part", "3.JPG.crdownload", "4.wav"):
+        (tmp_path / "data" / "a" / name).write_bytes(b"x")
+    count, logged = _open(tmp_path / "data", caplog)
+    assert count == 1
+    text = "\n".join(logged)
+    assert "leaves out 1 picture, such as a/1.gif" in text
+    assert "leaves out 3 files next to its pictures, such as a/2.png.part" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "told"),
+    [
+        (
+            "labels.csv",
+            "file,label\n/home/jo/0.png,a\n",
+            "whose names match no picture here (it has",
+        ),
+        ("labels.json", "{", "which gives no labels ("),
+    ],
+)
+def test_a_table_whose_labels_are_not_read_is_told_why(
+    name: str,
+    table: str,
+    told: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    _pictures(tmp_path / "data" / "images", ["0.png", "1.png"])
+    (tmp_path / "data" / name).write_text(table)
+    count, logged = _open(tmp_path / "data", caplog)
+    assert count == 2
+    assert sum(told in each for each in logged) == 1
+    assert not any("has no labels of the pictures" in each for each in logged)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["0002_c1s1_000451_03", "0002_c2s1_000301_01", "0007_c1_f1", "0007_c3_f9"], True),
+        (["0001_a_1", "0002_a_2", "0003_a_3"], False),  # Numbers of pictures.
+        (["20210105_1", "20210106_2"], False),
+    ],
+)
+def test_identities_in_names_are_told(
+    names: list[str], told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "data", [f"{name}.png" for name in names])
+    count, logged = _open(tmp_path / "data", caplog)
+    assert count == len(names)
+    words = "numbers that names begin with and that repeat (0002, 0007)"
+    assert any(words in each for each in logged) == told

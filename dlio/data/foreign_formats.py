@@ -1,0 +1,148 @@
+"""Formats that dlio does not read, known by their names, with the way to one that it reads."""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from dlio.data.source import Source
+from dlio.errors import SourceError
+
+_PICKLE: Final = (
+    "a pickle, which may run any code, so that dlio reads none: load it where you trust it, and "
+    "write its arrays by numpy.savez (of CIFAR, torchvision.datasets.CIFAR10 has data and targets)"
+)
+_TENSORS: Final = (
+    "a pickle of PyTorch, which may run code, so that dlio reads none: torch.load(..., "
+    "weights_only=True), and write its tensors by numpy.savez"
+)
+_FORMATS: Final[Mapping[str, str]] = {
+    r"\.beton": "of FFCV: run dlio pack on the data set that it was written from",
+    r"\.orc": "ORC: pyarrow.orc.read_table reads it, and pyarrow.parquet.write_table writes it",
+    r"\.avro": "Avro: polars.read_avro(...).write_parquet(...) converts it",
+    r"\.lance": "of Lance: lance.dataset(...).to_table() reads it, and "
+    "pyarrow.parquet.write_table writes it",
+    r"\.rec": "RecordIO of MXNet: mxnet.recordio reads its records, to write into a tar of "
+    "WebDataset (webdataset.TarWriter)",
+    r"\.(pt|pth)": _TENSORS,
+    r"\.(pkl|pickle|joblib)|data_batch_\d|test_batch|batches\.meta": _PICKLE,
+    r"\.mdb": "LMDB: the module lmdb reads its values, to write into a tar of WebDataset "
+    "(webdataset.TarWriter)",
+    r"[-.]idx\d-ubyte(\.gz)?|[-.]ubyte(\.gz)?": "IDX, as MNIST has it: torchvision.datasets.MNIST "
+    "reads it, and numpy.savez('train.npz', image=its.data, label=its.targets) writes it",
+    r"\.(db|sqlite|sqlite3)": "SQLite: pandas.read_sql(...).to_parquet(...) converts a table",
+    r"\.(xlsx|xls|ods)": "a table of a spreadsheet: pandas.read_excel(...).to_csv(...) converts it",
+    r"\.(7z|rar)": "an archive that is not read in place: extract it",
+}
+_KNOWN: Final = [
+    (re.compile(rf"(?:{name})", re.IGNORECASE), words) for name, words in _FORMATS.items()
+]
+_LANCE: Final = "_versions"
+_LOOKED_INTO: Final = 8
+_MOST_FILES: Final = 16
+_VOC: Final = ("Annotations", "JPEGImages")
+
+
+def words_of(name: str) -> str:
+    """Return the words about the format of a file by its name, and how to convert it; "" if
+    nothing is."""
+    bare = name.rpartition("/")[2]
+    for pattern, words in _KNOWN:
+        match = next((m for m in pattern.finditer(bare) if m.end() == len(bare)), None)
+        if match is not None and (match[0][0] in ".-" or match.start() == 0):
+            return words
+    return ""
+
+
+def check_folder(url: str) -> None:
+    """Raise SourceError if a folder without samples, or one right below, has a file of a format
+    that is known and not read."""
+    source = Source(url)
+    rows = source.names()
+    places = ["", *(name for name, folder in rows if folder)][: _LOOKED_INTO + 1]
+    for place in places:
+        inner = source.names(place) if place else rows
+        if (_LANCE, True) in inner:
+            raise SourceError(f"{source.path(place)} is a data set {words_of('.lance')}")
+        for name, folder in inner:
+            words = "" if folder else words_of(name)
+            if words:
+                shown = source.path(f"{place}/{name}" if place else name)
+                raise SourceError(f"{shown} is {_article(words)}")
+
+
+def error_of_file(name: str) -> SourceError | None:
+    """Return the error for a file of a format that is known and not read; None for others."""
+    words = words_of(name)
+    return SourceError(f"{name} is {_article(words)}") if words else None
+
+
+def _article(words: str) -> str:
+    if words.startswith(("a ", "an ")):
+        return words
+    return f"a file {words}" if words.startswith("of ") else f"a file of {words}"
+
+
+def voc_words(source: Source) -> str:
+    """Return the words about a folder of Pascal VOC, whose boxes and lists of splits are not read;
+    "" for another folder."""
+    folders = {name for name, folder in source.names() if folder}
+    if not folders.issuperset(_VOC):
+        return ""
+    return (
+        f"{source.path()} is of Pascal VOC, whose boxes (Annotations) and splits (ImageSets) are "
+        "not read: convert them to COCO's JSON, one file a split, or open JPEGImages alone"
+    )
+
+
+def pattern_for(source: Source, folders: Sequence[str], reads: Callable[[str], bool]) -> str:
+    """Return a pattern below a folder, such as `*/anat/*_T1w.nii.gz`, for the first file in the
+    first of some data sets `folders` that a reader `reads` by itself, and those like it in the
+    others; "" if there are none.
+    """
+    first = folders[0]
+    stack, looked = [first], 0
+    while stack and looked < _MOST_FILES:
+        here = stack.pop()
+        rows = sorted(source.names(here))
+        for name, folder in rows:
+            looked += not folder
+            if not folder and looked <= _MOST_FILES and reads(f"{here}/{name}"):
+                # The part after the name of the outer folder, or the suffix.
+                end = name.partition(first)[2] or name[_suffix_at(name) :]
+                place = here.removeprefix(first)
+                twins = (f"{each}{place}" for each in folders[1:])
+                return f"*{place}/*{end}" if any(_has(source, each, end) for each in twins) else ""
+        stack += [f"{here}/{name}" for name, folder in reversed(rows) if folder]
+    return ""
+
+
+def _has(source: Source, folder: str, end: str) -> bool:
+    """True if a folder is there, and has a file whose name ends so."""
+    try:
+        return any(not inner and name.endswith(end) for name, inner in source.names(folder))
+    except SourceError:
+        return False
+
+
+def _suffix_at(name: str) -> int:
+    stem = name.removesuffix(".gz")
+    return len(os.path.splitext(stem)[0])
+
+
+HIVE: Final = re.compile(r"([^=/]+)=[^/]*")
+"""A folder of Hive's partitions, such as `country=DE`, and the column that it names."""
+
+
+def hive_words(folders: Sequence[str]) -> str:
+    """Return the words about folders that are partitions, "" if they are not all: the column in
+    their names is in no file."""
+    matches = [HIVE.fullmatch(name) for name in folders]
+    if not folders or not all(matches):
+        return ""
+    return (
+        f"its folders are partitions of Hive, whose column {folders[0].split('=')[0]} stands in "
+        "their names alone, which dlio does not read: write all rows to one file by "
+        "pyarrow.parquet.write_table(pyarrow.dataset.dataset(FOLDER, partitioning='hive')"
+        ".to_table(), 'all.parquet')"
+    )
