@@ -242,7 +242,7 @@ def test_a_divisor_of_all_elements_is_one_of_their_sum() -> None:
 
 def test_learned_weights_of_terms_are_seen_and_constant_ones_are_not() -> None:
     out = torch.nn.Linear(3, 2)(torch.randn(4, 3))
-    learned, mask = torch.zeros(2, requires_grad=True), torch.tensor([True, False, True, True])
+    learned, mask = torch.nn.Parameter(torch.zeros(2)), torch.tensor([True, False, True, True])
     first, second = out[:, 0][mask].mean(), out[:, 1].square().mean()
 
     def is_learned(loss: torch.Tensor) -> bool:
