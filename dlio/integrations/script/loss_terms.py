@@ -614,8 +614,8 @@ def learns_weights(roots: Sequence[torch.Tensor], states: GraphStates) -> bool:
             continue
         seen.add(node)
         inputs = [below for below, _ in node.next_functions if below is not None]
-        found = {states.of(below) for below in inputs}
-        if name in _SCALES and len(found) > 1 and _State.CONSTANT in found:
+        dependences = {states.of(below) for below in inputs}
+        if name in _SCALES and len(dependences) > 1 and _State.CONSTANT in found:
             return True
         left += [below for below in inputs if states.of(below) is _State.REDUCED]
     return False
