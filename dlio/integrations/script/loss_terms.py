@@ -615,7 +615,7 @@ def learns_weights(roots: Sequence[torch.Tensor], states: GraphStates) -> bool:
         seen.add(node)
         inputs = [below for below, _ in node.next_functions if below is not None]
         dependences = {states.of(below) for below in inputs}
-        if name in _SCALES and len(dependences) > 1 and _State.CONSTANT in found:
+        if name in _SCALES and len(dependences) > 1 and _State.CONSTANT in dependences:
             return True
         left += [below for below in inputs if states.of(below) is _State.REDUCED]
     return False
