@@ -8,7 +8,15 @@ from tests.conftest import MpiRun
 from tests.fuzz.training.choices import FEATURES, Choices, draw
 from tests.fuzz.training.faults import FAULTS
 from tests.fuzz.training.grammar import render
-from tests.fuzz.training.judge import GOOD, Case, all_ways, judge, repeat_command, run_alone
+from tests.fuzz.training.judge import (
+    GOOD,
+    Case,
+    Verdict,
+    all_ways,
+    judge,
+    repeat_command,
+    run_alone,
+)
 
 _SEEDS = 500
 _CHUNK = 20
@@ -176,7 +184,24 @@ def test_no_drawn_script_is_trained_wrongly_in_silence(
 )
 @pytest.mark.daily("w = np.full(3, 1.0 + int(rank) / 100)-silent", "w = np.ones(3)-same")
 def test_the_judge_sees_faults(text: str, kind: str, tmp_path: Path, mpirun: MpiRun) -> None:
-    case = _Doctored("doctored", {"optimizer": "by hand"}, "run", 2)
+    verdict = _doctored({"optimizer": "by hand"}, text, tmp_path, mpirun)
+    assert verdict.kind == kind, verdict
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("way", "kind"), [(0.07, "same"), (0.5, "chaotic")])
+def test_far_weights_are_not_the_same_where_random_numbers_lead_far(
+    way: float, kind: str, tmp_path: Path, mpirun: MpiRun
+) -> None:
+    # Other numbers lead one process so far, and ranks are nearly four times as far from it.
+    far = "3 * ('DLIO_TIMEOUT' in os.environ) + ('FUZZ_SHAKE' in os.environ)"
+    text = f"w = np.full(3, 1.0 + {way} * ({far}))"
+    verdict = _doctored({"optimizer": "by hand", "dropout": "half"}, text, tmp_path, mpirun)
+    assert verdict.kind == kind, verdict
+
+
+def _doctored(choices: Choices, text: str, folder: Path, mpi: MpiRun) -> Verdict:
+    """Return the verdict on a script that saves the array `w` of a text."""
     _Doctored.text = f"""
 import os
 import numpy as np
@@ -185,8 +210,7 @@ size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
 {text}
 np.savez(os.environ["FUZZ_OUT"] + f"/rank{{rank}}.npz", w=w)
 """
-    verdict = judge([case], tmp_path, mpirun)[0]
-    assert verdict.kind == kind, verdict
+    return judge([_Doctored("doctored", choices, "run", 2)], folder, mpi)[0]
 
 
 def test_a_seed_gives_one_script() -> None:

@@ -24,7 +24,11 @@ def joined_rows(
     it has rows. Collective.
     """
     is_list = isinstance(mine, list | tuple)
-    if batch is None or not (is_list or (isinstance(mine, torch.Tensor) and mine.ndim)):
+    if (
+        batch is None
+        or not batch.divided
+        or not (is_list or (isinstance(mine, torch.Tensor) and mine.ndim))
+    ):
         return mine
     guard.meet("accelerator.gather")
     each, rest = divmod(len(mine), len(batch.place))

@@ -600,3 +600,22 @@ def _masks_below(node: Any) -> Iterator[torch.Tensor]:
     for below in _below(node):
         saved = [getattr(below, name, None) for name in _MASKS.get(name_of(below), ())]
         yield from (each for each in saved if isinstance(each, torch.Tensor))
+
+
+def learns_weights(roots: Sequence[torch.Tensor], states: GraphStates) -> bool:
+    """True if a loss multiplies or divides what depends on samples by what depends on parameters
+    alone, such as the learned weight of a task: that one's gradient is made of the value."""
+    left = [root.grad_fn for root in roots]
+    seen: set[object] = set()
+    while left:
+        node: Any = left.pop()
+        name = "" if node is None else name_of(node)
+        if node in seen or (name not in _LINEAR and name not in _SCALES):
+            continue
+        seen.add(node)
+        inputs = [below for below, _ in node.next_functions if below is not None]
+        dependences = {states.of(below) for below in inputs}
+        if name in _SCALES and len(dependences) > 1 and _State.CONSTANT in dependences:
+            return True
+        left += [below for below in inputs if states.of(below) is _State.REDUCED]
+    return False

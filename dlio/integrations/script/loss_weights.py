@@ -38,6 +38,7 @@ from dlio.integrations.script.loss_terms import (
     find_terms,
     has_mask,
     is_of_one,
+    learns_weights,
     selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
@@ -194,7 +195,8 @@ class ScriptLossWeights:
             yield self._whole_loss(roots[0], None)
             return
         loops = batch.of.use.plans.loops
-        parts = find_terms(roots, GraphStates(max(int(batch.weight), 1)), line in loops)
+        states = GraphStates(max(int(batch.weight), 1))
+        parts = find_terms(roots, states, line in loops)
         if any(term.each for term in parts.terms):
             loops.add(line)
         self._tell(roots, batch, parts, line)
@@ -227,6 +229,12 @@ class ScriptLossWeights:
         joins |= is_part and not (parts.unknown or parts.hidden)
         if loss is None and exchanges and joins:
             self._context.mixed_losses.set(roots, True)
+            if learns_weights(roots, states):
+                self._context.say(
+                    f"{line}: the loss multiplies terms that count other elements by learned "
+                    "weights: the gradients of these weights are made of the losses of the ranks' "
+                    "parts, not quite those of one process, and NaN where a part has no element"
+                )
         with _multiplied(parts, factors):
             yield loss
 

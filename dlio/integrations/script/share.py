@@ -93,6 +93,8 @@ class ScriptContext:
         """The batch that a tensor is from."""
         self._used: ScriptBatch | None = None
         """The batch that the script computed on last."""
+        self._computed: ScriptBatch | None = None
+        """The same, also after the optimizer's step and a pass of whole batches."""
         self._under_way = PassesUnderWay()
         self.passes = PassMemory()
         self.mixed_losses: TensorNotes[bool] = TensorNotes()
@@ -169,11 +171,11 @@ class ScriptContext:
             latest.insert(0, used)
         return next((batch for batch in latest if batch.weight), latest[0] if latest else None)
 
-    @property
-    def batch_in_parts(self) -> ScriptBatch | None:
-        """The training batch that the script computed on last, if ranks have parts of it."""
-        batch = self._used
-        return batch if self.divides_now and batch is not None and batch.divided else None
+    def batch_of_rows(self, rows: object) -> ScriptBatch | None:
+        """The training batch that rows are of: the one that they are from, or else the one that the
+        script computed on last. The loader may be one ahead, or its pass over."""
+        known = self._batch_of(rows) if isinstance(rows, torch.Tensor) else None
+        return self._computed if known is None else known
 
     @property
     def is_alone(self) -> bool:
@@ -297,6 +299,7 @@ class ScriptContext:
                 break
         if batch is not None:
             self.weight, self._used = batch.weight, batch
+            self._computed = batch
             self.assigner.use(batch)
             batch.of.use.computes()
             self._under_way.used(batch.of.use)
@@ -505,9 +508,11 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
     def joined_rows(self) -> Callable[[Any], Any] | None:
         """Returns all rows of a training batch for this rank's, if the ranks divide it."""
         context = self._context
-        if context.aside:
+        if context.aside or not self._is_shared:
             return None
-        return lambda mine: joined_rows(mine, context.batch_in_parts, context.comm, context.guard)
+        return lambda mine: joined_rows(
+            mine, context.batch_of_rows(mine), context.comm, context.guard
+        )
 
     def _drawn_seed(self) -> int:
         """Draw a seed for workers, as torch's loader does before the sampler draws."""

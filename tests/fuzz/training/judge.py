@@ -35,8 +35,8 @@ one size are 1.4 apart."""
 _CHAOS: Final = 3e-2
 """The same where rounding alone leads far: a larger one tells nothing."""
 _FAR: Final = 0.3
-"""The same where a script in finer numbers proves that rounding leads it there: a larger one may be
-a fault of its type of numbers alone."""
+"""The same where a script in finer numbers proves that rounding leads it there, or where other
+random numbers lead it farther: a larger one may be a fault of its type of numbers alone, or any."""
 _FINER: Final = {"float32": "float64"}
 """Numbers that round less, where it is not float32."""
 _NEARLY: Final = 5e-2
@@ -276,12 +276,14 @@ def _verdict(case: Case, alone: Path, place: Path, shaken: Path | None) -> Verdi
     if said.untrue:
         return Verdict("untrue", "; ".join(said.untrue))
     bound = _bound(case, alone, shaken)
-    is_chaotic = bound > _CHAOS and not draws_by_part(case.choices) and _precise(case.choices)
-    bound = min(bound, _CHAOS) if is_chaotic else bound
+    draws = draws_by_part(case.choices)
+    most = _FAR if draws else _CHAOS
+    is_chaotic = bound > most and _precise(case.choices)
+    bound = min(bound, most) if is_chaotic else bound
     # A difference by design is not one process's in numbers that follow from the weights either.
     # Loops of their own are told in the documentation that batch norm is each rank's.
     by_design = case.way != "run" and case.choices.get("norm") == "batch"
-    is_excused = draws_by_part(case.choices) or by_design
+    is_excused = (draws and not is_chaotic) or by_design
     excused = said.excused | ({WEIGHTS} if is_excused else set())
     apart, wrong = _weights(case, alone, place, bound, WEIGHTS in excused)
     if case.way == "run":

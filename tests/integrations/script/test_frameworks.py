@@ -388,11 +388,18 @@ print([round(each, 4) for each in weights.tolist()])
 """
 
 
+# A sampler of the script's: Accelerate reads one batch ahead, and the pass is over at the last one.
+_WEIGHTED = "sampler=torch.utils.data.WeightedRandomSampler(torch.rand(21), 21)"
+
+
 @pytest.mark.mpi
-def test_accelerate_orders_and_gathers_samples_as_in_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["shuffle=True", _WEIGHTED], ids=["shuffled", "weighted"])
+def test_accelerate_orders_and_gathers_samples_as_in_one_process(
+    order: str, tmp_path: Path
+) -> None:
     if find_spec("accelerate") is None:  # Imported by the scripts alone.
         pytest.skip("needs accelerate")
-    on_ranks = _run(tmp_path, _ACCELERATE)
+    on_ranks = _run(tmp_path, _ACCELERATE.replace("shuffle=True", order))
     assert on_ranks.returncode == 0, on_ranks.stderr
     one = subprocess.run(
         [sys.executable, "script.py"],

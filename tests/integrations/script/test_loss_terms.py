@@ -12,6 +12,7 @@ from dlio.integrations.script.loss_terms import (
     chain_to,
     count_along,
     find_terms,
+    learns_weights,
     selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
@@ -237,3 +238,16 @@ def test_a_divisor_of_all_elements_is_one_of_their_sum() -> None:
         assert [divisor.value for divisor in term.divisors][:1] == [28.0]
     (term,) = find_terms([(each.square() / 28 + 1).sqrt().sum()], GraphStates(_N)).terms
     assert term.divisors == ()  # It is not one of the sum.
+
+
+def test_learned_weights_of_terms_are_seen_and_constant_ones_are_not() -> None:
+    out = torch.nn.Linear(3, 2)(torch.randn(4, 3))
+    learned, mask = torch.nn.Parameter(torch.zeros(2)), torch.tensor([True, False, True, True])
+    first, second = out[:, 0][mask].mean(), out[:, 1].square().mean()
+
+    def is_learned(loss: torch.Tensor) -> bool:
+        return learns_weights([loss], GraphStates(4))
+
+    assert is_learned(torch.exp(-learned[0]) * first + learned[0] + second)
+    assert is_learned(second + first / (2 * learned[1].exp()) + learned[1])
+    assert not is_learned(2 * first + 0.3 * second + 0.01 * learned.square().sum())
