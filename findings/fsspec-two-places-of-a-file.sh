@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# fsspec 2026.9.0: a remote file that is read at two places in turn is fetched 81 times. The cache of
-# files, `readahead`, keeps one range and fetches `block_size` more behind each read, so that
-# every read of the other place throws it away. So it is for a file that is read backwards.
+# fsspec 2026.9.0: of a remote file that is read at two places in turn, 81 times the bytes read are
+# fetched. The cache of files, `readahead`, keeps one range and fetches `block_size` more behind each
+# read, so that every read of the other place throws it away. So it is for a file read backwards.
 #
 # Two columns of a table, a file and its index, or two threads with one file object do that. Under
 # `cache_type="blockcache"` the same reads take two requests; "bytes" is like "readahead".

@@ -2,14 +2,15 @@
 # torch 2.13.0, Python 3.11, Linux: every program that has imported torch takes its operators down
 # when it ends.
 #
-# `import torch` leaves 134 calls of torch.library._del_library in weakref.finalize, to be made at
-# exit; with torch._dynamo 174. They deregister what torch's own modules had registered. In a child
+# `import torch` leaves 134 or 136 calls (the build decides) of torch.library._del_library in
+# weakref.finalize, to be made at exit; with torch._dynamo 174. They deregister what torch's own modules had registered. In a child
 # of a fork that costs most: each call writes to pages that parent and child share. Seen: 24 to 35 ms
 # of CPU time at the end of a child that did nothing else, where fork and exit take 20 ms together.
 # A server that forks after `import torch` can set `atexit = False` on these finalizers first.
 #
 # Output seen (the time varies):
 #   134 finalizers of torch.library, 24.5 ms of CPU time in a forked child
+#   136 finalizers of torch.library, 26.1 ms of CPU time in a forked child
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -39,6 +40,6 @@ os.wait()
 print(f"{len(ours)} finalizers of torch.library, {spent_s * 1000:.1f} ms of CPU time in a forked child")
 assert torch.__version__.startswith("2.13.0"), torch.__version__
 assert {info.func.__qualname__ for info in ours} == {"_del_library"}
-assert len(ours) == 134, len(ours)
+assert len(ours) in (134, 136), len(ours)
 assert spent_s > 0.005, spent_s
 PYTHON

@@ -33,7 +33,7 @@ _PLAIN: Final = (
 
 _FREE: Final = {
     *("path", "paths", "source", "repeats", "seed", "seeds", "loaders", "peers", "keep"),
-    *("report", "json", "backend"),
+    *("report", "json", "csv", "rules", "backend"),
 }
 """Settings that leave figures comparable: another storage is compared on purpose, and others
 change how many values there are, and whose."""
@@ -175,7 +175,7 @@ def unlike_settings(
 
 
 def _setting(value: object) -> str:
-    return "none" if value is None else str(value) or "''"
+    return "not given" if value in (None, "") else str(value)
 
 
 def is_worse(change: FigureChange, factor: float) -> bool:

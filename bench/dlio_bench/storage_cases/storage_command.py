@@ -146,7 +146,7 @@ def _results(
     ]
     return Results(
         "storage",
-        settings={**asdict(case), **asdict(emulation)},
+        settings={**case.as_run(measured.data.workload), **asdict(emulation)},
         seeds={"seed": measured.data.workload.seed},
         figures=[*figures(epochs), *bare, *metadata],
         ratios=ratios(epochs),

@@ -1,7 +1,7 @@
 """Options of `dlio bench storage`, and the workload that they describe."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Final
 
@@ -17,7 +17,7 @@ from dlio_bench.storage_cases.dlio_keys import (
     with_format,
 )
 from dlio_bench.storage_cases.rules import VERSIONS
-from dlio_bench.storage_cases.workload import FORMATS
+from dlio_bench.storage_cases.workload import FORMATS, Workload
 
 LOADERS: Final = ("torch", "dlio")
 _DEFAULT: Final[dict[str, object]] = {
@@ -209,6 +209,14 @@ class StorageCase:
                 workload = replace(workload, files=self.files)
             job = replace(job, workload=workload, overridden=(*job.overridden, "dataset.format"))
         return job
+
+    def as_run(self, workload: Workload) -> dict[str, object]:
+        """Return settings for a report: those of the workload as it ran, however they were given,
+        so that reports are compared by what was measured. The workload's name is among them."""
+        given = {"settings", "sample_size", "sample_stdev", "step_ms"}
+        settings = {name: value for name, value in asdict(self).items() if name not in given}
+        run = asdict(workload)
+        return {**settings, "workload": run.pop("name"), **run}
 
     def _as_keys(self) -> Sequence[str]:
         """The options that override the workload, as DLIO's keys."""

@@ -107,7 +107,7 @@ def test_differences_of_machines_are_said_first(
 def test_unlike_settings_have_no_ratios_unless_they_are_what_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one: dict[str, object] = {"batch_size": 7, "workers": 2, "path": "/a", "seed": 0}
+    one: dict[str, object] = {"batch_size": 7, "workers": None, "path": "/a", "seed": 0}
     two: dict[str, object] = {"batch_size": 50, "workers": 4, "path": "/b", "seed": 1, "new": 3}
     first = str(_written(tmp_path / "a.json", FAST, one))
     other = str(_written(tmp_path / "b.json", SLOW, two))
@@ -115,7 +115,7 @@ def test_unlike_settings_have_no_ratios_unless_they_are_what_is_compared(
     shown = " ".join(capsys.readouterr().out.split())
     assert "200 (198 to 202)" in shown
     assert "0.500" not in shown
-    assert "differ in batch_size 7 and 50; workers 2 and 4:" in shown
+    assert "differ in batch_size 7 and 50; workers not given and 4:" in shown
     assert "--vary batch_size --vary workers" in shown
     assert _run(first, other, "--worse-than", "1.1") == 2
     assert _run(first, other, "--vary", "batch-size", "--vary", "workers") == 0

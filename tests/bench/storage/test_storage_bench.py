@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,20 @@ def test_wrong_options_name_the_remedy(tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.cold
 @pytest.mark.nightly  # By day, tests/cli/test_kill.py interrupts a training.
+def test_a_report_has_the_workload_as_it_ran(tmp_path: Path) -> None:
+    def settings(**options: Any) -> dict[str, object]:
+        case = StorageCase(str(tmp_path), **options)
+        return case.as_run(case.asked().workload)
+
+    # Values are the same however they were given: by default, by an option, or by one of DLIO's
+    # keys; and an option is not a difference to reports of the workload that it repeats.
+    assert settings() == settings(epochs=2, sample_size="1MiB", step_ms=100)
+    named = settings(workload="unet3d_h100", settings=("train.epochs=2",))
+    assert named == settings(workload="unet3d_h100", epochs=2)
+    assert (named["workload"], named["epochs"]) == ("unet3d_h100", settings()["epochs"])
+    assert settings(format="tar")["format"] == "tar"
+
+
 def test_ctrl_c_leaves_nothing(tmp_path: Path, soon: Callable[..., bool]) -> None:
     command = [sys.executable, "-m", "dlio.cli", "bench", "storage", str(tmp_path), *TINY]
     with subprocess.Popen(
