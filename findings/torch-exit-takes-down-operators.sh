@@ -2,10 +2,10 @@
 # torch 2.13.0, Python 3.11, Linux: every program that has imported torch takes its operators down
 # when it ends.
 #
-# `import torch` leaves 134 or 136 calls (the build decides) of torch.library._del_library in
-# weakref.finalize, to be made at exit; with torch._dynamo 174. They deregister what torch's own modules had registered. In a child
-# of a fork that costs most: each call writes to pages that parent and child share. Seen: 24 to 35 ms
-# of CPU time at the end of a child that did nothing else, where fork and exit take 20 ms together.
+# `import torch` leaves 134 or 136 calls of torch.library._del_library in weakref.finalize, to be made at
+# exit; with torch._dynamo 174. They deregister what torch's own modules had registered. In a child of a
+# fork that costs most: each call writes to pages that parent and child share. Seen: 24 to 35 ms of CPU
+# time at the end of a child that did nothing else, where fork and exit take 20 ms together.
 # A server that forks after `import torch` can set `atexit = False` on these finalizers first.
 #
 # Output seen (the time varies):
