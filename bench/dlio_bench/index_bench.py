@@ -165,7 +165,7 @@ class OpeningFigures:
 
 def measure(options: IndexBenchOptions, scratch: str) -> dict[str, dict[str, OpeningFigures | str]]:
     """Open a data set of each format with each library; returns the figures, or a reason why there
-    are none, by library and by format. Raises UsageError if a library fails."""
+    are none, by library and by format. Raises UsageError if dlio fails."""
     figures: dict[str, dict[str, OpeningFigures | str]] = {}
     for name in options.formats:
         own = figures[name] = {}
@@ -182,7 +182,10 @@ def measure(options: IndexBenchOptions, scratch: str) -> dict[str, dict[str, Ope
                 hint = where if contender.environment else "pip install it"
                 own[contender.name] = f"not installed: {hint}"
                 continue
-            own[contender.name] = _opened(contender, python, paths, options.samples, scratch)
+            try:
+                own[contender.name] = _opened(contender, python, paths, options.samples, scratch)
+            except UsageError as error:  # The others can be measured all the same.
+                own[contender.name] = f"left out: {error}"
         for opening in ("first", "second"):
             advance(f"{name}: dlio, {opening} opening")
             again = opening == "second"

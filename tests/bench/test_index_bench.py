@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlio.cli import main
+from dlio_bench import index_bench
 
 _SAMPLES = 300
 
@@ -42,3 +44,18 @@ def test_openings_are_counted_next_to_other_libraries(
         assert calls[1] < calls[0]
     shown = capsys.readouterr().out
     assert ("mds", "Streaming", "time") in values_of or "Streaming is not installed" in shown
+
+
+@pytest.mark.cold
+def test_a_library_that_fails_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = replace(index_bench._CONTENDERS["tar"][0], name="broken", imports="import half_there")
+    monkeypatch.setitem(index_bench._CONTENDERS, "tar", (broken,))
+    monkeypatch.setattr(index_bench, "find_spec", lambda _: True)
+    options = index_bench.IndexBenchOptions(formats=("tar",), samples=10)
+    made = index_bench.measure(options, str(tmp_path))["tar"]
+    reason = made["broken"]
+    assert isinstance(reason, str)
+    assert reason.startswith("left out: broken exited with code 1: ModuleNotFoundError")
+    assert isinstance(made["dlio, second"], index_bench.OpeningFigures)
