@@ -130,18 +130,18 @@ def _suffix_at(name: str) -> int:
     return len(os.path.splitext(stem)[0])
 
 
-HIVE: Final = re.compile(r"([^=/]+)=[^/]*")
+_HIVE: Final = re.compile(r"([^=/]+)=[^/]*")
 """A folder of Hive's partitions, such as `country=DE`, and the column that it names."""
 
 
 def hive_words(folders: Sequence[str]) -> str:
     """Return the words about folders that are partitions, "" if they are not all: the column in
     their names is in no file."""
-    matches = [HIVE.fullmatch(name) for name in folders]
-    if not folders or not all(matches):
+    matches = [match for name in folders if (match := _HIVE.fullmatch(name))]
+    if not folders or len(matches) < len(folders):
         return ""
     return (
-        f"its folders are partitions of Hive, whose column {folders[0].split('=')[0]} stands in "
+        f"its folders are partitions of Hive, whose column {matches[0][1]} stands in "
         "their names alone, which dlio does not read: write all rows to one file by "
         "pyarrow.parquet.write_table(pyarrow.dataset.dataset(FOLDER, partitioning='hive')"
         ".to_table(), 'all.parquet')"

@@ -118,7 +118,7 @@ def call_with(
     factory's signature, or to the types that it is annotated with.
     """
     arguments = dict(given)
-    signature = _checked_signature(option, name, factory, given)
+    signature = check_options(option, name, factory, given)
     if signature is not None:
         parameters = signature.parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -137,18 +137,13 @@ def call_with(
 
 def check_options(
     option: str, name: str, factory: Callable[..., object], given: Mapping[str, object]
-) -> None:
-    """Check a user's options of a factory by its signature, without calling it.
+) -> inspect.Signature | None:
+    """Check a user's options of a factory by its signature, without calling it; return that, None
+    if it has none.
 
     Raises UsageError as `call_with` for a name that it lacks, and for a number or text where its
     annotation has another type.
     """
-    _checked_signature(option, name, factory, given)
-
-
-def _checked_signature(
-    option: str, name: str, factory: Callable[..., object], given: Mapping[str, object]
-) -> inspect.Signature | None:
     try:
         signature = inspect.signature(factory)
     except ValueError:

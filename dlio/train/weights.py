@@ -2,7 +2,8 @@
 
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO
 
 import torch
@@ -24,13 +25,9 @@ def stored_state(path: str) -> dict[str, torch.Tensor]:
     with open_input(path) as file:
         check_archive(file)
         check_sums(file)
-        try:
+        with _damage_told():
             # With weights_only nothing but tensors and plain containers is unpickled.
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # torch passes on any error of a damaged file.
-            raise ValueError(f"it is damaged: {_reason(error)}") from error
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(each, torch.Tensor) for name, each in state.items()
     ):
@@ -48,12 +45,8 @@ def check_archive(file: IO[bytes]) -> None:
     """
     if not zipfile.is_zipfile(file):
         raise ValueError("it is not a zip archive, as torch.save writes")
-    try:
+    with _damage_told():
         entries = zipfile.ZipFile(file).infolist()
-    except OSError:
-        raise
-    except Exception as error:  # zipfile passes on any error of a damaged file.
-        raise ValueError(f"it is damaged: {_reason(error)}") from error
     if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
         raise ValueError("its tensors are compressed, as dlio never does")
     file.seek(0)
@@ -64,20 +57,25 @@ def check_sums(file: IO[bytes]) -> None:
 
     The file is left at its beginning. Raises OSError if it cannot be read, ValueError if damaged.
     """
-    try:
+    with _damage_told():
         damaged = zipfile.ZipFile(file).testzip()
-    except OSError:
-        raise
-    except Exception as error:  # zipfile passes on any error of a damaged file.
-        raise ValueError(f"it is damaged: {_reason(error)}") from error
     if damaged is not None:
         raise ValueError(f"it is damaged: the checksum of {damaged[:100]} differs")
     file.seek(0)
 
 
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__} {lines[0][:200]}"
+@contextmanager
+def _damage_told() -> Iterator[None]:
+    """Raise ValueError for any error but OSError: torch and zipfile pass on those of damaged
+    files as they come."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__} {lines[0][:200]}"
+        raise ValueError(f"it is damaged: {reason}") from error
 
 
 def _is_stored(tensor: torch.Tensor) -> bool:

@@ -13,9 +13,8 @@ import numpy as np
 
 from dlio.data.source import File, FilePlace, Source, split_fields
 from dlio.errors import SourceError
-from dlio_readers.rowgroups import ArrowTable, GroupedFile
+from dlio_readers.rowgroups import PARTITION, ArrowTable, GroupedFile
 
-_PARTITION: Final = re.compile(r"([A-Za-z_]\w*)=([^?&=]*)", re.ASCII)
 _WHOLE: Final = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 _WILD: Final = re.compile(r"[*?\[{]")
 _NULL: Final = "__HIVE_DEFAULT_PARTITION__"
@@ -28,7 +27,7 @@ def partition_folders(source: Source, folder: str = "") -> list[str]:
     """Return the folders in a folder if all of them are partitions, beyond those of tools, whose
     names begin with `_`; [] if not."""
     names = [name for name, inner in source.names(folder) if inner and not name.startswith("_")]
-    return names if all(map(_PARTITION.fullmatch, names)) else []
+    return names if all(map(PARTITION.fullmatch, names)) else []
 
 
 def files_of_partitions(
@@ -86,7 +85,7 @@ class Partitions:
         self.folders: set[str] = set()
         for file in files:
             inner = file.url[len(root) :].split("/")[:-1] if file.url.startswith(root) else []
-            matches = [match for part in inner if (match := _PARTITION.fullmatch(part))]
+            matches = [match for part in inner if (match := PARTITION.fullmatch(part))]
             self.folders.update(match[0] for match in matches)
             self._values[file.url] = {match[1]: unquote(match[2]) for match in matches}
             if _NULL in self._values[file.url].values():

@@ -383,7 +383,7 @@ def class_names(schema: ArrowSchema) -> dict[str, list[str]]:
 
 # Samples in groups of rows
 
-_PARTITION: Final = re.compile(r"[A-Za-z_]\w*=[^?&=]*", re.ASCII)
+PARTITION: Final = re.compile(r"([A-Za-z_]\w*)=([^?&=]*)", re.ASCII)
 _VERSION: Final = 3
 _KEPT_BYTES: Final = 64 << 20
 _LONGEST_LABEL: Final = 1 << 12
@@ -431,7 +431,7 @@ class RowGroupReader(PathReader):
         self._open_file = open_file
         names = split_paths(path)[1]
         parts = {part for each in files for part in each.url.split("/")[:-1]}
-        if parts := {part for part in parts if _PARTITION.fullmatch(part)} - {*partitions}:
+        if parts := {part for part in parts if PARTITION.fullmatch(part)} - {*partitions}:
             tell_once(
                 f"{min(parts)} and the like are columns in names of folders (Hive's partitions), "
                 "which are not read: write them into the files"

@@ -563,14 +563,14 @@ class NativePool(Closable):
             self._waiting += 1
         try:
             jobs = list(jobs)
-            _abandoned.extend(jobs)  # Kept first, see `close`.
+            _abandoned.update(jobs)  # Kept first, see `close`.
             for job in jobs:
                 self._library.cancel(pool, ctypes.byref(job.c), 0)
             deadline = time.monotonic() + _STOP_TIMEOUT_S
             for job in jobs:
                 left_ns = round(max(0.0, deadline - time.monotonic()) * _SECOND_NS)
                 if self._library.cancel(pool, ctypes.byref(job.c), left_ns):
-                    _abandoned.remove(job)
+                    _abandoned.discard(job)
                     self._forget(job)
                 else:
                     self._is_stuck = True
@@ -596,16 +596,16 @@ class NativePool(Closable):
         _open_pools.discard(self)
         # Kept first: an interruption must not give memory away that a thread may write to.
         jobs = list(self._jobs.values())
-        _abandoned.extend(jobs)
+        _abandoned.update(jobs)
         for job in jobs:
             self._library.cancel(pool, ctypes.byref(job.c), 0)
         if not self._library.close(pool, round(_STOP_TIMEOUT_S * _SECOND_NS)):
-            del _abandoned[-len(jobs) or len(_abandoned) :]
+            _abandoned.difference_update(jobs)
         self._jobs.clear()
 
 
 _open_pools: Final[weakref.WeakSet[NativePool]] = weakref.WeakSet()
-_abandoned: Final[list[NativeJob]] = []
+_abandoned: Final[set[NativeJob]] = set()
 """Jobs of threads that hang: their memory stays."""
 
 
