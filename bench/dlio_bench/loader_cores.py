@@ -13,6 +13,7 @@ way: a sleep needs no core. Contenders differ in who sleeps:
 import contextlib
 import ctypes
 import itertools
+import operator
 import os
 import statistics
 import subprocess
@@ -51,6 +52,10 @@ _PICTURES: Final = 40_000
 _SIDE: Final = 224
 _NUMBERS: Final = Schema((("number", "int64"),))
 _DEADLINE_S: Final = 60.0
+_TURNS: Final = 4
+"""Measurements of the small operations, alone and next to the threads."""
+_REST_S: Final = 1.0
+"""Seconds in which all batches that may be made ahead are made."""
 _OPERATIONS: Final = 64
 """Operations between two looks at the clock."""
 
@@ -327,50 +332,63 @@ def show_cores(report: Mapping[str, object]) -> None:
 def _measured(contender: CoresContender, emulated: EmulatedCores) -> dict[str, float]:
     """Figures of one repeat."""
     earlier = set(threading.enumerate()) - {threading.current_thread()}
-    quiet = [_operations_alone(emulated.seconds / 2)]
     with contender.open(emulated) as batches:
         for _ in range(2 * _AHEAD):  # The first fill a tier, and wait for all threads to start.
             next(batches)
+        _taken(batches, 0.0, emulated)
         before: dict[threading.Thread, float] = {}
         _look(before, earlier)
         after, began = before.copy(), time.perf_counter()
-        count = _taken(batches, emulated.seconds, lambda: _look(after, earlier))
+        count = _taken(batches, emulated.seconds, emulated, lambda: _look(after, earlier))
         spent = sum(after.values()) - sum(before.values())
         rate = count / (time.perf_counter() - began)
-        with SmallOperations() as beside:
-            at, done = time.perf_counter(), beside.done
-            _taken(batches, emulated.seconds)
-            busy = (beside.done - done) / (time.perf_counter() - at)
-    quiet.append(_operations_alone(emulated.seconds / 2))
-    alone = statistics.mean(quiet)
+        # In turns: a machine of others is slower by more from one second to the next.
+        alone, beside = zip(*(_operations(batches, emulated) for _ in range(_TURNS)), strict=True)
     return {
         "samples_per_s": rate,
         "ideal_share": rate / emulated.ideal_per_s,
         "python_us": 1e6 * spent / count,
-        "operations_per_s": alone,
-        "operations_beside_per_s": busy,
-        "slower_percent": 100 * (1 - busy / alone),
+        "operations_per_s": statistics.mean(alone),
+        "operations_beside_per_s": statistics.mean(beside),
+        "slower_percent": 100 * (1 - statistics.median(map(operator.truediv, beside, alone))),
     }
 
 
-def _operations_alone(seconds: float) -> float:
-    """Small operations a second of a thread that has nothing next to it."""
-    with SmallOperations() as operations:
+def _operations(batches: Iterator[int], emulated: EmulatedCores) -> tuple[float, float]:
+    """Small operations a second while no batch is taken, and all threads have come to rest; and
+    while batches are taken as they come."""
+    seconds = emulated.seconds / _TURNS
+    time.sleep(_REST_S)
+    with SmallOperations() as alone:
         time.sleep(seconds)
-    return operations.rate
+    _taken(batches, 0.0, emulated)  # Those that were ready would be taken all at once.
+    with SmallOperations() as beside:
+        _taken(batches, seconds, emulated)
+    return alone.rate, beside.rate
 
 
 def _taken(
-    batches: Iterator[int], seconds: float, each: Callable[[], object] = lambda: None
+    batches: Iterator[int],
+    seconds: float,
+    emulated: EmulatedCores,
+    each: Callable[[], object] = lambda: None,
 ) -> int:
-    """Samples of the batches that come within some seconds, of one at least; `each` is called with
-    every one."""
-    until, count = time.perf_counter() + seconds, 0
+    """Samples of the batches until the first one behind `seconds` that had to be waited for; `each`
+    is called with every one.
+
+    Batches that are made together come together. Measurements begin and end where one was waited
+    for: else up to all others of such a group would be missing, several percent of two seconds.
+    """
+    waited_s = emulated.batch_size / emulated.ideal_per_s / 2
+    last = time.perf_counter()
+    until, count = last + seconds, 0
     for samples in batches:
         count += samples
         each()
-        if time.perf_counter() >= until:
+        now = time.perf_counter()
+        if now >= until and now - last > waited_s:
             break
+        last = now
     return count
 
 

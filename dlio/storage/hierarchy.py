@@ -23,7 +23,7 @@ import xxhash
 from dlio.data.flow import Flow
 from dlio.data.reader_contract import Reader, abilities_of, data_bytes
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError
+from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.storage.block import PayloadScratch, scatter
 from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
 from dlio.storage.counters import Counters, RunNotes
@@ -312,6 +312,11 @@ class TierReads:
             return place
         if not blocks.can_fill(block):
             return place
+        if targets.are_closed:
+            raise UsageError(
+                f"{self._reader.path} was closed while a loader reads it: close the data set after "
+                "the loop over its batches"
+            )
         # The other samples of a streamed block are needed soon.
         if targets.is_pinned(block) and self._may_read_alone(sample, block):
             return place

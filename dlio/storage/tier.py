@@ -520,6 +520,7 @@ class TierTargets:
         self._ranks = self._ranked()
         """Position of each tier in `by_speed`, then that of none; shape (tiers + 1,)."""
         self._is_over: Callable[[int], bool] = lambda _: False
+        self.are_closed = False
 
     @property
     def can_stream(self) -> bool:
@@ -587,6 +588,7 @@ class TierTargets:
 
     def close(self) -> None:
         """Close the tiers."""
+        self.are_closed = True
         for tier in self.tiers:
             tier.close()
 
