@@ -8,6 +8,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.source import File
+
 Box = tuple[slice, ...]
 """Part of an array: a slice of step 1 for each dimension."""
 _RUN_BYTES: Final = 64 << 10
@@ -28,6 +30,16 @@ class ChunkedArray:
     """Shape of a chunk; one at the end of a dimension may be smaller."""
     read: Callable[[Box], npt.NDArray[Any]]
     """Reads a part; thread-safe."""
+    stored: tuple[File, int] | None = None
+    """The file and its byte from which on the elements lie as payloads have them: in C order,
+    little-endian and without gaps; None where they do not."""
+
+    @property
+    def has_plain_chunks(self) -> bool:
+        """True if the bytes of each chunk follow each other where the array is `stored`."""
+        cut = [axis for axis, side in enumerate(self.chunks) if side > 1]
+        rest = range(cut[0] + 1 if cut else 0, len(self.shape))
+        return all(self.chunks[axis] >= self.shape[axis] for axis in rest) or not cut
 
     @property
     def grid(self) -> tuple[int, ...]:

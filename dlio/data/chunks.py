@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import fingerprint_of
-from dlio.data.reader_contract import Reader, abilities_of
+from dlio.data.open_files import open_file
+from dlio.data.reader_contract import Abilities, FileLocations, Reader, abilities_of
 from dlio.data.schema import MAX_PAYLOAD, Schema
 from dlio.data.source import ReadErrors
 from dlio.errors import SourceError, UsageError
-from dlio.plan.layout import Layout
+from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 
@@ -65,8 +66,10 @@ class ChunkReader:
     """A reader whose samples are the chunks of other readers' arrays, decoded. Owns the readers.
 
     A sample's payload is a chunk's elements in C order, little-endian. Each chunk is a block of
-    its own, so that a tier brings those alone that patches touch. The last chunks are kept, and a
-    chunk that several threads want is read once.
+    its own, so that a tier brings those alone that patches touch. Only if they touch `all_of_them`,
+    and these are but parts of arrays without chunks, a block has several: a file for each would
+    cost more than its contents. The last chunks are kept, and a chunk that several threads want is
+    read once.
 
     The abilities of the readers have `chunked`.
 
@@ -75,8 +78,8 @@ class ChunkReader:
 
     objects = False
 
-    def __init__(self, readers: Sequence[Reader]) -> None:
-        self._readers = list(readers)
+    def __init__(self, readers: Sequence[Reader], all_of_them: bool = False) -> None:
+        self._readers, self._all_of_them = list(readers), all_of_them
         self.arrays = chunked_of(readers)
         """Arrays by field, one a file."""
         self.format = readers[0].format
@@ -111,12 +114,17 @@ class ChunkReader:
             raise UsageError(f"{large.where}: its chunks are over 2 GiB: store smaller ones")
         count = len(self.sizes)
         self.labels = np.broadcast_to(np.int64(0), count)
-        self.layout = Layout(
-            np.arange(count + 1, dtype=np.int64), Order(max(1, count), 0, shuffled=False)
-        )
-        self.fingerprint = fingerprint_of(
-            "chunks", 1, *[reader.fingerprint for reader in readers], repr(list(self.arrays))
-        )
+        order = Order(max(1, count), 0, shuffled=False)
+        self.layout = Layout(np.arange(count + 1, dtype=np.int64), order)
+        facts = [*(reader.fingerprint for reader in readers), repr(list(self.arrays))]
+        self.fingerprint = fingerprint_of("chunks", 1, *facts)
+        self.abilities = Abilities()
+        plain = [each.stored is not None and each.has_plain_chunks for each in self._flat]
+        if any(plain):
+            self.abilities = Abilities(locate=self._locate_in_files)
+        if all_of_them and all(plain):
+            self.layout = cut_blocks(self.sizes, order)
+            self.fingerprint = fingerprint_of("chunks", 1, *facts, self.layout.starts)
         self._lock = new_lock()
         self._kept: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._kept_bytes = 0
@@ -125,7 +133,7 @@ class ChunkReader:
         return len(self.sizes)
 
     def __reduce__(self) -> tuple[type["ChunkReader"], tuple[object, ...]]:
-        return ChunkReader, (self._readers,)
+        return ChunkReader, (self._readers, self._all_of_them)
 
     def first(self, field: str, file: int) -> int:
         """Return the sample that is the first chunk of a field's array in a file."""
@@ -153,6 +161,32 @@ class ChunkReader:
         array = self._flat[number]
         place = np.unravel_index(sample - int(self._firsts[number]), array.grid)
         return number, array, tuple(int(each) for each in place)
+
+    def _locate_in_files(
+        self, samples: npt.NDArray[np.int64], _: object, __: object
+    ) -> FileLocations:
+        """Return where chunks lie in files as their payloads are; see `Abilities.locate`."""
+        numbers = np.searchsorted(self._firsts, samples, side="right") - 1
+        descriptors = np.full(len(samples), -1, np.int64)
+        offsets = np.zeros(len(samples), np.int64)
+        opened: list[object] = []
+        for number in np.unique(numbers).tolist():
+            array = self._flat[number]
+            if array.stored is None or not array.has_plain_chunks:
+                continue
+            file, begin = array.stored
+            if (holder := open_file(file)) is None:
+                continue
+            opened.append(holder)
+            here = np.flatnonzero(numbers == number)
+            places = np.unravel_index(samples[here] - self._firsts[number], array.grid)
+            elements = np.zeros(len(here), np.int64)
+            for place, chunk, size in zip(places, array.chunks, array.shape, strict=True):
+                elements = elements * size + place * chunk
+            descriptors[here] = holder.number
+            offsets[here] = begin + elements * array.dtype.itemsize
+        sizes = self.sizes[samples]
+        return FileLocations(descriptors >= 0, descriptors, offsets, sizes, sizes, None, opened)
 
     def _chunk(self, sample: int) -> memoryview:
         """Return a chunk, kept or read; whoever wants it meanwhile waits for it."""

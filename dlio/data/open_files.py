@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, Final
 
 from dlio.data.links import DataRoot
@@ -159,6 +159,18 @@ class PersistentFile(File):
                 raise
             self.opened = None  # A server of NFS was restarted.
             return fill(self.descriptor().number, offset, into)
+
+
+def open_file(file: File) -> Descriptor | None:
+    """Return a local file that stays open, to be read without it; None for others, and where no
+    more may be open."""
+    if not isinstance(file, PersistentFile) or file.local_path is None:
+        return None
+    if file.opened is None and not may_hold_more():
+        return None
+    with suppress(OSError):
+        return file.descriptor()
+    return None
 
 
 ReadRange = Callable[[int, memoryview], None]

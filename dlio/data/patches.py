@@ -6,6 +6,7 @@ chunks that any sample needs, in any epoch, without a message.
 """
 
 import math
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,12 @@ class PatchOptions:
     """Random places; otherwise the middle."""
     leading: bool = False
     """A window: the first axis is cut, and its grid ends with the last whole window."""
+
+    @property
+    def covers_all(self) -> bool:
+        """True for patches on a grid that leave nothing out."""
+        cut = [side for side in self.sides if side is not None]
+        return self.stride is not None and all(map(operator.le, self.stride, cut))
 
     @classmethod
     def of(

@@ -24,7 +24,7 @@ from dlio.data.chunked_array import ChunkedArray
 from dlio.data.flow import Flow
 from dlio.data.schema import Buffer, Schema
 from dlio.data.source import File
-from dlio.plan.layout import Layout
+from dlio.plan.layout import Layout, sum_of
 
 
 @runtime_checkable
@@ -98,8 +98,8 @@ class FileLocations:
     """Bytes in the file; fewer than `raw` where they are compressed as one block of LZ4."""
     raw: npt.NDArray[np.int64]
     """Bytes of the payload."""
-    digest: npt.NDArray[np.uint64]
-    """xxh3_64 of the payload."""
+    digest: npt.NDArray[np.uint64] | None
+    """xxh3_64 of the payload; None where the format has no checksums."""
     files: list[object]
     """Owners of open files: these stay open while the list refers to them."""
 
@@ -185,7 +185,7 @@ def abilities_of(reader: object) -> Abilities:
 def data_bytes(reader: Reader) -> int:
     """Return the payload bytes of a data set."""
     known = abilities_of(reader).data_bytes
-    return int(reader.sizes.sum(dtype=np.int64)) if known is None else known
+    return sum_of(reader.sizes) if known is None else known
 
 
 def reads_alone(reader: Reader) -> bool:

@@ -178,7 +178,7 @@ def open_patches(
 
     Raises UsageError if patches do not fit the arrays.
     """
-    chunks = [ChunkReader(readers) for readers in copies]
+    chunks = [ChunkReader(readers, options.covers_all) for readers in copies]
     files = given.get("samples") == "files" or all(
         abilities_of(reader).files_are_samples for reader in copies[0]
     )

@@ -92,13 +92,53 @@ def cut_blocks(
     takes little memory. At the storage positions `units` chunks or row groups begin, which are read
     as a whole; those that are not larger than a block are not split.
     """
-    total = int(sizes.sum(dtype=np.int64))
+    total = sum_of(sizes)
     target = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, total // MIN_BLOCKS))
     count = max(1, min(len(sizes), round(total / target)))
     # Block k begins with the first sample that starts at or behind k/count of all bytes.
     marks = total * np.arange(1, count, dtype=np.float64) / count
-    starts = [np.zeros(1, np.int64)]
     edges = np.zeros(0, np.int64) if units is None else np.append(units, len(sizes))
+    if _are_alike(sizes):
+        size = int(sizes[0])
+        starts, before = [np.zeros(1, np.int64), _ends_at(marks, size)], edges * size
+    else:
+        starts, before = _starts_at(marks, sizes, order, edges)
+    firsts = np.concatenate(starts)
+    if units is not None:
+        firsts = _snap(firsts, edges, before)
+    firsts = np.unique(np.append(firsts[firsts < len(sizes)], len(sizes)))
+    return Layout(firsts.astype(np.int64), order)
+
+
+def sum_of(sizes: npt.NDArray[np.int64]) -> int:
+    """Return the sum of the bytes of samples, at once where one number stands for all."""
+    return int(sizes[0]) * len(sizes) if _are_alike(sizes) else int(sizes.sum(dtype=np.int64))
+
+
+def _are_alike(sizes: npt.NDArray[np.int64]) -> bool:
+    """True for a size that is broadcast, as those of arrays are: 10^10 rows take no time then."""
+    return len(sizes) > 0 and sizes.strides == (0,)
+
+
+def _ends_at(marks: npt.NDArray[np.float64], size: int) -> npt.NDArray[np.int64]:
+    """Return how many samples of a size reach each mark, which is a number of bytes."""
+    if not size:
+        return np.zeros(0, np.int64)
+    counts = np.ceil(marks / size).astype(np.int64)
+    # The quotient is rounded.
+    counts -= (counts - 1) * size >= marks
+    counts += counts * size < marks
+    return counts
+
+
+def _starts_at(
+    marks: npt.NDArray[np.float64],
+    sizes: npt.NDArray[np.int64],
+    order: Order,
+    edges: npt.NDArray[np.int64],
+) -> tuple[list[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
+    """Return how many samples reach each mark, in pieces, and the bytes before each edge."""
+    starts = [np.zeros(1, np.int64)]
     before = np.zeros(len(edges), np.int64)
     done = 0
     for first in range(0, len(sizes), _STRETCH):
@@ -109,11 +149,7 @@ def cut_blocks(
         inside = (edges > first) & (edges <= positions[-1] + 1)
         before[inside] = ends[edges[inside] - 1 - first]
         done = int(ends[-1])
-    firsts = np.concatenate(starts)
-    if units is not None:
-        firsts = _snap(firsts, edges, before)
-    firsts = np.unique(np.append(firsts[firsts < len(sizes)], len(sizes)))
-    return Layout(firsts.astype(np.int64), order)
+    return starts, before
 
 
 def shuffled_layout(sizes: npt.NDArray[np.int64]) -> Layout:

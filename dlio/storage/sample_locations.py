@@ -148,13 +148,14 @@ class SampleLocator:
         rows = rows[self._blocks.seen_in(mine) < 0]
         there = self._in_source(samples[rows], blocks[rows], places[rows])
         located.known[rows] = there.known
+        digest = 0 if there.digest is None else there.digest.view(np.int64)
         for name, values in (
-            ("checked", there.known),
+            ("checked", there.known if there.digest is not None else 0),
             ("descriptor", there.descriptor),
             ("offset", there.offset),
             ("stored", there.stored),
             ("raw", there.raw),
-            ("digest", there.digest.view(np.int64)),
+            ("digest", digest),
             ("block", -1),
         ):
             located.table[_ROW[name], rows] = values

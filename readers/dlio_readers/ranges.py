@@ -34,7 +34,9 @@ class StoredArray:
 
     def chunked(self, where: str) -> ChunkedArray:
         """Return the array with parts of it in place of chunks."""
-        return ChunkedArray(where, self.shape, self.dtype, self.sides, self.read)
+        is_little = self._stored.newbyteorder("<") == self._stored
+        place = (self._file, self._offset) if is_little else None
+        return ChunkedArray(where, self.shape, self.dtype, self.sides, self.read, place)
 
     @property
     def range(self) -> tuple[File, int, int]:

@@ -1,14 +1,14 @@
 """The reader of dlio's native format: a folder of shards, as `dlio pack` writes it."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.open_files import Descriptor, PersistentFile, may_hold_more
+from dlio.data.open_files import Descriptor, PersistentFile, open_file
 from dlio.data.reader_contract import Abilities, FileLocations
 from dlio.data.source import File, FilePlace, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
@@ -245,10 +245,9 @@ class ShardReader(PathReader):
         """Open those of some shards that are local, and as many as may be."""
         opened: dict[int, Descriptor] = {}
         for shard in shards[:_LOCATED_FILES]:
-            file = self._files[shard]
-            if file.local_path is not None and (file.opened is not None or may_hold_more()):
-                with suppress(OSError):
-                    opened[shard] = file.descriptor()
+            file = open_file(self._files[shard])
+            if file is not None:
+                opened[shard] = file
         return opened
 
 

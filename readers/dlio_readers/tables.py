@@ -9,6 +9,7 @@ import numpy as np
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.interpretation import named_files
 from dlio.data.labels import label_names
+from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import (
     File,
@@ -108,7 +109,7 @@ class TablesReader(ColumnReader):
         else:
             places = list(map(file_at, expand(paths)))
         urls = [each.url for each in places]
-        files = concurrently(FilePlace.opened, places, urls[0])
+        files = concurrently(_opened, places, urls[0])
         concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
         stamps = [f"{file.url} {file.stamp}" for file in files]
         stamps += [repr(select), repr(columns), repr(separator)]
@@ -194,6 +195,12 @@ def _tell_of_one_hot(where: str, table: Mapping[str, Column], rows: int) -> None
             f"{where}: its columns {', '.join(marks)} are one-hot; if they are the label, write "
             "its name or number into one column label (`targets` are 0)"
         )
+
+
+def _opened(place: FilePlace) -> File:
+    """Return a table as a file that is read once, an array as one that stays open."""
+    is_text = place.name.lower().endswith(_TEXTS)
+    return place.opened() if is_text else place.opened_as(PersistentFile)
 
 
 def _parts(

@@ -318,7 +318,8 @@ int main(int argc, char **argv) {
             for (int k = 0; k < SLOTS; k++) images[j][k] = malloc(SIDE * SIDE * 3);
             parts[j] = malloc(SLOTS * PART), pieces[j] = malloc(SLOTS * sizeof *pieces[j]);
             for (int64_t k = 0; k < used; k++)
-                pieces[j][k] = part_of(rows[j][k].raw, parts[j] + k * PART);
+                pieces[j][k] = part_of(rows[j][k].raw, parts[j] + k * PART),
+                pieces[j][k].payload = rows[j][k].block >= 0 ? rows[j][k].block : 15;
             jobs[j] = (Job){.order = (int64_t)draw(3), .count = used, .chunk = (int64_t)draw(9),
                             .samples = rows[j], .recipe = recipe, .columns = columns[j],
                             .images = images[j], .uniforms = uniforms, .draws = DRAWS,

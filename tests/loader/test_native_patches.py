@@ -10,6 +10,7 @@ import zarr
 
 import dlio
 from dlio.data.patches import PatchReader
+from dlio.errors import SourceError
 from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.patch_tables import tables_of
 from dlio.storage.tier import Tier
@@ -35,6 +36,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         file.create_dataset("mask", data=(image[:, 0] > 0.5).astype(np.uint8))
         file["label"] = np.arange(5, dtype=np.int32)
         file["dose"] = rng.random(5, np.float32)
+    with h5py.File(folder / "tokens.h5", "w") as file:
+        file["tokens"] = rng.integers(0, 50_000, 30_000, np.uint16)
     np.savez(folder / "small.npz", image=drawn(), mask=np.ones(SHAPE, np.uint8))
     np.save(folder / "tokens.npy", rng.integers(0, 50_000, 30_000, np.int32))
     np.save(folder / "series.npy", rng.random((4_000, 3, 2)).astype(">f8"))
@@ -49,6 +52,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "rows": folder / "rows.h5",
         "small": folder / "small.npz",
         "tokens": folder / "tokens.npy",
+        "contiguous": folder / "tokens.h5",
         "series": folder / "series.npy",
         "stores": folder / "*.zarr",
         "classes": folder / "classes",
@@ -62,6 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("small", {"patch": (24, 8, 50), "pad": {"image": -1.0, "mask": 7}}),
     "padded grid": ("small", {"patch": (9, 9, 60), "patch_stride": (7, 7, 60), "pad": 0}),
     "windows": ("tokens", {"window": (1024, 300)}),
+    "windows of hdf5": ("contiguous", {"window": (1024, 300)}),
     "large windows": ("tokens", {"window": (20_000, 900)}),
     "windows of rows": ("series", {"window": (7, 5)}),
     "files": ("stores", {"patch": (8, 8, 8), "patches_per_volume": 9}),
@@ -151,3 +156,66 @@ def test_a_chunk_is_compared_with_its_checksum_once_a_pass(
             made = np.concatenate([next(iter(batch.values())).numpy() for batch in loader])
             assert np.array_equal(made.reshape(-1), tokens)
             assert (spy.refused > 0) == (passing >= 2)
+
+
+PLAIN = {"windows", "windows of hdf5", "large windows", "padded", "padded grid"}
+"""Cases of arrays whose elements lie in a file as batches have them."""
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_native_patches_without_tiers_are_the_same(
+    case: str, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, spy: Spy
+) -> None:
+    """Of plain arrays no more is read than the patches; others are read by Python."""
+    source, opened = CASES[case]
+    check_same(sources[source], monkeypatch, opened | {"tiers": "none"}, batch_size=5)
+    assert (spy.given > 0) == (case in PLAIN)
+    assert spy.refused == 0
+
+
+@pytest.mark.parametrize("byte_order", "<>")
+def test_windows_of_a_file_without_tiers_cost_their_bytes(byte_order: str, tmp_path: Path) -> None:
+    tokens = np.arange(300_000, dtype=f"{byte_order}i4")
+    np.save(tmp_path / "x.npy", tokens)
+    with (
+        dlio.open(str(tmp_path / "x.npy"), window=(16, 1000), tiers="none") as data,
+        dlio.DataLoader(data, 10, shuffle=True) as loader,
+    ):
+        made = np.concatenate([batch["data"].numpy() for batch in loader])
+        firsts = np.sort(made[:, 0])
+        read = loader.stats()["bytes"]["source"]
+    assert np.array_equal(firsts, np.arange(0, 300_000, 1000))
+    assert np.array_equal(made, made[:, :1] + np.arange(16))
+    if byte_order == "<":
+        assert read == 300 * 16 * 4
+    else:
+        assert read >= tokens.nbytes  # Whole parts, which are turned around.
+
+
+def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(100_000, dtype=np.int32))
+    with (
+        dlio.open(str(tmp_path / "x.npy"), window=(100, 100), tiers="none") as data,
+        dlio.DataLoader(data, 10) as loader,
+    ):
+        assert len(list(loader)) == 100
+        with open(tmp_path / "x.npy", "r+b") as file:
+            file.truncate(200_000)
+        with pytest.raises(SourceError, match=r"x\.npy"):
+            list(loader)
+
+
+def test_parts_of_an_array_without_chunks_share_blocks_if_all_are_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(40_000_000, np.uint16))
+    blocks = {}
+    for name, options in {
+        "windows": {"window": (1024, 1024)},
+        "windows apart": {"window": (1024, 1025)},
+        "patches": {"patch": 1024},
+    }.items():
+        with dlio.open(str(tmp_path / "x.npy"), tiers="none", **options) as data:
+            recipe: Any = data.recipe
+            chunks = recipe.source.chunks
+            blocks[name] = chunks.layout.blocks, len(chunks)
+    assert blocks["windows apart"] == blocks["patches"] == (1221, 1221)
+    assert blocks["windows"] == (512, 1221)

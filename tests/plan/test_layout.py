@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.layout import MAX_BLOCK_BYTES, Layout, cut_blocks, sum_of
 from dlio.plan.order import Order
 
 
@@ -41,3 +41,27 @@ def test_blocks_of_samples_of_one_size_are_even_others_may_not_be() -> None:
         3,
         3,
     ]
+
+
+@given(
+    size=st.integers(0, 1 << 24),
+    count=st.integers(1, 3000),
+    shuffled=st.booleans(),
+    unit=st.one_of(st.none(), st.integers(1, 400)),
+)
+def test_a_size_that_is_broadcast_is_cut_as_all_sizes_are(
+    size: int, count: int, shuffled: bool, unit: int | None
+) -> None:
+    order = Order(count, 3, shuffled=shuffled)
+    units = None if unit is None else np.arange(0, count, unit, dtype=np.int64)
+    alike = np.broadcast_to(np.int64(size), count)
+    cut = cut_blocks(alike, order, units)
+    assert cut.starts.tolist() == cut_blocks(alike.copy(), order, units).starts.tolist()
+    assert sum_of(alike) == sum_of(alike.copy()) == size * count
+
+
+def test_a_data_set_of_rows_is_cut_without_a_look_at_each() -> None:
+    count = 10**12  # Their sizes would take 8 TB.
+    cut = cut_blocks(np.broadcast_to(np.int64(2), count), Order(count, 0, shuffled=False))
+    assert cut.starts[-1] == count
+    assert np.diff(cut.starts).max() * 2 <= MAX_BLOCK_BYTES + 2

@@ -409,7 +409,7 @@ static int cut(const Job *job, const Sample *sample, Thread *thread) {
     for (int d = first; d < last; d++)
         runs *= piece.count[d], span += (piece.count[d] - 1) * piece.from_step[d];
     if (piece.from < 0 || span < 0 || piece.from + span > sample->raw) return UNKNOWN;
-    uint8_t *intact = job->intact && sample->block >= 0 ? job->intact + sample->block : NULL;
+    uint8_t *intact = job->intact ? job->intact + piece.payload : NULL;
     const Sample *whole = &thread->whole;
     int is_here = whole->raw > 0 && whole->descriptor == sample->descriptor &&
                   whole->block == sample->block && whole->offset == sample->offset &&

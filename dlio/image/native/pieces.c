@@ -83,6 +83,7 @@ EXPORT int64_t dlio_pieces(const Field *field, int64_t count, const int64_t *fil
                 for (d = 0; d < n; d++) number = number * grid[d] + place[d];
                 row[made] = k, chunk[made] = field->firsts[files[k]] + number;
                 cut_chunk(field, shape, chunks, &part, place, at, piece + made);
+                piece[made].payload = chunk[made];
             }
             made++;
             for (d = n - 1; d >= 0; d--) {

@@ -45,6 +45,7 @@ typedef struct {
     int64_t to;   /* address of its first byte in the batch */
     int64_t count[DIMENSIONS];
     int64_t from_step[DIMENSIONS], to_step[DIMENSIONS]; /* bytes */
+    int64_t payload; /* number of the payload among all, of a job that knows which are intact */
 } Piece;
 
 /* The arrays of one field of patches, one a file: `FieldTable` there. All have as many dimensions, fewer
@@ -104,7 +105,7 @@ typedef struct Job {
     int64_t draws;           /* of each */
     const Piece *pieces;     /* in place of columns and images; or NULL */
     const int64_t *rows;     /* the piece of each sample; NULL if they are in the samples' order */
-    uint8_t *intact;         /* by block: 1 if it was compared with its digest in this pass */
+    uint8_t *intact;         /* by payload: 1 if it was compared with its digest in this pass */
     /* Written by the pool, under its lock. */
     int64_t next, left; /* first sample that no thread has taken; samples that are not done */
     int64_t refused;    /* samples that are not MADE */

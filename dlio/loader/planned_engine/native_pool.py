@@ -79,11 +79,13 @@ PIECE: Final = np.dtype(
         ("at", np.int64),
         ("to", np.int64),
         *((name, np.int64, DIMENSIONS) for name in ("count", "from_step", "to_step")),
+        ("payload", np.int64),
     ]
 )
 """A part of a chunk that goes into a patch: first byte in the chunk, and address in the batch's
 array, then for each dimension the number of elements, and bytes from one to the next in the chunk
-and in the array. The last dimension is that of single bytes. `Piece` of pool.h."""
+and in the array; the last dimension is that of single bytes; then the number of the chunk. `Piece`
+of pool.h."""
 _STORED: Final = 2
 """Value of `checked` for digests of stored bytes: STORED of pool.h."""
 _CASTS: Final = {
@@ -200,8 +202,8 @@ class NativeInput:
     saved_s: float = 0.0
     """Seconds of decoding that each saves."""
     intact: npt.NDArray[np.uint8] | None = None
-    """By block, 1 for those whose payload was compared with its digest in this pass: of these no
-    more is read than the part. Written by native threads."""
+    """By number of the payload, which `pieces` have, 1 for those that were compared with their
+    digests in this pass: of these no more is read than the part. Written by native threads."""
 
     def known(self) -> npt.NDArray[np.bool_]:
         """Return a mask of the rows of slots all of whose rows have known locations."""
