@@ -81,6 +81,15 @@ class Reader(Protocol):
         """Close files. Interpretation afterwards opens them again."""
 
 
+IN_MEMORY: Final = -2
+"""The descriptor of payloads that lie at an address."""
+IN_PARTS: Final = -3
+"""The descriptor of payloads in parts, at whose `offset`, an address, the first PART lies."""
+PART: Final = np.dtype([("descriptor", np.int64), ("offset", np.int64), ("bytes", np.int64)])
+"""Of a payload that follows the one before: bytes of an open file, or IN_MEMORY at an address. The
+parts of a payload add up to its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileLocations:
     """Where samples lie in open files; a row for each, all of shape (n,).
@@ -91,7 +100,7 @@ class FileLocations:
 
     known: npt.NDArray[np.bool_]
     descriptor: npt.NDArray[np.int64]
-    """Of an open file, which is one of `files`."""
+    """Of an open file, which is one of `files`; or IN_PARTS."""
     offset: npt.NDArray[np.int64]
     """Of the first byte, in the file."""
     stored: npt.NDArray[np.int64]

@@ -25,10 +25,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.reader_contract import IN_MEMORY
 from dlio.errors import CorruptBlock, TierFull
 from dlio.launch.node.lock_keeper import keep
 from dlio.storage.block import NO_ROOM, decompress_exactly
-from dlio.storage.sample_locations import IN_MEMORY, SampleLocations
+from dlio.storage.sample_locations import SampleLocations
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.owned_descriptors import OwnedDescriptors

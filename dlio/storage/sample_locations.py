@@ -16,8 +16,6 @@ from dlio.storage.block_fetcher import BlockFetcher, Fetcher
 from dlio.storage.tier import TierTargets
 
 _I64 = npt.NDArray[np.int64]
-IN_MEMORY: Final = -2
-"""The descriptor of payloads that lie at an address."""
 IN_PLACE: Final = 2
 """Value of `kept` for files that lie in memory."""
 COLUMNS: Final = (

@@ -9,6 +9,7 @@ it, and `<name>__shape` the shape of each array.
 """
 
 import json
+import math
 import operator
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from dlio.util.structured_text import parse_json
 from dlio.util.units import counted
 from dlio_readers.array_names import fields_of_group, splits_of_arrays
 from dlio_readers.path_reader import PathReader, joined_rows, neighbours
+from dlio_readers.stored_rows import RowsInFile, StoredField, StoredRows
 
 # Parts of samples: which slab of every array is read, as `select=` says
 
@@ -220,6 +222,14 @@ class PlainColumn:
     def rows(self, start: int, stop: int) -> npt.NDArray[np.generic]:
         return np.asarray(self._array[(slice(start, stop), *self._select)])
 
+    def stored(self) -> StoredField | None:
+        """Return where the rows lie in a file; None if they are not there as payloads have them."""
+        place: tuple[File, int] | None = getattr(self._array, "place", None)
+        if place is None or self._select:
+            return None
+        row_bytes = math.prod(self.dimensions) * self.dtype.itemsize
+        return [RowsInFile(place[0], place[1], row_bytes, self.shape[0])]
+
 
 class RaggedColumn:
     """Values of variable length, concatenated in a flat array."""
@@ -295,6 +305,10 @@ class NumberedColumn:
     def rows(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         return self._labels[start:stop]
 
+    def stored(self) -> StoredField:
+        """Return the labels."""
+        return self._labels
+
 
 class SingleValue:
     """The label of a file that is one sample: an array without dimensions, as one row."""
@@ -341,6 +355,14 @@ class ConcatColumn:
         known = [body for body in bodies if body is not None]
         return np.concatenate(known) if known else None
 
+    def stored(self) -> StoredField | None:
+        """Return where the rows lie in the files; None if some are not there as payloads have
+        them."""
+        parts = [_stored(part) for part in self._parts]
+        if any(part is None or isinstance(part, np.ndarray) for part in parts):
+            return None
+        return [rows for part in parts if part is not None for rows in part]
+
     def codes(self, start: int, stop: int) -> TextCodes | None:
         """Return (different texts, number of the text in each row); None if a part has none."""
         texts: list[str] = []
@@ -377,6 +399,7 @@ class ColumnReader(PathReader):
     labels: npt.NDArray[np.int64]
     fingerprint: str
     _files_are_samples = _random_access = False
+    _stored_rows: StoredRows | None = None
 
     @property
     def abilities(self) -> Abilities:
@@ -384,6 +407,7 @@ class ColumnReader(PathReader):
             chunked=self._chunked,
             files_are_samples=self._files_are_samples,
             random_access=self._random_access,
+            locate=None if self._stored_rows is None else self._stored_rows.locate,
         )
 
     def _chunked(self) -> Mapping[str, Sequence[ChunkedArray]]:
@@ -460,6 +484,9 @@ class ColumnReader(PathReader):
         units = np.arange(0, count, unit, dtype=np.int64) if unit > 1 else None
         self.layout = cut_blocks(self.sizes, Order(count, 0, shuffled=False), units)
         self._unit = unit
+        self._stored_rows = StoredRows.of(
+            self.schema, {name: _stored(column) for name, column in columns.items()}
+        )
         self._kept: OrderedDict[int, list[bytes | memoryview]] = OrderedDict()
         self._kept_bytes = 0
         self._kept_lock = new_lock()
@@ -543,6 +570,13 @@ class ColumnReader(PathReader):
                 else:
                     return SampleLabels(None, [], not_scalar(kind.text))
         return labels.labels(name, lambda row: f"{self.path}, sample {row}")
+
+
+def _stored(column: Column) -> StoredField | None:
+    """Return where the values of a column lie, where it knows it."""
+    stored = getattr(column, "stored", None)
+    known: StoredField | None = stored and stored()
+    return known
 
 
 def _codes(column: Column, start: int, stop: int) -> TextCodes | None:

@@ -34,9 +34,14 @@ class StoredArray:
 
     def chunked(self, where: str) -> ChunkedArray:
         """Return the array with parts of it in place of chunks."""
+        return ChunkedArray(where, self.shape, self.dtype, self.sides, self.read, self.place)
+
+    @property
+    def place(self) -> tuple[File, int] | None:
+        """The file and the byte from which on its elements lie as payloads have them; None if they
+        have another byte order."""
         is_little = self._stored.newbyteorder("<") == self._stored
-        place = (self._file, self._offset) if is_little else None
-        return ChunkedArray(where, self.shape, self.dtype, self.sides, self.read, place)
+        return (self._file, self._offset) if is_little else None
 
     @property
     def range(self) -> tuple[File, int, int]:

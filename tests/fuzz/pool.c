@@ -95,7 +95,15 @@ static Bytes whole(const char *path) {
 }
 
 /* A set of samples: payloads one after another in a file, and the rows that describe them. */
-typedef struct { Sample rows[COUNT]; uint8_t *memory; size_t size; int64_t folder, number; } Set;
+enum { PARTS = 3 };
+typedef struct {
+    Sample rows[COUNT];
+    Place parts[COUNT][PARTS];
+    uint8_t *memory;
+    size_t size;
+    int64_t folder, number;
+    int file; /* its own, for payloads in parts */
+} Set;
 
 static Set *sets;
 static const char *place;
@@ -111,9 +119,31 @@ static void write_file(const Set *set, const char *folder) {
     if (!file || fwrite(set->memory, 1, set->size, file) != set->size || fclose(file)) exit(3);
 }
 
+/* Have a payload, from a byte of the file on, lie in parts: of the file, and of memory. Some are of no
+ * bytes, which is refused. */
+static void divide(Set *set, int k, size_t at, size_t raw) {
+    size_t from = 0;
+    for (int p = 0; p < PARTS; p++) {
+        size_t bytes = p == PARTS - 1 ? raw - from : draw(raw - from + 1);
+        int is_file = draw(2) != 0;
+        uintptr_t memory = (uintptr_t)(set->memory + at + from);
+        set->parts[k][p] = (Place){.descriptor = is_file ? set->file : IN_MEMORY,
+                                   .offset = (int64_t)(is_file ? at + from : memory),
+                                   .bytes = (int64_t)bytes};
+        from += bytes;
+    }
+    Sample *row = set->rows + k;
+    row->descriptor = IN_PARTS, row->block = -1, row->offset = (int64_t)(uintptr_t)set->parts[k];
+    row->raw = row->stored = (int64_t)raw;
+}
+
 static void write_set(Set *set, const char *folder, int64_t number, const Bytes *pictures,
                       size_t count, size_t fixed) {
+    char path[4096];
     set->number = number;
+    path_of(set, folder, path);
+    set->file = open(path, O_RDWR | O_CREAT, 0600);
+    if (set->file < 0) exit(3);
     size_t at = 0;
     set->memory = malloc(COUNT * (fixed + (1 << 16)));
     for (int k = 0; k < COUNT; k++) {
@@ -136,6 +166,8 @@ static void write_set(Set *set, const char *folder, int64_t number, const Bytes 
         if (!draw(4))
             row->descriptor = IN_MEMORY, row->block = -1, row->offset = (int64_t)(uintptr_t)payload,
             row->raw = (int64_t)raw, row->stored = (int64_t)raw;
+        else if (!draw(6))
+            divide(set, k, at, raw);
         at += raw;
     }
     set->size = at;
@@ -351,7 +383,7 @@ int main(int argc, char **argv) {
         free(uniforms);
     }
     if (files) dlio_files_close(files);
-    for (int k = 0; k < KINDS; k++) free(sets[k].memory);
+    for (int k = 0; k < KINDS; k++) free(sets[k].memory), close(sets[k].file);
     for (size_t k = 0; k < count; k++) free(pictures[k].data);
     free(pictures), free(sets), close(folder);
     printf("%llu made, %llu refused, %llu given up\n", (unsigned long long)made,

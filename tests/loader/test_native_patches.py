@@ -208,11 +208,12 @@ def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:
 def test_parts_of_an_array_without_chunks_share_blocks_if_all_are_read(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros(40_000_000, np.uint16))
     blocks = {}
-    for name, options in {
+    cases: dict[str, dict[str, Any]] = {
         "windows": {"window": (1024, 1024)},
         "windows apart": {"window": (1024, 1025)},
         "patches": {"patch": 1024},
-    }.items():
+    }
+    for name, options in cases.items():
         with dlio.open(str(tmp_path / "x.npy"), tiers="none", **options) as data:
             recipe: Any = data.recipe
             chunks = recipe.source.chunks

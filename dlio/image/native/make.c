@@ -50,6 +50,20 @@ void dlio_thread_end(Thread *thread) {
     free(thread->pixels), free(thread->sums), free(thread->crop);
 }
 
+/* Read a payload that lies in parts. Returns 0 if one cannot be read. */
+static int join(const Sample *sample, uint8_t *into) {
+    const Place *place = (const Place *)(uintptr_t)sample->offset;
+    for (int64_t at = 0; at < sample->raw; at += place->bytes, place++) {
+        if (place->bytes < 1 || place->bytes > sample->raw - at) return 0;
+        if (place->descriptor == IN_MEMORY)
+            memcpy(into + at, (const void *)(uintptr_t)place->offset, (size_t)place->bytes);
+        else if (!dlio_read_all((int)place->descriptor, into + at, (size_t)place->bytes,
+                                place->offset))
+            return 0;
+    }
+    return 1;
+}
+
 /* Read and check a payload, of which so many bytes are wanted, into `into` unless it is in memory; `at`
  * gets where it lies. */
 static int fetch(const Sample *sample, int64_t wanted, Thread *thread, uint8_t *into,
@@ -57,7 +71,10 @@ static int fetch(const Sample *sample, int64_t wanted, Thread *thread, uint8_t *
     size_t stored = (size_t)sample->stored, raw = (size_t)sample->raw;
     const uint8_t *data = (const uint8_t *)(uintptr_t)sample->offset;
     int is_last = 0;
-    if (sample->descriptor != IN_MEMORY)
+    if (sample->descriptor == IN_PARTS) {
+        if (stored != raw || !join(sample, into)) return UNREADABLE;
+        data = into;
+    } else if (sample->descriptor != IN_MEMORY)
         data = dlio_in_place(sample, wanted, 0, sample->stored,
                              sample->checked ? &is_last : NULL, thread);
     if (!data || is_last) {

@@ -17,18 +17,25 @@ enum {
     DAMAGED = 2,    /* its bytes are not those that were written */
     UNKNOWN = 3     /* coded in a way that this library leaves to others */
 };
-enum { STORED = 2, IN_MEMORY = -2, IN_PLACE = 2 };
+enum { STORED = 2, IN_MEMORY = -2, IN_PARTS = -3, IN_PLACE = 2 };
 /* Bytes that are read in place, at most: of more, the copy would be the smaller part, and all of a
  * tier would count as this process's memory. */
 enum { SMALL = 1 << 14 };
 
+/* A part of a payload, which follows the one before: PART of dlio/data/reader_contract.py. */
+typedef struct {
+    int64_t descriptor; /* of its file, or IN_MEMORY */
+    int64_t offset;     /* in the file; or its address */
+    int64_t bytes;
+} Place;
+
 /* Where a sample's payload lies, and for which slot of the batch it is. */
 typedef struct {
-    int64_t descriptor; /* of its file, or of the folder of its block; or IN_MEMORY */
+    int64_t descriptor; /* of its file, or of the folder of its block; IN_MEMORY, IN_PARTS */
     int64_t block;      /* number of the block that is its file, in a folder; -1 otherwise */
     int64_t regular;    /* 1 if the file has to be a regular one */
     int64_t kept;       /* 1 if its file may stay open after use; IN_PLACE if it lies in memory, too */
-    int64_t offset;     /* in the file; or the payload's address */
+    int64_t offset;     /* in the file; or the payload's address, or that of its first Place */
     int64_t stored, raw; /* bytes in the file, and of the payload: fewer are LZ4 data */
     uint64_t digest;    /* XXH3 of the payload, 64 bits */
     int64_t checked;    /* 1 if the digest is to be compared; STORED if it is that of `stored` */

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.reader_contract import IN_MEMORY
 from dlio.data.schema import Schema
 from dlio.image import native
 from dlio.image.crop import DRAWS, Crop
@@ -36,7 +37,7 @@ from dlio.image.decoder import MAX_PIXELS, resizes_natively
 from dlio.image.png_library import use_png
 from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.sample_locations import IN_MEMORY, SampleLocations
+from dlio.storage.sample_locations import SampleLocations
 from dlio.util.closable import Closable
 from dlio.util.forks import new_lock
 from dlio.util.settings import settings
