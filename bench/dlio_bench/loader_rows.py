@@ -64,11 +64,18 @@ class RowEntry:
     """One of the peers' environments; "" for dlio's own."""
 
 
+_PLACES: Final = {
+    "dlio": "RAM tier",
+    "file": "file, page cache",
+    "packed": "packed, page cache",
+}
+"""Where dlio reads rows, by the name of its contender."""
+
+
 def row_entries(threads: Iterable[int]) -> dict[str, RowEntry]:
     """Return the contenders by name, with dlio's for each number of threads."""
     entries = {}
-    places = {"dlio": "RAM tier", "packed": "packed, page cache"}
-    for name, place in places.items():
+    for name, place in _PLACES.items():
         for count in threads:
             title = f"dlio, {place}, threads: {count}"
             entries[f"{name}_{count}"] = RowEntry(name, title, count)
@@ -208,7 +215,7 @@ def _pairs(figures: Mapping[str, Any], threads: Iterable[int]) -> dict[str, tupl
         if ways:
             best[group] = max(ways, key=lambda name: float(rates[name]["median"]))
     pairs = {}
-    for name in (f"{place}_{count}" for place in ("dlio", "packed") for count in threads):
+    for name in (f"{place}_{count}" for place in _PLACES for count in threads):
         if "torch" in best:
             pairs[f"{name}_over_{best['torch']} (torch's best)"] = (name, best["torch"])
         pairs[f"{name}_over_numpy_checked"] = (name, "numpy_checked")

@@ -46,12 +46,12 @@ def _pairs(batches: Callable[[], Iterator[Any]]) -> Pass:
     return run
 
 
-def _dlio(task: Task, packed: bool) -> Pass:
-    """dlio's loader: over HDF5 or windows of tokens through a RAM tier, or over packed rows that
-    no tier holds."""
+def _dlio(task: Task, packed: bool = False, tier: bool = False) -> Pass:
+    """dlio's loader: over HDF5 or windows of tokens, through a RAM tier or not, or over packed rows
+    that no tier holds."""
     import dlio
 
-    tiers = "none" if packed else ram_tier(_array(task).nbytes + 8 * len(task.labels))
+    tiers = ram_tier(_array(task).nbytes + 8 * len(task.labels)) if tier else "none"
     if packed:
         data = dlio.open(task.files[2], tiers=tiers)
     elif _labelled(task):
@@ -174,7 +174,8 @@ def _checksums(digest: Callable[[Any], int], rows: Sequence[Any] | npt.NDArray[A
 
 
 MAKERS: Final[dict[str, Callable[[Task], Pass]]] = {
-    "dlio": partial(_dlio, packed=False),
+    "dlio": partial(_dlio, tier=True),
+    "file": _dlio,
     "packed": partial(_dlio, packed=True),
     "torch_getitems": partial(_torch, kind=GatheredRows),
     "torch_h5py": partial(_torch, kind=Hdf5Rows),
