@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from dlio.data.concatenation import ReaderGroup
 from dlio.data.index import fingerprint_of
-from dlio.data.reader_contract import Abilities, Reader, abilities_of
+from dlio.data.reader_contract import Abilities, FileLocations, Reader, abilities_of
 from dlio.plan.layout import Layout, cut_blocks, shuffled_layout
 from dlio.plan.order import Order
 
@@ -70,6 +70,7 @@ class SelectionReader(ReaderGroup):
             sizes_are_estimates=any(own.sizes_are_estimates for own in each),
             flow=each[0].flow if len(each) == 1 else None,
             multi_get=each[0].multi_get,
+            locate=self._locate if len(each) == 1 and each[0].locate is not None else None,
         )
 
     @cached_property
@@ -87,6 +88,13 @@ class SelectionReader(ReaderGroup):
 
     def read(self, samples: _I64) -> list[bytes | memoryview]:
         return super().read(self._numbers[samples])
+
+    def _locate(self, samples: _I64, _: _I64, __: _I64) -> FileLocations:
+        """Return where samples lie in the files of the only reader; see `Abilities.locate`."""
+        reader = self._readers[0]
+        locate, inner = abilities_of(reader).locate, self._numbers[samples]
+        assert locate is not None
+        return locate(inner, *reader.layout.locate(inner))
 
     def _values_of(self, values: Callable[[Reader], _I64]) -> _I64:
         """Return the chosen samples' values out of those of all samples of each reader."""

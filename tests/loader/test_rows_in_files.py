@@ -95,12 +95,13 @@ def test_a_part_of_rows_is_left_to_python(
 
 
 def test_views_read_the_rows_that_they_have(
-    sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, spy: Spy
 ) -> None:
     def half(data: dlio.Dataset) -> dlio.Dataset:
         return data.split(train=0.5, val=0.5)["val"]
 
     check_same(sources["parts"], monkeypatch, {"tiers": "none"}, view=half)
+    assert spy.given > 0
 
 
 def test_rows_cost_their_bytes_and_are_counted(sources: dict[str, Path]) -> None:
