@@ -112,6 +112,20 @@ class FileLocations:
     files: list[object]
     """Owners of open files: these stay open while the list refers to them."""
 
+    @classmethod
+    def of_parts(
+        cls, known: npt.NDArray[np.bool_], parts: npt.NDArray[np.void], files: list[object]
+    ) -> "FileLocations":
+        """Return those of payloads in `parts` of type PART, shape (n, parts of a payload), without
+        digests."""
+        sizes = parts["bytes"].sum(1)
+        if parts.shape[1] == 1:
+            only = parts[:, 0]
+            return cls(known, only["descriptor"], only["offset"], sizes, sizes, None, files)
+        begins = parts.ctypes.data + np.arange(len(parts), dtype=np.int64) * parts[:1].nbytes
+        places = np.full(len(parts), IN_PARTS, np.int64)
+        return cls(known, places, begins, sizes, sizes, None, [*files, parts])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.open_files import open_file
-from dlio.data.reader_contract import IN_MEMORY, IN_PARTS, PART, FileLocations
+from dlio.data.reader_contract import IN_MEMORY, PART, FileLocations
 from dlio.data.schema import Schema
 from dlio.data.source import File
 
@@ -34,8 +34,8 @@ StoredField = Sequence[RowsInFile] | npt.NDArray[Any]
 class StoredRows:
     """The places of samples that are rows of arrays: one for each field. Thread-safe."""
 
-    def __init__(self, fields: Sequence[StoredField], row_bytes: int) -> None:
-        self._fields, self._row_bytes = fields, row_bytes
+    def __init__(self, fields: Sequence[StoredField]) -> None:
+        self._fields = fields
         self._firsts = [
             np.cumsum([0, *(part.count for part in field[:-1])])
             if not isinstance(field, np.ndarray)
@@ -56,14 +56,14 @@ class StoredRows:
             ordered.append(field)
         if all(isinstance(field, np.ndarray) for field in ordered):
             return None
-        return cls(ordered, schema.overhead)
+        return cls(ordered)
 
     def locate(self, samples: _I64, _: object, __: object) -> FileLocations:
         """Return where samples lie; see `Abilities.locate`."""
         count = len(samples)
         parts = np.zeros((count, len(self._fields)), PART)
         known = np.ones(count, np.bool_)
-        holders: list[object] = [parts]
+        holders: list[object] = []
         for number, field in enumerate(self._fields):
             part = parts[:, number]
             if isinstance(field, np.ndarray):
@@ -82,14 +82,7 @@ class StoredRows:
                 holders.append(holder)
                 part["descriptor"][here], part["bytes"][here] = holder.number, rows.row_bytes
                 part["offset"][here] = rows.offset + (samples[here] - firsts[at]) * rows.row_bytes
-        sizes = np.full(count, self._row_bytes, np.int64)
-        if len(self._fields) == 1:
-            first = parts[:, 0]
-            places = first["descriptor"], first["offset"]
-        else:
-            begin = parts.ctypes.data + np.arange(count, dtype=np.int64) * parts[:1].nbytes
-            places = np.full(count, IN_PARTS, np.int64), begin
-        return FileLocations(known, *places, sizes, sizes, None, holders)
+        return FileLocations.of_parts(known, parts, holders)
 
 
 def _is_stored(field: StoredField, row_bytes: int) -> bool:

@@ -17,6 +17,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -35,8 +36,14 @@ from dlio.data.labels import (
     not_scalar,
 )
 from dlio.data.npy import NpyHead, read_npy_head
-from dlio.data.open_files import PersistentFile
-from dlio.data.reader_contract import Abilities, PathRules
+from dlio.data.open_files import PersistentFile, open_file
+from dlio.data.reader_contract import (
+    IN_MEMORY,
+    PART,
+    Abilities,
+    FileLocations,
+    PathRules,
+)
 from dlio.data.schema import IMAGES, LABEL, Schema, array_kind
 from dlio.data.source import File, files_below
 from dlio.errors import CorruptBlock, SourceError
@@ -297,6 +304,14 @@ class TarReader(PathReader):
             Lz4Frames(file, part) if "frame_at" in part else None
             for file, part in zip(self._files, parts, strict=True)
         ]
+        kinds = [kind for _, kind in self.schema.fields]
+        self._pictures = [k for k, kind in enumerate(kinds) if kind in IMAGES]
+        self._numbers = [k for k, kind in enumerate(kinds) if kind == "int64"]
+        # A member that is the picture, and a number that the index has.
+        is_plain = len(self._pictures) == 1 and len(self._numbers) < 2
+        is_plain &= len(kinds) == 1 + len(self._numbers) and not any(self._frames)
+        if is_plain and not any(part.is_array[k] for part in indexes for k in self._numbers):
+            self.abilities = replace(self.abilities, locate=self._locate)
 
     def _without_label(self, indexes: Sequence[TarIndex]) -> str:
         """Return why samples have no label that may have one; "" if nothing looks like it."""
@@ -366,6 +381,33 @@ class TarReader(PathReader):
     def close(self) -> None:
         for file in self._opened:
             file.close()
+
+    def _locate(self, samples: npt.NDArray[np.int64], _: object, __: object) -> FileLocations:
+        """Return where samples lie in local tars; see `Abilities.locate`."""
+        count, has_number = len(samples), len(self._numbers)
+        parts, known = np.zeros((count, 1 + has_number), PART), np.zeros(count, np.bool_)
+        numbers = np.zeros(count, np.int64)
+        holders: list[object] = [numbers]
+        picture = parts[:, -1]
+        files = np.searchsorted(self._firsts, samples, side="right") - 1
+        for file in np.unique(files).tolist():
+            holder = open_file(self._files[file])
+            if holder is None:
+                continue
+            holders.append(holder)
+            here = np.flatnonzero(files == file)
+            rows, part = samples[here] - self._firsts[file], self._parts[file]
+            begins, sizes = part.places(rows)
+            known[here], picture["descriptor"][here] = True, holder.number
+            (k,) = self._pictures
+            picture["offset"][here], picture["bytes"][here] = begins[:, k], sizes[:, k]
+            for k in self._numbers:
+                numbers[here] = part.numbers_at(k, rows)
+        if has_number:
+            number = parts[:, 0]
+            number["descriptor"], number["bytes"] = IN_MEMORY, numbers.itemsize
+            number["offset"] = numbers.ctypes.data + np.arange(count) * numbers.itemsize
+        return FileLocations.of_parts(known, parts, holders)
 
     def _read_file(
         self,

@@ -107,6 +107,12 @@ class TarIndex:
         column = self._numbers[k]
         return int(column[row if len(column) == len(self._first) else 0])
 
+    def numbers_at(self, k: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the numbers that a field is in samples, shape (n,)."""
+        numbers = self._numbers[k]
+        whole = len(numbers) == len(self)
+        return (numbers[rows] if whole else np.full(len(rows), numbers[0])).astype(np.int64)
+
     def numbers(self, k: int) -> npt.NDArray[np.int64]:
         """Return the numbers that a field is, shape (samples,)."""
         numbers = self._numbers[k].astype(np.int64)

@@ -166,7 +166,7 @@ PLAIN = {"windows", "windows of hdf5", "large windows", "padded", "padded grid"}
 def test_native_patches_without_tiers_are_the_same(
     case: str, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, spy: Spy
 ) -> None:
-    """Of plain arrays no more is read than the patches; others are read by Python."""
+    """They read no more of plain arrays than the patches; others are read by Python."""
     source, opened = CASES[case]
     check_same(sources[source], monkeypatch, opened | {"tiers": "none"}, batch_size=5)
     assert (spy.given > 0) == (case in PLAIN)

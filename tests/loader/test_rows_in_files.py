@@ -1,9 +1,13 @@
-"""Rows of arrays in local files, read by native threads where they lie: those of Python, to the
-last bit, for no more bytes than they have."""
+"""Rows of arrays and members of tars in local files, which native threads read where they lie, are
+those of Python, to the last bit, and cost no more bytes than they have."""
 
+import io
+import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cv2
 import h5py
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import pytest
 import dlio
 from dlio.errors import SourceError
 from dlio.loader.planned_engine import native_pool
+from tests.image.jpegs import drawn
 from tests.loader.native_checks import Spy, check_same
 
 pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
@@ -138,3 +143,68 @@ def test_many_files_need_few_descriptors(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         made = np.concatenate([batch["data"].numpy() for batch in loader])
     assert np.array_equal(np.sort(made[:, 0]), np.repeat(np.arange(40), 5))
+
+
+def _tar(path: Path, numbers: range, kinds: Sequence[str], compressed: bool = False) -> None:
+    rng = np.random.default_rng(numbers.start)
+    with tarfile.open(path, "w:gz" if compressed else "w") as tar:
+        for number in numbers:
+            for kind in kinds:
+                if kind == "jpg":
+                    body = drawn(rng, "baseline", 40)
+                elif kind == "png":
+                    body = cv2.imencode(".png", rng.integers(0, 256, (20, 30, 3), np.uint8))[
+                        1
+                    ].tobytes()
+                else:
+                    body = str(number % 5).encode()
+                info = tarfile.TarInfo(f"{number:05}.{kind}")
+                info.size = len(body)
+                tar.addfile(info, io.BytesIO(body))
+            if kinds == ["jpg", "cls"] and number % 7 == 0:
+                link = tarfile.TarInfo(f"{number:05}again.jpg")
+                link.type, link.linkname = tarfile.LNKTYPE, f"{number:05}.jpg"
+                tar.addfile(link)
+                info.name = f"{number:05}again.cls"
+                tar.addfile(info, io.BytesIO(body))
+
+
+TARS: dict[str, tuple[Sequence[str], bool]] = {
+    "pictures and classes": (["jpg", "cls"], True),
+    "classes first": (["cls", "png"], True),
+    "pictures alone": (["jpg"], True),
+    "two numbers": (["jpg", "cls", "index"], False),
+}
+"""Kinds of members, and whether a sample is a member, and a number that is known."""
+
+
+@pytest.mark.parametrize("case", TARS)
+def test_members_of_tars_are_those_of_python(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spy: Spy
+) -> None:
+    kinds, is_plain = TARS[case]
+    for number in range(2):
+        _tar(tmp_path / f"{number}.tar", range(50 * number, 50 * number + 50), kinds)
+    check_same(tmp_path, monkeypatch, {"tiers": "none", "image_size": 16})
+    assert (spy.given > 0) == is_plain
+
+
+def test_members_of_compressed_tars_are_those_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _tar(tmp_path / "x.tar.gz", range(50), ["jpg", "cls"], compressed=True)
+    check_same(tmp_path / "x.tar.gz", monkeypatch, {"tiers": "none", "image_size": 16})
+
+
+def test_pictures_of_a_tar_cost_their_bytes(tmp_path: Path) -> None:
+    _tar(tmp_path / "x.tar", range(60), ["jpg", "cls"])
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        sizes = {each.name: each.size for each in tar if each.name.endswith("jpg")}
+        links = {each.name: each.linkname for each in tar if each.islnk()}
+    wanted = sum(8 + sizes[links.get(name, name)] for name in sizes)
+    with (
+        dlio.open(str(tmp_path / "x.tar"), tiers="none", image_size=16) as data,
+        dlio.DataLoader(data, 10) as loader,
+    ):
+        list(loader)
+        assert loader.stats()["bytes"]["source"] == wanted
