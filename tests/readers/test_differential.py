@@ -46,6 +46,8 @@ def _same(ours: Any, theirs: Any) -> bool:
     ours, theirs = (bytes(x) if isinstance(x, memoryview) else x for x in (ours, theirs))
     if isinstance(ours, bytes) and isinstance(theirs, np.ndarray):
         ours = np.asarray(Image.open(io.BytesIO(ours)))
+    if isinstance(ours, bytes) and isinstance(theirs, list):  # Of texts.
+        return bool(json.loads(ours) == [text or "" for text in theirs])
     if isinstance(theirs, float | list | np.ndarray | np.number | np.bool_ | int | bool):
         left, right = np.asarray(ours), np.asarray(theirs)
         if left.size == right.size == 0:
@@ -88,7 +90,7 @@ def _numbers(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> An
 
 def _arrow_column(rng: np.random.Generator, count: int) -> tuple[pa.Array, bool]:
     """Return a column, and True if samples cannot have it."""
-    kinds = ("number", "number", "text", "bytes", "list", "nested", "words", "other")
+    kinds = ("number", "number", "text", "bytes", "list", "nested", "words", "texts", "other")
     kind = str(rng.choice(kinds))
     gaps = rng.random(count) < 0.2 if rng.random() < 0.4 else np.zeros(count, bool)
     if kind == "number":
@@ -118,6 +120,13 @@ def _arrow_column(rng: np.random.Generator, count: int) -> tuple[pa.Array, bool]
         inner = pa.from_numpy_dtype(np.dtype(dtype))
         types = [pa.list_(inner), pa.large_list(inner), *([pa.list_(inner, width)] * fixed)]
         return pa.array(rows, types[rng.integers(len(types))]), False
+    if kind == "texts":
+        words = [*_words(rng, 9), None]
+        rows = [rng.choice(words, rng.integers(0, 4)).tolist() for _ in range(count)]
+        types = [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())]
+        make = pa.list_ if rng.random() < 0.5 else pa.large_list
+        column = pa.array(rows, pa.list_(pa.string()))
+        return column.cast(make(types[int(rng.integers(3))])), False
     if kind == "nested":
         ragged = rng.random() < 0.2
         width = int(rng.integers(1, 4))
@@ -193,14 +202,17 @@ def polars(rng: np.random.Generator, folder: Path) -> Drawn:
         "t": _words(rng, count),
         "l": [_numbers(rng, "int64", (int(rng.integers(0, 4)),)).tolist() for _ in range(count)],
         "c": pl.Series(rng.choice(["a", "b"], count).tolist(), dtype=pl.Categorical),
+        "w": [_words(rng, int(rng.integers(0, 4))) for _ in range(count)],
         "m": [None if rng.random() < 0.3 else 1.5 for _ in range(count)],
     }
-    names = rng.choice(sorted(columns), rng.integers(1, 6), replace=False).tolist()
+    names = rng.choice(sorted(columns), rng.integers(1, 7), replace=False).tolist()
     frame = pl.DataFrame({name: columns[name] for name in names})
     if "m" in names:
         frame = frame.with_columns(pl.col("m").cast(pl.Float64))
     if "l" in names:
         frame = frame.with_columns(pl.col("l").cast(pl.List(pl.Int64)))
+    if "w" in names:
+        frame = frame.with_columns(pl.col("w").cast(pl.List(pl.String)))
     if rng.random() < 0.5:
         path = str(folder / "a.parquet")
         frame.write_parquet(path, row_group_size=int(rng.integers(1, 50)))
