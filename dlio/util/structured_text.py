@@ -199,7 +199,7 @@ def parse_xml(
     parser.buffer_text = parser.ordered_attributes = True
     names: list[str] = []
     roots: list[str] = []
-    found: list[tuple[str, list[str]]] = []
+    elements: list[tuple[str, list[str]]] = []
     texts: list[str] | None = None
 
     def begin(name: str, _: list[str]) -> None:
@@ -210,8 +210,8 @@ def parse_xml(
             raise _XmlRefusal("it is nested too deeply")
         if path in wanted:
             texts = []
-            found.append((path, texts))
-            if len(found) > _MOST_VALUES:
+            elements.append((path, texts))
+            if len(elements) > _MOST_VALUES:
                 raise _XmlRefusal(f"it has over {_MOST_VALUES} values")
 
     def end(_: str) -> None:
@@ -239,4 +239,4 @@ def parse_xml(
         raise SourceError(
             f"{where} is not whole XML: {error}: it was cut off or damaged; copy it again"
         ) from error
-    return roots[0], [(path, "".join(parts).strip()) for path, parts in found]
+    return roots[0], [(path, "".join(parts).strip()) for path, parts in elements]

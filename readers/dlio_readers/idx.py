@@ -75,10 +75,8 @@ class IdxReader(ColumnReader):
         for part in sets:
             rows = {files[k].name: arrays[k].shape[0] for k in part.values()}
             if len(set(rows.values())) > 1:
-                words = " and ".join(f"{name} has {count}" for name, count in rows.items())
-                raise SourceError(
-                    f"{words} samples: pictures and labels of one data set have as many"
-                )
+                words = " and ".join(f"{counted(n, 'row')} in {name}" for name, n in rows.items())
+                raise SourceError(f"{words}: files of the same samples have as many")
             counts.append(next(iter(rows.values())))
         columns: dict[str, Column] = {}
         self._arrays: dict[str, list[ChunkedArray]] = {}

@@ -100,7 +100,7 @@ class VocReader(AnnotatedReader):
         def build() -> Annotations:
             files = [lists[name] for name in chosen] if lists else []
             parts = [each for each in every if lists or each[0] in chosen]
-            made = _Gathered(source, [each for _, each in every], first_pixel)
+            made = _NoteFiles(source, [each for _, each in every], first_pixel)
             return made.annotations([each for _, each in parts], files, outside)
 
         super().__init__(source, index_kind("voc", options), build)
@@ -142,7 +142,7 @@ class _Note:
     """Objects that have an outline or a turned box, too."""
 
 
-class _Gathered:
+class _NoteFiles:
     """The XML files of a data set, in several folders."""
 
     def __init__(self, source: Source, every: Sequence[SideFolders], first_pixel: int) -> None:
@@ -231,13 +231,13 @@ class _Gathered:
         """Return the picture of an XML file; the name that it would have, if it is not there."""
         if sides not in self._pictures:
             self._pictures[sides] = files_by_stem(self._source, sides.images, PICTURES)
-        found = self._pictures[sides].get(stem, [])
-        if len(found) > 1:
+        files = self._pictures[sides].get(stem, [])
+        if len(files) > 1:
             raise SourceError(
-                f"{self._source.path(found[0])} and {found[1]} have one name, and an XML file for "
+                f"{self._source.path(files[0])} and {files[1]} have one name, and an XML file for "
                 "both: rename one of them, and its XML file"
             )
-        return found[0] if found else f"{sides.images}/{stem}.jpg".lstrip("/")
+        return files[0] if files else f"{sides.images}/{stem}.jpg".lstrip("/")
 
     def _tell_of_zeros(
         self, boxes: npt.NDArray[np.float64], owner: npt.NDArray[np.intp], files: Sequence[str]

@@ -103,9 +103,9 @@ def lists_of(source: Source, kind: str) -> dict[str, str]:
         if source.is_folder(folder):
             names = [name for name, inner in source.names(folder) if not inner]
             stems = {os.path.splitext(n)[0]: f"{folder}/{n}" for n in names if n.endswith(".txt")}
-            found = {stem: file for stem, file in stems.items() if split_of(stem, folder=True)}
-            if found:
-                return found
+            splits = {stem: file for stem, file in stems.items() if split_of(stem, folder=True)}
+            if splits:
+                return splits
     return {}
 
 

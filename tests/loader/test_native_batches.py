@@ -22,7 +22,7 @@ from PIL import Image, PngImagePlugin
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.data.schema import Schema
-from dlio.errors import DecodeError, DlioError
+from dlio.errors import DecodeError, UsageError
 from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import decode_whole
 from dlio.image.png_library import pixels_of, use_png
@@ -396,7 +396,7 @@ def test_a_data_set_that_is_closed_first_is_an_error(rows: Path) -> None:
         passed = iter(loader)
         next(passed)
         data.close()
-        with pytest.raises((ValueError, OSError, DlioError)):
+        with pytest.raises(UsageError, match=r"rows\.h5 was closed while a loader reads it"):
             list(passed)
 
 
@@ -541,12 +541,12 @@ def test_a_loader_has_few_threads_of_python(rows: Path) -> None:
 
 
 def _native_threads() -> set[str]:
-    found = set()
+    numbers = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # Threads of other tests may end meanwhile.
             if (task / "comm").read_text() == "dlio-native\n":
-                found.add(task.name)
-    return found
+                numbers.add(task.name)
+    return numbers
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read in /proc")

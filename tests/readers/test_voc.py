@@ -26,7 +26,7 @@ NAMES = ("dog", "cat", "person")
 Fields = dict[str, Any]
 
 
-def one(name: str, box: Sequence[float], more: str = "") -> str:
+def one(name: str, box: Sequence[float | str], more: str = "") -> str:
     """Return an object; the box has the numbers of the file."""
     edges = zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
     inside = "".join(f"<{edge}>{number}</{edge}>" for edge, number in edges)
@@ -158,9 +158,12 @@ def test_classes_are_the_same_in_a_split_that_lacks_one(tmp_path: Path) -> None:
 def test_several_years_are_named_and_opened_as_a_list(tmp_path: Path) -> None:
     for year in ("VOC2007", "VOC2012"):
         write_voc(tmp_path / year, ROWS)
-    for options in ({}, {"split": "train"}):
+        write_voc_masks(tmp_path / year)  # Which the first reader by name would take.
+    for split in ("train", "all"):
         with pytest.raises(UsageError, match="holds the data sets VOC2007, VOC2012: open one"):
-            open_reader(str(tmp_path), **options)
+            open_reader(str(tmp_path), split=split)
+    with pytest.raises(UsageError, match="holds the data sets VOC2007, VOC2012: open one"):
+        open_reader(str(tmp_path))
     both = open_reader([str(tmp_path / "VOC2007"), str(tmp_path / "VOC2012")], split="trainval")
     assert (both.format, len(both)) == ("voc", 2 * len(ROWS))
 
@@ -189,7 +192,7 @@ def test_layouts_of_programs_for_drawing_boxes_are_read(
                 other.parent.mkdir(parents=True, exist_ok=True)
                 moved = (tmp_path / "data" / place / file.name).read_bytes()
                 other.write_bytes(moved.replace(b"<name>cat<", b"<name>a cow<"))
-    options = {"split": "train"} if "train" in pictures else {}
+    options: dict[str, Any] = {"split": "train"} if "train" in pictures else {}
     reader = open_reader(str(tmp_path / "data"), **options)
     assert (reader.format, len(reader)) == ("voc", 3)
     more = ["a cow"] if options else []
@@ -257,7 +260,7 @@ REFUSED = {
     "large": ("<annotation>" + " " * (8 << 20), "has over 8388608 bytes"),
     "no name": (note(20, 30, one(" ", (1, 1, 2, 2))), "object 1 has no name"),
     "no box": (note(20, 30, SOUND[99:0], "<object><name>a</name></object>"), "1 has no bndbox/xmi"),
-    "text": (note(20, 30, one("a", (1, 1, "x", 2))), "object 1: its xmax is 'x', not a number"),  # type: ignore[arg-type]
+    "text": (note(20, 30, one("a", (1, 1, "x", 2))), "object 1: its xmax is 'x', not a number"),
     "nan": (note(20, 30, one("a", (1, float("nan"), 3, 4))), "its ymin is 'nan', not a number"),
     "turned": (note(20, 30, one("a", (5, 1, 3, 4))), "object 1: its box ends before it begins"),
     "outside": (note(20, 30, one("a", (5, 1, 99, 4))), "lies outside of its picture of 30 x 20"),
@@ -362,8 +365,8 @@ def test_masks_are_read_where_they_are_asked_for(
             assert len(data) == 1
             assert data[0][1].unique().tolist() == [10 + k, 255]
             assert data[0][1].shape == ROWS[k][:2]
-    both = {"images": "JPEGImages", "masks": "SegmentationObject", "format": "masks"}
-    with dlio.open(tmp_path, split="all", **both, **options) as data:
+    options |= {"images": "JPEGImages", "masks": "SegmentationObject", "format": "masks"}
+    with dlio.open(tmp_path, split="all", **options) as data:
         assert [data[k][1].unique().tolist() for k in range(2)] == [[1, 255], [1, 255]]
 
 
