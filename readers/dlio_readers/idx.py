@@ -181,7 +181,7 @@ def _tell_of_others(place: FilePlace, fields: Collection[str]) -> None:
 
 
 def _array(file: File) -> StoredArray:
-    """Return the array of a file. Raises SourceError if it is not of the format, or cut off."""
+    """Return the array of a file. Raises SourceError for another format, and if it is cut off."""
     plain = in_memory(file)
     head = plain.read(0, 4)
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _TYPES or not head[3]:

@@ -10,6 +10,7 @@ import io
 import json
 import lzma
 import math
+import os
 import posixpath
 import shutil
 import string
@@ -254,6 +255,36 @@ def numpy(rng: np.random.Generator, folder: Path) -> Drawn:
         path += "::" + ",".join(names)
     with np.load(folder / "a.npz") as read:
         return path, {name: list(read[name]) for name in names}, odd
+
+
+# IDX, whose judge is its description
+
+_IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+
+
+def _idx_array(path: str) -> Any:
+    data = Path(path).read_bytes()
+    data = gzip.decompress(data) if path.endswith(".gz") else data
+    sides = np.frombuffer(data, ">u4", data[3], 4).tolist()
+    return np.frombuffer(data, _IDX_TYPES[data[2]], offset=4 + 4 * data[3]).reshape(sides)
+
+
+def idx(rng: np.random.Generator, folder: Path) -> Drawn:
+    count = _count(rng)
+    parts = ["images", "labels"][: int(rng.integers(1, 3))]
+    packed = bool(rng.integers(2))
+    values: Values = {}
+    for part in parts:
+        code = int(rng.choice(sorted(_IDX_TYPES)))
+        shape = (count, *rng.integers(1, 5, rng.integers(0, 4)).tolist())
+        array = _numbers(rng, "int64", shape).astype(_IDX_TYPES[code])
+        head = bytes([0, 0, code, len(shape)]) + np.array(shape, ">u4").tobytes()
+        file = folder / f"train-{part}-idx{len(shape)}-ubyte{'.gz' * packed}"
+        file.write_bytes(
+            gzip.compress(head + array.tobytes()) if packed else head + array.tobytes()
+        )
+        values[part[:-1]] = list(_idx_array(str(file)))
+    return str(folder if len(parts) > 1 else file), values, False
 
 
 # HDF5
@@ -669,7 +700,7 @@ def _fields_of(read: list[dict[str, Any]]) -> tuple[dict[str, list[bytes]], bool
 
 
 FORMATS: tuple[Draw, ...] = (
-    *(parquet, arrow, polars, numpy, hdf5, zarr_store, mds, nifti, dicom),
+    *(parquet, arrow, polars, numpy, idx, hdf5, zarr_store, mds, nifti, dicom),
     tar,
 )
 
@@ -711,6 +742,7 @@ JUDGES: dict[Draw, Callable[[str], None]] = {
     arrow: _arrow_refuses,
     numpy: _numpy_refuses,
     hdf5: _hdf5_refuses,
+    idx: _idx_array,
 }
 """Functions that raise one of `REFUSALS` if a format's library does not read all of a file."""
 
@@ -725,6 +757,8 @@ def test_damage_is_called_so_only_where_the_library_refuses(
         folder = tmp_path / str(seed)
         folder.mkdir()
         path = draw(np.random.default_rng(seed), folder)[0].split("::")[0]
+        if os.path.isdir(path):
+            path = min(map(str, Path(path).iterdir()))
         data = bytearray(Path(path).read_bytes())
         if part == "head":
             data[:4] = b"\0" * 4
