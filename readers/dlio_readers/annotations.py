@@ -22,6 +22,7 @@ from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
 from dlio.image.file_headers import stored_places
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
+from dlio.util.printable import tell_once
 from dlio.util.structured_text import parse_json
 from dlio_readers.fileset import FileSet, ListedReader
 from dlio_readers.path_reader import PathReader
@@ -69,6 +70,8 @@ class Annotations:
     """Folders whose listings matter, below the source's root."""
     notes: list[str] = field(default_factory=list)
     """Files of annotations of single pictures, below the source's root."""
+    told: list[str] = field(default_factory=list)
+    """What is left out, and other doubts: each is told when the data set is opened."""
 
 
 class AnnotatedReader(ListedReader, PathReader):
@@ -88,6 +91,8 @@ class AnnotatedReader(ListedReader, PathReader):
         self._index, self._relative = index, bool(head["relative"])
         self._pairs: list[int] | None = head["pairs"]
         self._flags: list[str] = head["flags"]
+        for text in head["told"]:
+            tell_once(text)
         self._segments = None
         if "segments" in index:
             self._segments = Names(index["segments"], index["segment_ends"])
@@ -203,6 +208,7 @@ class AnnotatedReader(ListedReader, PathReader):
             "classes": made.classes,
             "pairs": made.pairs,
             "flags": list(made.flags),
+            "told": made.told,
             "relative": made.relative,
             "folders": {name: source.modified_ns(name) for name in made.folders},
         }

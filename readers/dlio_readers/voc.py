@@ -25,9 +25,9 @@ from dlio.data.interpretation import named_files
 from dlio.data.labels import is_number
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.source import Source, inside
+from dlio.data.splits import WHOLE
 from dlio.errors import SourceError, UsageError
 from dlio.util.parallel import each_of
-from dlio.util.printable import tell_once
 from dlio.util.structured_text import parse_xml
 from dlio.util.units import counted
 from dlio_readers.annotations import MAX_BOXES, AnnotatedReader, Annotations, check_boxes
@@ -53,6 +53,9 @@ _OUTLINES: Final = ("object/polygon", "object/robndbox")
 _WANTED: Final = frozenset(
     (*_SIZE, _OBJECT, _NAME, *_EDGES, *(f"object/{name}" for name in _FLAGS), *_OUTLINES)
 )
+
+
+_REASON: Final = "has no pictures with XML files of Pascal VOC next to them, or in Annotations"
 
 
 class VocReader(AnnotatedReader):
@@ -92,6 +95,8 @@ class VocReader(AnnotatedReader):
                 f"{inside(path, years[-1])}, or several by a list"
             )
         every = note_folders(path)
+        if not every:
+            raise SourceError(f"{path} {_REASON}")
         source = Source(every[0][1].root)
         lists = lists_of(source, "Main") if [name for name, _ in every] == [""] else {}
         chosen = chosen_of(list(lists) or [name for name, _ in every], split, path)
@@ -100,8 +105,9 @@ class VocReader(AnnotatedReader):
         def build() -> Annotations:
             files = [lists[name] for name in chosen] if lists else []
             parts = [each for each in every if lists or each[0] in chosen]
-            made = _NoteFiles(source, [each for _, each in every], first_pixel)
-            return made.annotations([each for _, each in parts], files, outside)
+            notes = _NoteFiles(source, [each for _, each in every], first_pixel)
+            is_whole = split in (None, WHOLE)
+            return notes.annotations([each for _, each in parts], files, outside, is_whole)
 
         super().__init__(source, index_kind("voc", options), build)
 
@@ -113,7 +119,7 @@ class VocReader(AnnotatedReader):
             source = Source(sides.root)
             if any(True for _ in files_by_stem(source, sides.others, XML)):
                 return None
-        return "has no pictures with XML files of Pascal VOC next to them, or in Annotations"
+        return _REASON
 
     @staticmethod
     def fit(path: str, _: Mapping[str, object]) -> Fit:
@@ -121,7 +127,10 @@ class VocReader(AnnotatedReader):
         years = years_in(path)
         if years:
             return Fit(f"the data sets {', '.join(years)} of Pascal VOC", 1, is_marked=True)
-        sides = note_folders(path)[0][1]
+        every = note_folders(path)
+        if not every:  # The format is chosen, and the reader says what is missing.
+            return Fit("Pascal VOC", 1, is_marked=True)
+        sides = every[0][1]
         where = f"{sides.images} with boxes in {sides.others}" if sides.images else "a folder"
         where = where if sides.images != sides.others else "folders with boxes next to them"
         return Fit(f"pictures of Pascal VOC in {where}", 1, is_marked=True)
@@ -147,6 +156,7 @@ class _NoteFiles:
 
     def __init__(self, source: Source, every: Sequence[SideFolders], first_pixel: int) -> None:
         self._source, self._first_pixel = source, first_pixel
+        self._told: list[str] = []
         self._pictures: dict[SideFolders, dict[str, list[str]]] = {}
         by_folder = {each.others: files_by_stem(source, each.others, XML) for each in every}
         self._files = {
@@ -155,23 +165,26 @@ class _NoteFiles:
         }
         names = [name for files in self._files.values() for name in files.values()]
         shown = source.path(every[0].others)
+        if not names:
+            raise SourceError(f"{shown} holds no XML files")
         notes = each_of(lambda name: _parsed(source, name), names, _THREADS, shown)
         self._notes = dict(zip(names, notes, strict=True))
         outlines = sum(note.outlines for note in notes)
         if outlines:
-            tell_once(
+            self._told.append(
                 f"{shown}: {counted(outlines, 'object')} with a polygon or a turned box: only "
                 "bndbox is read"
             )
 
     def annotations(
-        self, parts: Sequence[SideFolders], lists: Sequence[str], outside: str
+        self, parts: Sequence[SideFolders], lists: Sequence[str], outside: str, is_whole: bool
     ) -> Annotations:
-        """Return the annotations of the pictures in some folders, or of those that lists name."""
+        """Return the annotations of the pictures in some folders, or of those that lists name, by
+        choice unless `is_whole`."""
         pictures: list[str] = []
         files: list[str] = []
         for sides in parts:
-            for stem in self._stems(sides, lists):
+            for stem in self._stems(sides, lists, is_whole):
                 pictures.append(self._picture(sides, stem))
                 files.append(self._files[sides.others][stem])
         notes = [self._notes[file] for file in files]
@@ -183,7 +196,7 @@ class _NoteFiles:
         boxes = np.concatenate([note.boxes for note in notes])
         if self._first_pixel:
             boxes[:, :2] -= 1
-            self._tell_of_zeros(boxes, np.repeat(np.arange(len(files)), counts), files)
+            self._note_zeros(boxes, np.repeat(np.arange(len(files)), counts), files)
         owner = np.repeat(np.arange(len(notes)), counts)
         firsts = np.cumsum(counts) - counts
 
@@ -207,21 +220,25 @@ class _NoteFiles:
             files=[self._source.file(name) for name in lists],
             folders=sorted(folders),
             notes=every,
+            told=self._told,
         )
 
-    def _stems(self, sides: SideFolders, lists: Sequence[str]) -> list[str]:
-        """Return the names of the pictures that are read, without suffix. Tells of pictures without
-        an XML file."""
+    def _stems(self, sides: SideFolders, lists: Sequence[str], is_whole: bool) -> list[str]:
+        """Return the names of the pictures that are read, without suffix. Notes others to tell."""
         source, known = self._source, self._files[sides.others]
         if lists:
             what = f"XML file in {sides.others}"
             # A picture of several lists, such as train and trainval, is one sample.
             named = [stem for each in lists for stem in listed_in(source, each, known, what)]
+            others = sorted(known.keys() - set(named))
+            if others and is_whole:
+                words = named_files([known[stem] for stem in others])
+                self._told.append(f"{source.path()}: {words} left out: no list in ImageSets has it")
             return list(dict.fromkeys(named)) if len(lists) > 1 else named
         pictures = files_by_stem(source, sides.images, PICTURES)
         left = [files[0] for stem, files in sorted(pictures.items()) if stem not in known]
         if left:
-            tell_once(
+            self._told.append(
                 f"{source.path(sides.images)}: {named_files(left)} left out: no XML file in "
                 f"{sides.others or 'the folder'} has the name; one without <object> has no boxes"
             )
@@ -239,13 +256,13 @@ class _NoteFiles:
             )
         return files[0] if files else f"{sides.images}/{stem}.jpg".lstrip("/")
 
-    def _tell_of_zeros(
+    def _note_zeros(
         self, boxes: npt.NDArray[np.float64], owner: npt.NDArray[np.intp], files: Sequence[str]
     ) -> None:
-        """Warn once of boxes that begin before the first pixel."""
+        """Note boxes that begin before the first pixel, to tell."""
         rows = np.flatnonzero((boxes[:, :2] < 0).any(axis=1))
         if len(rows):
-            tell_once(
+            self._told.append(
                 f"{self._source.path(files[owner[rows[0]]])}: of the data set, "
                 f"{counted(len(rows), 'box')} beginning at pixel 0, where Pascal VOC counts from "
                 "1: if its boxes count from 0, give first_pixel=0"

@@ -18,6 +18,7 @@ from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Value
 from dlio.errors import SourceError, UsageError
 from dlio.testing import ReaderTests
+from dlio.util import printable
 from tests.conftest import examples
 from tests.loader.targets_data import Box, drawn, painted, write
 
@@ -144,6 +145,28 @@ def test_splits_are_those_of_the_lists(outer: str, tmp_path: Path) -> None:
             path = tmp_path / outer / "Annotations" / f"2007_{number:06d}.xml"
             assert objects_of(reader, k) == judge(path)
     assert len(open_reader(str(tmp_path), split="all")) == len(ROWS)
+
+
+def test_what_no_list_names_is_told_where_all_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_voc(tmp_path, ROWS[:4])
+    (tmp_path / "ImageSets/Main/trainval.txt").unlink()
+    _text(tmp_path / "ImageSets/Main/train.txt", "2007_000001\n")
+    assert len(open_reader(str(tmp_path), split="train")) == 1
+    assert "left out" not in caplog.text
+    assert len(open_reader(str(tmp_path), split="all")) == 3
+    assert "1 file (Annotations/2007_000002.xml) left out: no list in ImageSets" in caplog.text
+
+
+def test_a_folder_of_another_kind_is_refused_where_the_reader_is_chosen(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "0.png", painted(20, 30, []))
+    with pytest.raises(SourceError, match="has no pictures with XML files of Pascal VOC next to"):
+        open_reader(str(tmp_path), format="voc", first_pixel=0)
+    (tmp_path / "a").rename(tmp_path / "JPEGImages")
+    (tmp_path / "Annotations").mkdir()
+    with pytest.raises(SourceError, match="Annotations holds no XML files"):
+        open_reader(str(tmp_path), format="voc", first_pixel=0)
 
 
 def test_classes_are_the_same_in_a_split_that_lacks_one(tmp_path: Path) -> None:
@@ -286,7 +309,7 @@ def test_a_file_that_is_not_read_is_named_with_the_reason(case: str, tmp_path: P
 
 
 def test_pictures_and_files_that_lack_the_other_are_told_or_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_voc(tmp_path, ROWS[:4])
     _text(tmp_path / "ImageSets/Main/train.txt", "2007_000001\n2007_000009\n")
@@ -297,8 +320,15 @@ def test_pictures_and_files_that_lack_the_other_are_told_or_an_error(
     for file in (tmp_path / "ImageSets" / "Main").iterdir():
         file.unlink()
     (tmp_path / "Annotations" / "2007_000002.xml").unlink()
-    assert len(open_reader(str(tmp_path))) == 3
-    assert "1 file (JPEGImages/2007_000002.png) left out: no XML file in Annotations" in caplog.text
+    for k in range(3):  # The last one is out of the cache.
+        caplog.clear()
+        assert len(open_reader(str(tmp_path))) == 3
+        monkeypatch.setattr(printable, "_told", set())
+        later = time.time() - 100
+        for folder in tmp_path.rglob("*"):
+            os.utime(folder, (later, later))
+        words = "1 file (JPEGImages/2007_000002.png) left out: no XML file in Annotations"
+        assert words in caplog.text, k
     (tmp_path / "JPEGImages" / "2007_000001.png").unlink()
     with pytest.raises(SourceError, match=r"lacks 1 of 3 files .* such as JPEGImages/2007_000001"):
         open_reader(str(tmp_path))
