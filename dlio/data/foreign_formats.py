@@ -28,8 +28,6 @@ _FORMATS: Final[Mapping[str, str]] = {
     r"\.(pkl|pickle|joblib)|data_batch_\d|test_batch|batches\.meta": _PICKLE,
     r"\.mdb": "LMDB: the module lmdb reads its values, to write into a tar of WebDataset "
     "(webdataset.TarWriter)",
-    r"[-.]idx\d-ubyte(\.gz)?|[-.]ubyte(\.gz)?": "IDX, as MNIST has it: torchvision.datasets.MNIST "
-    "reads it, and numpy.savez('train.npz', image=its.data, label=its.targets) writes it",
     r"\.(db|sqlite|sqlite3)": "SQLite: pandas.read_sql(...).to_parquet(...) converts a table",
     r"\.(xlsx|xls|ods)": "a table of a spreadsheet: pandas.read_excel(...).to_csv(...) converts it",
     r"\.(7z|rar)": "an archive that is not read in place: extract it",
@@ -40,7 +38,6 @@ _KNOWN: Final = [
 _LANCE: Final = "_versions"
 _LOOKED_INTO: Final = 8
 _MOST_FILES: Final = 16
-_VOC: Final = ("Annotations", "JPEGImages")
 
 
 def words_of(name: str) -> str:
@@ -81,18 +78,6 @@ def _article(words: str) -> str:
     if words.startswith(("a ", "an ")):
         return words
     return f"a file {words}" if words.startswith("of ") else f"a file of {words}"
-
-
-def voc_words(source: Source) -> str:
-    """Return the words about a folder of Pascal VOC, whose boxes and lists of splits are not read;
-    "" for another folder."""
-    folders = {name for name, folder in source.names() if folder}
-    if not folders.issuperset(_VOC):
-        return ""
-    return (
-        f"{source.path()} is of Pascal VOC, whose boxes (Annotations) and splits (ImageSets) are "
-        "not read: convert them to COCO's JSON, one file a split, or open JPEGImages alone"
-    )
 
 
 def pattern_for(source: Source, folders: Sequence[str], reads: Callable[[str], bool]) -> str:

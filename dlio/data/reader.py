@@ -13,7 +13,6 @@ from dlio.data.foreign_formats import (
     error_of_file,
     hive_words,
     pattern_for,
-    voc_words,
 )
 from dlio.data.interpretation import (
     Interpretation,
@@ -72,6 +71,9 @@ OPEN_ARGUMENTS: Final = (
 
 _COMPARED: Final = 64 << 20
 """Bytes of another split's files that are read to compare its classes, at most."""
+_DEEPEST_LONE: Final = 4
+"""Folders within one another that each hold nothing else, such as `MNIST/raw`, that are looked
+through."""
 _MOST_FOLDERS: Final = 16
 """Folders that are looked into for data sets of their own."""
 
@@ -265,6 +267,11 @@ def _understood(
         if split is None:
             check_pattern(path, several)
     name, kind, reasons = _recognised(first, kinds, one=True)
+    if len(several) > 1 and kind is not None and Source(split_fields(several[0])[0]).is_folder():
+        fitting = _fitting_of(several[0], kinds)[0]
+        if len(fitting) > 1:
+            best = best_fit(split_fields(several[0])[0], fitting, kinds, options)
+            name, kind = best.format, best.kind
     shown = str(path)
     if kind is None:
         bare, fields = split_fields(first)
@@ -317,9 +324,9 @@ def _of_folder(
             made.split = inner[1]
             made.others = other_folders(url, inner[1])
             return made
-        lone = lone_folder(url, has_data=reading is not None and reading.weight > 0)
-        inner_kinds = _fitting_of(lone + fields, kinds)[0] if lone is not None else []
-        if lone is not None and inner_kinds and not path_rules_of(inner_kinds[0][1]).is_fallback:
+        has_data = reading is not None and reading.weight > 0
+        lone = _lone_data(url, fields, kinds, has_data)
+        if lone is not None:
             return _of_folder(lone, fields, kinds, split, options)
         suffixes = path_rules_of(reading.kind).samples if reading is not None else ()
         below = folder_of_all(url, suffixes) if suffixes else None
@@ -339,13 +346,23 @@ def _of_folder(
             _check_several(url, kinds)
             check_folder(url)
         if split is not None and split != WHOLE:
-            words = voc_words(Source(url))
-            raise UsageError(f"split={split!r}: {words}") if words else no_splits(split, url)
+            raise no_splits(split, url)
     if reading is None:
         if os.path.isdir(url) and not Source(url).names():
             raise SourceError(f"{url} holds nothing to read: check the path")
         raise _unknown(url + fields, reasons, named=True, is_folder=True)
     return reading
+
+
+def _lone_data(url: str, fields: str, kinds: Kinds, has_data: bool) -> str | None:
+    """Return the only folder of a folder, or of that one and so on, that is a data set."""
+    lone = lone_folder(url, has_data=has_data)
+    for _ in range(_DEEPEST_LONE):
+        inner = _fitting_of(lone + fields, kinds)[0] if lone is not None else []
+        if lone is None or (inner and not path_rules_of(inner[0][1]).is_fallback):
+            return lone
+        lone = lone_folder(lone, has_data=has_data)
+    return None
 
 
 def _check_several(url: str, kinds: Kinds) -> None:

@@ -21,7 +21,7 @@ SPLITS: Final = ("train", "validation", "test")
 _SPLITS: Final = {
     "train": ("train", "training", _BOTH),
     "validation": ("validation", "valid", "val", "dev", "eval"),
-    "test": ("testing", "test"),
+    "test": ("testing", "test", "t10k"),
 }
 _CANONICAL: Final = {name: split for split, names in _SPLITS.items() for name in names}
 _COLUMNS: Final = ("split", "splits", "subset", "partition", "dataset_split", "data_split")

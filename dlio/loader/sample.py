@@ -15,9 +15,18 @@ from dlio.data.schema import IMAGES, Buffer, Schema
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decoder import decode_whole
 from dlio.loader.contract import Sample
+from dlio.loader.torch_private import collate_fn_map
 from dlio.util.structured_text import parse_json
 
 _INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+
+
+class Texts(list[Any]):
+    """A list of texts, or of such lists. A batch has a list of them, with torch's default_collate,
+    too, which would group the texts of one place, and fail where the numbers of texts differ."""
+
+
+collate_fn_map[Texts] = lambda batch, **_: list(batch)
 
 
 def image_and_label(schema: Schema) -> tuple[str, str] | None:
@@ -46,9 +55,9 @@ def decode_sample(schema: Schema, payload: Buffer, name: object) -> Sample:
     """Decode a payload into a dictionary of its fields, or into the schema's structure of them.
 
     Numbers are Python's, arrays tensors, images uint8 tensors of shape (3, height, width), text a
-    str, JSON its parsed value, anything else bytes. Arrays share the payload's memory where it is
-    writable and aligned, and are copied otherwise. Errors name the sample by `name`, a str or what
-    has `__str__`.
+    str, JSON its parsed value (`Texts` for lists of texts), anything else bytes. Arrays
+    share the payload's memory where it is writable and aligned, and are copied otherwise. Errors
+    name the sample by `name`, a str or what has `__str__`.
 
     Raises SourceError if the payload does not match its schema, DecodeError for a damaged image.
     """
@@ -75,8 +84,13 @@ def decoded_field(kind: str, value: Any, name: object) -> Any:
     if kind == "text":
         return str(value, "utf-8")
     if kind == "json":
-        return parse_json(value, f"{kind} of {name}")
+        made = parse_json(value, f"{kind} of {name}")
+        return Texts(made) if _is_of_texts(made) else made
     return bytes(value) if kind == "bytes" else value
+
+
+def _is_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) or _is_of_texts(v) for v in value)
 
 
 def picture_tensor(value: Any, name: object, exact: bool = False) -> torch.Tensor:

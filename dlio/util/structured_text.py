@@ -1,13 +1,14 @@
-"""JSON and YAML of untrusted files, whose values in memory are bounded before they are made.
+"""JSON, YAML and XML of untrusted files, whose values in memory are bounded before they are made.
 
 Parsed into objects of Python, text takes up to 60 times its bytes: `[[],[],` is a list of 72 bytes
 and a place of 8 for every three. So JSON is counted first, and YAML is read event by event, without
-aliases and merge keys, by which a few bytes stand for many. Readers parse text here alone.
+aliases and merge keys, by which a few bytes stand for many; XML as well, without a DTD, whose
+entities do. Readers parse text here alone.
 """
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -170,3 +171,72 @@ class _YamlTexts:
                 keyed[key] = self._made(*self._next(), depth + 1)
             kind, event = self._next()
         return listed if end == "SequenceEnd" else keyed
+
+
+class _XmlRefusal(ValueError):
+    """XML that is not read."""
+
+
+_XML_STEP: Final = 1 << 18
+"""Bytes that are parsed before a refusal is heard."""
+
+
+def parse_xml(
+    data: bytes, where: str, most: int, wanted: Collection[str]
+) -> tuple[str, list[tuple[str, str]]]:
+    """Return (name of the root, (path, text) of each wanted element in the order of their tags).
+
+    Paths are below the root, such as `size/width`; the text is that before
+    the first element within.
+
+    Raises SourceError if it is not XML, is over `most` bytes, or has a DTD.
+    """
+    from xml.parsers import expat
+
+    if len(data) > most:
+        raise SourceError(f"{where} has over {most} bytes: it does not describe a picture")
+    parser = expat.ParserCreate()
+    parser.buffer_text = parser.ordered_attributes = True
+    names: list[str] = []
+    roots: list[str] = []
+    elements: list[tuple[str, list[str]]] = []
+    texts: list[str] | None = None
+
+    def begin(name: str, _: list[str]) -> None:
+        nonlocal texts
+        (names if names or roots else roots).append(name)
+        path, texts = "/".join(names), None
+        if len(names) > _MOST_DEPTH:
+            raise _XmlRefusal("it is nested too deeply")
+        if path in wanted:
+            texts = []
+            elements.append((path, texts))
+            if len(elements) > _MOST_VALUES:
+                raise _XmlRefusal(f"it has over {_MOST_VALUES} values")
+
+    def end(_: str) -> None:
+        nonlocal texts
+        texts = None
+        if names:
+            names.pop()
+
+    def text(part: str) -> None:
+        if texts is not None:
+            texts.append(part)
+
+    def refuse(*_: object) -> None:
+        raise _XmlRefusal("it has a DTD (<!DOCTYPE), whose entities are not read: remove it")
+
+    parser.StartElementHandler, parser.EndElementHandler = begin, end
+    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = text, refuse
+    try:
+        for at in range(0, len(data), _XML_STEP):
+            parser.Parse(data[at : at + _XML_STEP], False)
+        parser.Parse(b"", True)
+    except _XmlRefusal as error:
+        raise SourceError(f"{where} is not XML that is read: {error}") from error
+    except (expat.ExpatError, ValueError, LookupError) as error:
+        raise SourceError(
+            f"{where} is not whole XML: {error}: it was cut off or damaged; copy it again"
+        ) from error
+    return roots[0], [(path, "".join(parts).strip()) for path, parts in elements]

@@ -5,6 +5,7 @@ pixels, so that a pixel's red value tells which picture it is. Tests open them, 
 layouts in the documentation is made with them.
 """
 
+import gzip
 import io
 import json
 import tarfile
@@ -190,6 +191,44 @@ def lvis(root: Path) -> None:
         ]
         whole: dict[str, Any] = {"info": {}, "annotations": notes, "images": images, "licenses": []}
         _text(root / f"lvis_v1_{split}.json", json.dumps({**whole, "categories": kinds}))
+
+
+def voc(root: Path) -> None:
+    """Pascal VOC 2012: `Annotations` of all pictures, lists of splits, masks of one picture."""
+    base = root / "VOCdevkit" / "VOC2012"
+    stems = [f"2008_{k:06d}" for k in range(5)]
+    edges = "<xmin>1</xmin><ymin>3</ymin><xmax>10</xmax><ymax>20</ymax>"
+    for k, stem in enumerate(stems):
+        _picture(base / "JPEGImages" / f"{stem}.jpg", 40 * k, 32)
+        name = ("dog", "person", "cat")[k % 3]
+        flags = f"<truncated>0</truncated><difficult>{k % 2}</difficult>"
+        _text(
+            base / "Annotations" / f"{stem}.xml",
+            f"<annotation><folder>VOC2012</folder><filename>{stem}.jpg</filename>",
+            "<size><width>32</width><height>32</height><depth>3</depth></size>",
+            f"<object><name>{name}</name>{flags}<bndbox>{edges}</bndbox></object></annotation>",
+        )
+    for folder in ("SegmentationClass", "SegmentationObject"):
+        _mask(base / folder / f"{stems[1]}.png", 15, 32)
+    lists = base / "ImageSets"
+    for split, own in (("train", stems[:3]), ("val", stems[3:]), ("trainval", stems)):
+        _text(lists / "Main" / f"{split}.txt", *own)
+        _text(lists / "Main" / f"dog_{split}.txt", *[f"{stem} -1" for stem in own])
+        _text(lists / "Segmentation" / f"{split}.txt", stems[1])
+
+
+def mnist(root: Path) -> None:
+    """MNIST as torchvision leaves it: four IDX files, and the archives that they came in."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split, count in (("train", 6), ("t10k", 3)):
+        for part, data in (
+            ("images-idx3", bytes([0, 0, 8, 3, 0, 0, 0, count, 0, 0, 0, 4, 0, 0, 0, 4])),
+            ("labels-idx1", bytes([0, 0, 8, 1, 0, 0, 0, count])),
+        ):
+            rows = bytes(16 * count) if part == "images-idx3" else bytes(range(count))
+            (raw / f"{split}-{part}-ubyte").write_bytes(data + rows)
+            (raw / f"{split}-{part}-ubyte.gz").write_bytes(gzip.compress(data + rows, mtime=0))
 
 
 def medmnist(root: Path) -> None:
@@ -491,7 +530,9 @@ LAYOUTS: Final[dict[str, Callable[[Path], None]]] = {
     "Cityscapes": cityscapes,
     "COCO": coco,
     "LVIS": lvis,
+    "Pascal VOC": voc,
     "MedMNIST": medmnist,
+    "MNIST": mnist,
     "PCAM": pcam,
     "Parquet of the Hub": hub_parquet,
     "Parquet of the Hub, configurations": hub_configs,

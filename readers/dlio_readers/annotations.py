@@ -22,6 +22,7 @@ from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
 from dlio.image.file_headers import stored_places
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
+from dlio.util.printable import tell_once
 from dlio.util.structured_text import parse_json
 from dlio_readers.fileset import FileSet, ListedReader
 from dlio_readers.path_reader import PathReader
@@ -57,8 +58,8 @@ class Annotations:
     """Number of each keypoint's other side; k numbers."""
     segments: list[str] | None = None
     """JSON of the segments of each picture."""
-    crowds: npt.NDArray[np.uint8] | None = None
-    """1 for a box around a crowd; shape (m,)."""
+    flags: dict[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """0 or 1 for each box, by field, such as `box_iscrowd`; each of shape (m,)."""
     ids: npt.NDArray[np.int64] | None = None
     """Number of each picture in its file; shape (n,)."""
     declared: npt.NDArray[np.int64] | None = None
@@ -69,6 +70,8 @@ class Annotations:
     """Folders whose listings matter, below the source's root."""
     notes: list[str] = field(default_factory=list)
     """Files of annotations of single pictures, below the source's root."""
+    told: list[str] = field(default_factory=list)
+    """What is left out, and other doubts: each is told when the data set is opened."""
 
 
 class AnnotatedReader(ListedReader, PathReader):
@@ -77,7 +80,7 @@ class AnnotatedReader(ListedReader, PathReader):
     `kind` names the index, with the options that it depends on.
     """
 
-    version = 1
+    version = 2
     prefixes = ("", "note_")
 
     def __init__(self, source: Source, kind: str, build: Callable[[], Annotations]) -> None:
@@ -87,6 +90,9 @@ class AnnotatedReader(ListedReader, PathReader):
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
         self._index, self._relative = index, bool(head["relative"])
         self._pairs: list[int] | None = head["pairs"]
+        self._flags: list[str] = head["flags"]
+        for text in head["told"]:
+            tell_once(text)
         self._segments = None
         if "segments" in index:
             self._segments = Names(index["segments"], index["segment_ends"])
@@ -118,8 +124,7 @@ class AnnotatedReader(ListedReader, PathReader):
         if self._segments is not None:
             shown = turn if self._relative else 1
             values["segments"] = _turned_segments(self._segments[sample], shown)
-        if "crowds" in index:
-            values["box_iscrowd"] = index["crowds"][mine]
+        values.update({name: index[name][mine] for name in self._flags})
         if "ids" in index:
             values["image_id"] = int(index["ids"][sample])
         return self.schema.join(values)
@@ -162,8 +167,7 @@ class AnnotatedReader(ListedReader, PathReader):
             bodies["keypoints"] = 12 * self._index["keypoints"].shape[1] * counts
         if self._segments is not None:
             bodies["segments"] = np.diff(self._segments.ends, prepend=0)
-        if "crowds" in self._index:
-            bodies["box_iscrowd"] = counts
+        bodies.update(dict.fromkeys(self._flags, counts))
         return self.schema.payload_sizes(len(counts), bodies)
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
@@ -184,7 +188,7 @@ class AnnotatedReader(ListedReader, PathReader):
             "box_labels": np.ascontiguousarray(made.labels, np.int64),
         }
         fields = [("image", "image"), ("boxes", "float32[?,4]"), ("box_labels", "int64[?]")]
-        for name in ("keypoints", "crowds", "ids", "declared"):
+        for name in ("keypoints", "ids", "declared"):
             if (array := getattr(made, name)) is not None:
                 index[name] = array
         if made.keypoints is not None:
@@ -195,14 +199,16 @@ class AnnotatedReader(ListedReader, PathReader):
             texts = Names.of(made.segments)
             index["segments"], index["segment_ends"] = texts.blob, texts.ends
             fields.append(("segments", "json"))
-        if made.crowds is not None:
-            fields.append(("box_iscrowd", "uint8[?]"))
+        index.update(made.flags)
+        fields += [(name, "uint8[?]") for name in made.flags]
         if made.ids is not None:
             fields.append(("image_id", "int64"))
         head: dict[str, Any] = {
             "fields": fields,
             "classes": made.classes,
             "pairs": made.pairs,
+            "flags": list(made.flags),
+            "told": made.told,
             "relative": made.relative,
             "folders": {name: source.modified_ns(name) for name in made.folders},
         }

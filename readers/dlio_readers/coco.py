@@ -167,7 +167,7 @@ def joined(
         made.pairs = mirrored_pairs(points)
     if crowds:
         marks = [bool(main.annotations[k].get("iscrowd")) for k in numbers]
-        made.crowds = np.array(marks, np.uint8)
+        made.flags["box_iscrowd"] = np.array(marks, np.uint8)
     if masks:
         made.segments = _segments(main, numbers, counts)
     return made

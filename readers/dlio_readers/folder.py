@@ -240,8 +240,9 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
         files = [name for name, is_folder in entries if not is_folder]
         if files and all(name.lower().endswith(".xml") for name in files):
             return (
-                "it holds XML, such as Pascal VOC's boxes, which is not read: convert these to "
-                "COCO's JSON, or open the folder of pictures alone"
+                "it holds XML, such as Pascal VOC's boxes, which is read next to a folder "
+                "JPEGImages, or where both are called images and annotations: rename them, or open "
+                "the folder of pictures alone"
             )
         if files:
             return (

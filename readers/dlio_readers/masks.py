@@ -3,6 +3,7 @@
     images/a.jpg                     masks/a.png, or masks/a_mask.png
     images/a.jpg                     annotations/trimaps/a.png                     Oxford-IIIT Pets
     leftImg8bit/train/x/a_leftImg8bit.png   gtFine/train/x/a_gtFine_labelIds.png   Cityscapes
+    JPEGImages/a.jpg          SegmentationClass/a.png, for some of the pictures   Pascal VOC
 
 A mask is an image file whose pixels are numbers of classes: grey values, or numbers of a palette.
 """
@@ -10,7 +11,7 @@ A mask is an image file whose pixels are numbers of classes: grey values, or num
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +37,15 @@ from dlio_readers.fileset import (
 from dlio_readers.path_reader import PathReader
 from dlio_readers.picture_lists import find_lists
 from dlio_readers.turned_pictures import TurnedPictures
+from dlio_readers.voc_folders import (
+    chosen_of,
+    files_by_stem,
+    has_own_lists,
+    listed_in,
+    lists_of,
+    mask_folders,
+    note_folders,
+)
 
 _MASKS: Final = ("masks", "annotations", "labels", "segmentation")
 _MASK_FILES: Final = (*PICTURES, ".gif")
@@ -59,6 +69,8 @@ class MaskReader(ListedReader, PathReader):
         mask_suffix: end of the name of a mask, after the name of its picture, such as `_mask.png`;
             None for the only one, or the one with `labelIds`.
 
+    Of Pascal VOC, the pictures that `ImageSets/Segmentation` names are read, or those with a mask.
+
     Raises SourceError if a picture has no mask, or a mask no picture; UsageError if there are
     several splits or masks and none is chosen.
     """
@@ -79,7 +91,13 @@ class MaskReader(ListedReader, PathReader):
     ) -> None:
         self._suffix, self._split = mask_suffix, split
         self._sides, self._listed_split = _chosen_sides(path, split, images, masks)
-        options = (self._sides.images, self._sides.others, mask_suffix, self._listed_split)
+        self._lists: list[str] = []
+        """Lists of Pascal VOC that name the pictures."""
+        if has_own_lists(self._sides):
+            lists = lists_of(Source(path), "Segmentation")
+            self._lists = [lists[name] for name in chosen_of(list(lists), split, path)]
+        listed = self._listed_split or self._lists
+        options = (self._sides.images, self._sides.others, mask_suffix, listed)
         self._open(Source(self._sides.root), index_kind("masks", options))
         self._turns = TurnedPictures()
         count = len(self._files)
@@ -106,6 +124,8 @@ class MaskReader(ListedReader, PathReader):
         source = Source(sides[0][1].root)
         own = [sides[0][1].images, sides[0][1].others]
         words = f"pictures in {own[0]} with masks in {own[1]}"
+        if has_own_lists(sides[0][1]):
+            return Fit(words, 1, is_marked=not note_folders(path))
         chosen = bool(options.get("mask_suffix"))
         lists = None if chosen or len(sides) > 1 or "/" not in own[1] else find_lists(source)
         labelled = lists is not None and bool(lists.encoding.numbers)
@@ -121,8 +141,11 @@ class MaskReader(ListedReader, PathReader):
 
     def _list(self) -> tuple[Arrays, bool]:
         started, source, sides = time.time(), self._source, self._sides
-        images, masks = _matched(source, sides, self._suffix)
-        names = {name.rpartition("/")[0] for name in (*images, *masks)}
+        if has_own_lists(sides):
+            images, masks = _of_lists(source, sides, self._lists)
+        else:
+            images, masks = _matched(source, sides, self._suffix)
+        names = {name.rpartition("/")[0] for name in (*images, *masks)} | {*self._lists}
         if self._listed_split:
             lists = find_lists(source)
             assert lists is not None
@@ -151,7 +174,7 @@ class MaskReader(ListedReader, PathReader):
 
 def _sides_of(path: str) -> list[tuple[str, SideFolders]]:
     """Return (split, its folders) of the data set at a path."""
-    sides = find_sides(path, _MASKS)
+    sides = mask_folders(path) or find_sides(path, _MASKS)
     if sides:
         return [(split, _with_masks(each)) for split, each in sides]
     return _twins(path)
@@ -231,6 +254,8 @@ def _chosen_sides(
         if own and split != WHOLE:
             sides = [(n, SideFolders(path, f"{images}/{n}", f"{masks}/{n}")) for n in own]
     names = [name for name, _ in sides]
+    if has_own_lists(sides[0][1]):
+        return sides[0][1], False
     if names == [""]:
         lists = find_lists(Source(sides[0][1].root))
         if lists is not None and len(lists.splits) > 1:
@@ -250,6 +275,22 @@ def _chosen_sides(
             f"{first.root.rstrip('/')}/{first.images}"
         )
     return sides[0][1], False
+
+
+def _of_lists(
+    source: Source, sides: SideFolders, lists: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the pictures of Pascal VOC that lists name, or that have a mask, and their masks.
+
+    Raises SourceError if one is missing.
+    """
+    masks = files_by_stem(source, sides.others, (".png",))
+    what = f"mask in {sides.others}"
+    named = [stem for each in lists for stem in listed_in(source, each, masks, what)]
+    stems = list(dict.fromkeys(named)) if lists else sorted(masks)
+    pictures = files_by_stem(source, sides.images, PICTURES)
+    names = [pictures.get(stem, [f"{sides.images}/{stem}.jpg"])[0] for stem in stems]
+    return names, [masks[stem][0] for stem in stems]
 
 
 def _key(sides: SideFolders, picture: str) -> tuple[str, str]:

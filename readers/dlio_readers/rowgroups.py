@@ -30,8 +30,9 @@ from dlio_readers.rehearsal import note_opening, rehearse
 # Columns of Arrow tables as fields of samples: kinds, sizes, and values of rows
 #
 # Columns of `struct<bytes, path>` or binary become images or bytes, depending on their content;
-# strings become text, numbers and booleans scalars, lists of numbers arrays, of as many dimensions
-# as they are deep. A number that is missing is NaN, and makes whole numbers floats.
+# strings become text, lists of strings JSON, numbers and booleans scalars, lists of numbers arrays,
+# of as many dimensions as they are deep. A number that is missing is NaN, and makes whole numbers
+# floats.
 
 # pyarrow publishes no types.
 ArrowType: TypeAlias = Any
@@ -71,10 +72,11 @@ class ColumnFacts:
             or (t.is_struct(kind) and any(f.name == "bytes" and _is_bytes(f.type) for f in kind))
         )
         self.is_text = not self._depth and _is_text(kind)
+        self.is_list_of_texts = self._depth > 0 and _is_text(inner)
         self.whole = bool(t.is_integer(kind))
         self.named = False
         """True if its texts are classes."""
-        if not (self._bytes or self.is_text or self._dtype):
+        if not (self._bytes or self.is_text or self.is_list_of_texts or self._dtype):
             raise SourceError(
                 f"{where}: its column {name!r} is {kind}, which samples cannot have: name those to "
                 "read, as in x.parquet::image,label"
@@ -84,7 +86,7 @@ class ColumnFacts:
         """Look at the column's values in a row group, as `plain_values` returns them."""
         import pyarrow.compute as pc
 
-        if self._bytes or self.is_text:
+        if self._bytes or self.is_text or self.is_list_of_texts:
             plain = _bytes_of(column, where, self.is_text)
             self.bodies.append(np.asarray(pc.binary_length(plain)).astype(np.int64))
             step = max(1, len(plain) // _PROBES)
@@ -105,8 +107,8 @@ class ColumnFacts:
     def kind(self) -> str:
         if self.named:
             return "int64"  # Of classes, or of numbers that are written as texts.
-        if self.is_text:
-            return "text"
+        if self.is_text or self.is_list_of_texts:
+            return "text" if self.is_text else "json"
         if self._bytes:
             if len(self._images) == 1:
                 return next(iter(self._images))
@@ -220,7 +222,8 @@ def _inner_type(kind: Any) -> tuple[Any, int]:
 
 
 def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
-    """Return a column as one array of plain values: without dictionaries, extensions and parts.
+    """Return a column as one array of plain values: without dictionaries, extensions and parts, and
+    lists of texts as JSON.
 
     `stored` is the size of the column's group in the file. Raises SourceError if repeated values of
     a dictionary become implausibly many bytes.
@@ -228,7 +231,7 @@ def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
     import pyarrow as pa
     import pyarrow.types as t
 
-    chunks = []
+    chunks, claimed = [], 0
     for chunk in column.chunks:
         plain = chunk
         while _is_coded(plain.type):
@@ -238,7 +241,8 @@ def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
                 values, size = plain.dictionary, 0
                 if _is_text(values.type) or _is_bytes(values.type):
                     size = expanded_bytes(plain)
-                    check_claim(size, stored, where)
+                    claimed += size
+                    check_claim(claimed, stored, where)
                 plain = _wide(values, size).take(plain.indices)
             else:
                 plain = _storage(plain)
@@ -246,10 +250,37 @@ def plain_values(column: ArrowColumn, stored: int, where: str) -> ArrowColumn:
             plain = plain.cast(_plain_type(plain.type))
         if t.is_struct(plain.type):
             plain = plain.flatten()[plain.type.get_field_index("bytes")]
+        if _is_list(plain.type) and _is_text(_inner_type(plain.type)[0]):
+            claimed += expanded_bytes(plain)
+            check_claim(claimed, stored, where)
+            plain = _as_json(plain, where)
         chunks.append(_wide(plain, column.nbytes))
     if not chunks:
         return pa.array([], _plain_type(column.type))
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+
+
+def _as_json(values: ArrowColumn, where: str) -> ArrowColumn:
+    """Return lists of texts, or such texts, as JSON. A missing text is empty, as in other columns.
+
+    Raises SourceError for a missing list.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if _is_list(values.type):
+        if values.null_count:
+            raise _missing(values, where, "list: write an empty one")
+        sizes = np.asarray(pc.list_value_length(values)).astype(np.int64)
+        inner = _as_json(values.flatten(), where)
+        lists = pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(sizes)]), inner)
+        comma, begin, end, nothing = (pa.scalar(each, inner.type) for each in (",", "[", "]", ""))
+        return pc.binary_join_element_wise(begin, pc.binary_join(lists, comma), end, nothing)
+    # Encoded once each, as values of Python are large.
+    coded = _storage(values) if isinstance(values.type, pa.BaseExtensionType) else values
+    coded = coded if pa.types.is_dictionary(coded.type) else coded.dictionary_encode()
+    texts = [json.dumps(text or "", ensure_ascii=False) for text in coded.dictionary.to_pylist()]
+    return pc.fill_null(pa.array(texts, pa.large_string()).take(coded.indices), '""')
 
 
 def _wide(array: Any, total: int) -> Any:
@@ -265,12 +296,13 @@ def _wide(array: Any, total: int) -> Any:
 
 
 def expanded_bytes(values: ArrowColumn) -> int:
-    """Return the bytes of texts or bytes, perhaps in structs, without those of a dictionary."""
+    """Return the bytes of texts or bytes, perhaps in structs or lists, without those of a
+    dictionary."""
     import pyarrow.compute as pc
     import pyarrow.types as t
 
-    while t.is_struct(values.type):
-        values = values.field(0)
+    while t.is_struct(values.type) or _is_list(values.type):
+        values = values.field(0) if t.is_struct(values.type) else values.flatten()
     if not t.is_dictionary(values.type):
         return int(values.nbytes)
     # Views have no lengths of their own.
@@ -582,7 +614,10 @@ class RowGroupReader(PathReader):
                 if name in labels:
                     if plain.null_count and name == likely[0] and (each.whole or each.is_text):
                         raise _missing(plain, where, "label: fill it")
-                    _add_labels(labels[name], plain)
+                    if each.is_list_of_texts:
+                        labels[name].refuse(_LISTS)
+                    else:
+                        _add_labels(labels[name], plain)
                 each.add(plain, where)
 
         def row_of(row: int) -> str:

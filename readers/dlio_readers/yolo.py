@@ -21,7 +21,6 @@ from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, own_name
 from dlio.errors import SourceError
 from dlio.util.parallel import each_of
-from dlio.util.printable import tell_once
 from dlio.util.structured_text import YamlValue, parse_yaml
 from dlio.util.units import counted
 from dlio_readers.annotations import (
@@ -149,6 +148,7 @@ def _annotations(
     source: Source, sides: SideFolders, masks: bool, outside: str, listed: YoloSplit | None
 ) -> Annotations:
     described = _described(source, sides)
+    told: list[str] = []
     if listed is not None:
         pictures = list(listed.pictures)
         notes = [listed.note(name) for name in pictures]
@@ -162,10 +162,10 @@ def _annotations(
         lost = sorted(labels.difference(notes))
         lost = [name for name in lost if name.rpartition("/")[2] not in (_CLASSES, _TRAIN_LIST)]
         if lost and len(lost) < len(labels):
-            tell_once(
+            told = [
                 f"{source.path(sides.others)}: {named_files(lost)} left out: {sides.images} has "
                 "no picture of the name"
-            )
+            ]
     if not pictures:
         raise SourceError(f"{source.path(sides.images)} holds no pictures")
     own = [note if note in labels else None for note in notes]
@@ -203,6 +203,7 @@ def _annotations(
         files=described.files,
         folders=sorted(folders),
         notes=[note for note in own if note is not None],
+        told=told,
     )
     if described.points is not None:
         made.keypoints = np.concatenate([part.keypoints for part in parts]).astype(np.float32)

@@ -21,6 +21,7 @@ from tests.hostile.corpus import (
     checkpoints,
     compressed,
     hdf5,
+    idxfiles,
     mds,
     parquets,
     scans,
@@ -28,6 +29,7 @@ from tests.hostile.corpus import (
     tables,
     tars,
     tiers,
+    xmlfiles,
     zarrs,
 )
 from tests.hostile.corpus.case import Ask, Make
@@ -105,6 +107,10 @@ _MADE: Final[dict[str, tuple[Make, str, Seal]]] = {
     "coco": (annotated.coco_masks, annotated.COCO_FILE, _as_it_is),
     "yolo_label": (annotated.yolo, "data/labels/1.txt", _as_it_is),
     "yolo_yaml": (annotated.yolo, "data/data.yaml", _as_it_is),
+    "voc_note": (xmlfiles.sound, xmlfiles.NOTE, _as_it_is),
+    "voc_list": (xmlfiles.sound, xmlfiles.LIST, _as_it_is),
+    "idx": (idxfiles.sound, idxfiles.PICTURES, _as_it_is),
+    "idx_gz": (idxfiles.packed, f"{idxfiles.PICTURES}.gz", _as_it_is),
     "mask": (annotated.masks, "data/masks/1.png", _as_it_is),
     "picture_list": (annotated.lists, "data/train.csv", _as_it_is),
     "picture_text": (annotated.listed, "data/train.txt", _as_it_is),

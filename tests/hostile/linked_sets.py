@@ -81,6 +81,24 @@ def _yolo(folder: Path) -> Options:
     return {}
 
 
+def _voc(folder: Path) -> Options:
+    _pictures(folder, "JPEGImages/a.jpg", "JPEGImages/in/b.jpg")
+    (folder / "Annotations/in").mkdir(parents=True)
+    edges = "<xmin>1</xmin><ymin>1</ymin><xmax>2</xmax><ymax>2</ymax>"
+    box = f"<object><name>c</name><bndbox>{edges}</bndbox></object>"
+    for name in ("a", "in/b"):
+        (folder / f"Annotations/{name}.xml").write_text(f"<annotation>{box}</annotation>")
+    (folder / "ImageSets/Main").mkdir(parents=True)
+    (folder / "ImageSets/Main/train.txt").write_text("a\nin/b\n")
+    return {}
+
+
+def _idx(folder: Path) -> Options:
+    (folder / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x02\0\0\0\2\0\0\0\3abcdef")
+    (folder / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\2\0\1")
+    return {}
+
+
 def _yolo_list(folder: Path) -> Options:
     _yolo(folder)
     (folder / "train.txt").write_text("images/train/a.jpg\nimages/train/b.jpg\n")
@@ -176,6 +194,8 @@ FORMATS: Final[dict[str, Callable[[Path], Options]]] = {
     "coco": _coco,
     "yolo": _yolo,
     "yolo list": _yolo_list,
+    "voc": _voc,
+    "idx": _idx,
     "masks": _masks,
     "arrays": _arrays,
     "pairs": _pairs,

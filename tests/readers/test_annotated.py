@@ -18,6 +18,7 @@ from dlio.data.schema import Value
 from dlio.errors import DecodeError, SourceError
 from dlio.image.segmentation_masks import decode_mask, draw_instance
 from dlio.testing import ReaderTests
+from dlio.util import printable
 from dlio_readers.annotations import mirrored_pairs
 from tests.loader.targets_data import drawn, painted, write, write_coco, write_masks, write_yolo
 
@@ -133,6 +134,21 @@ def test_classes_may_be_numbered_without_gaps_and_crowds_kept(tmp_path: Path) ->
     assert fields(reader, 0)["box_labels"].tolist() == [0]
     kept = fields(open_reader(str(tmp_path), crowds=True), 0)
     assert kept["box_iscrowd"].tolist() == [0, 1]
+
+
+def test_labels_without_a_picture_are_told_each_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_yolo(tmp_path, ROWS[:3])
+    (tmp_path / "labels" / "9.txt").write_text("")
+    earlier = time.time() - 100
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (earlier, earlier))
+    for _ in range(2):  # The second one is out of the cache.
+        monkeypatch.setattr(printable, "_told", set())
+        caplog.clear()
+        assert len(open_reader(str(tmp_path))) == 3
+        assert "1 file (labels/9.txt) left out: images has no picture of the name" in caplog.text
 
 
 @pytest.mark.parametrize("layout", ["images/{}", "{}/images"])

@@ -22,8 +22,6 @@ NAMES = {
     "train.pkl": "pickle",
     "data_batch_1": "pickle",
     "data.mdb": "LMDB",
-    "train-images-idx3-ubyte": "IDX",
-    "t10k-labels.idx1-ubyte.gz": "IDX",
     "a.sqlite": "SQLite",
     "a.xlsx": "spreadsheet",
     "a.7z": "archive",
@@ -49,14 +47,6 @@ def test_other_names_are_not_taken_for_such_a_format(name: str, tmp_path: Path) 
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(SourceError, match="is not a data set that dlio can read, of none of"):
         open_reader(str(tmp_path))
-
-
-def test_splits_of_pascal_voc_are_named_as_not_read(tmp_path: Path) -> None:
-    for name in ("JPEGImages/0.jpg", "Annotations/0.xml", "ImageSets/Main/train.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UsageError, match=r"is of Pascal VOC, whose boxes .* convert them to COCO"):
-        open_reader(str(tmp_path), split="train")
 
 
 @pytest.mark.parametrize(

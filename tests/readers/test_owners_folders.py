@@ -448,8 +448,8 @@ def test_annotations_without_boxes_are_named_for_what_they_are(tmp_path: Path) -
         open_reader(f"{tmp_path}/train.json")
 
 
-def test_boxes_of_pascal_voc_are_named(tmp_path: Path) -> None:
-    _made(_Owned("JPEGImages/0.jpg"), tmp_path)
+def test_boxes_of_pascal_voc_without_their_pictures_are_named(tmp_path: Path) -> None:
+    _made(_Owned("Pictures/0.jpg"), tmp_path)
     (tmp_path / "Annotations").mkdir()
     (tmp_path / "Annotations" / "0.xml").write_text("<annotation/>")
     with pytest.raises(SourceError, match="it holds XML, such as Pascal VOC's boxes"):
