@@ -59,6 +59,7 @@ from dlio.image.file_headers import (
     bmp_is_regular,
     gif_size,
     has_more_frames,
+    is_odd,
     is_pnm,
     pnm_as_stored,
     pnm_most,
@@ -81,7 +82,7 @@ from dlio.image.jpeg import (
 )
 from dlio.image.pillow_pictures import MOST_CHANNELS, as_rgb, by_pillow
 from dlio.image.tiff_strips import strips_are_whole
-from dlio.image.tiff_tiles import with_wide_tiles
+from dlio.image.tiff_tiles import planes_of, with_wide_tiles
 from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
 from dlio.util.forks import new_lock
@@ -695,15 +696,6 @@ def note_oddity(image: Buffer, name: object) -> None:
         WARNINGS.note(name, "its pixels are complete, and the file is not as its format says")
 
 
-def is_odd(image: Buffer) -> bool:
-    """True unless an image is sound, although OpenCV would decode it to other pixels, or not at
-    all."""
-    if bytes(image[:6]) in GIF:
-        height, width, is_plain = gif_size(image)
-        return is_plain or (width, height) != struct.unpack_from("<HH", image, 6)
-    return bytes(image[:4]) not in TIFF or not TiffHeader.parse(image).unread(image)
-
-
 def _decode_by_opencv(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     head = bytes(image[:6])
     if head[:4] in TIFF:
@@ -719,8 +711,7 @@ def _decode_by_opencv(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         stored = opencv_pixels(pnm_as_stored(image), name, as_stored=True)
         if most == _MOST_16_BITS:
             return _rgb(stored >> 8)  # As of other pictures of 16 bits.
-        scaled = (stored.astype(np.uint32) * 255 + most // 2) // most
-        return _rgb(np.minimum(scaled, 255))
+        return _rgb(np.minimum(np.rint(stored / most * 255), 255))  # As Pillow rounds.
     pixels = opencv_pixels(without_animation(image), name)
     bits = bmp_bits(image)
     if bits is not None:  # OpenCV leaves the lower bits 0, so that white is grey.
@@ -755,13 +746,14 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         raise damaged(
             name, f"it has {counted(samples, 'channel')}, and pictures have up to {MOST_CHANNELS}"
         )
-    alpha = header.value(image, ALPHA, 0) if samples == 4 and kind == RGB else 0
+    alpha = header.value(image, ALPHA, 0)
     if alpha == UNASSOCIATED:  # libtiff would multiply by it.
         image = header.changed(image, {ALPHA: ASSOCIATED})
+    divides = alpha == ASSOCIATED and samples == 4 and kind == RGB
     is_whole = header.value(image, FORMAT, 1) == 1 and bits <= 16
-    if alpha != ASSOCIATED and (is_whole or bits <= 8):
+    if not divides and bits <= 8:
         return _rgb(opencv_pixels(image, name))
-    pixels = opencv_pixels(image, name, as_stored=True)
+    pixels = tiff_pixels(image, name, header)
     if not is_whole:
         numbers = np.nan_to_num(pixels)
         if numbers.size and 0 < numbers.max() <= 1:
@@ -773,6 +765,8 @@ def _decode_tiff(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
             )
         return _rgb(np.clip(numbers, 0, 255))
     whole = pixels >> 8 if pixels.dtype == np.uint16 else pixels
+    if not divides:
+        return _rgb(whole)
     shares = whole[..., 3:].astype(np.uint32)
     divided = whole[..., :3].astype(np.uint32) * 255 // np.maximum(shares, 1)
     return _rgb(np.where(shares > 0, np.minimum(divided, 255), 0))
@@ -795,6 +789,15 @@ def check_strips(image: Buffer, name: object, header: TiffHeader) -> None:
     """Raise DecodeError for a TIFF with damage that OpenCV would pass over."""
     if not strips_are_whole(image, header):
         raise damaged(name, "a strip of its compressed pixels is damaged")
+
+
+def tiff_pixels(image: Buffer, name: object, header: TiffHeader) -> StoredPixels:
+    """Return the pixels of a TIFF as they are stored, but as shown: turned. Raises DecodeError."""
+    if not header.is_planar(image) or header.value(image, BITS, 1) <= 8:
+        return opencv_pixels(image, name, as_stored=True)
+    planes = [opencv_pixels(each, name, as_stored=True) for each in planes_of(image, header)]
+    order = [2, 1, 0, 3][: len(planes)] if len(planes) > 2 else [0]
+    return np.stack([planes[k] for k in order], axis=2) if len(order) > 1 else planes[0]
 
 
 def tiff_numbers(image: Buffer, name: object, header: TiffHeader) -> npt.NDArray[np.uint8]:

@@ -44,7 +44,10 @@ _MOST_VALUES: Final = 3 << 8
 _UPENDED, _MIRRORED, _ON_ITS_SIDE = (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
 WHITE_IS_ZERO, RGB, PALETTE = 0, 2, 3
 ASSOCIATED, UNASSOCIATED = 1, 2
-_LAB: Final = dict.fromkeys((8, 9, 10), "a TIFF of CIELAB colours")
+_COLOURS: Final = {
+    5: "a TIFF of CMYK",
+    **dict.fromkeys((8, 9, 10), "a TIFF of CIELAB colours"),
+}
 _CODECS: Final = {
     34925: "a TIFF compressed with LZMA",
     50000: "a TIFF compressed with zstd",
@@ -152,13 +155,15 @@ class TiffHeader:
     def padded(self, image: Buffer, most: int) -> tuple[int, int, bytearray | None]:
         """Return (height, width, copy) of a picture of tiles: a copy whose sides are whole numbers
         of these, and which is not turned. OpenCV mixes up the columns of tiles that reach beyond a
-        picture. The copy is None where none do, and if it would have over `most` pixels."""
+        picture, or are mirrored. The copy is None where none are, and if it would have over `most`
+        pixels."""
         height, width = self.value(image, HEIGHT, 0), self.value(image, WIDTH, 0)
         down, across = self.value(image, TILE_HEIGHT, 0), self.value(image, TILE_WIDTH, 0)
         if not (down and across and TILE_OFFSETS in self.entries):
             return height, width, None
         whole = height + -height % down, width + -width % across
-        if whole == (height, width) or whole[0] * whole[1] > most:
+        is_plain = whole == (height, width) and self.value(image, ORIENTATION, 1) == 1
+        if is_plain or whole[0] * whole[1] > most:
             return height, width, None
         with suppress(struct.error):  # A side of 16 bits that becomes longer.
             changes = {HEIGHT: whole[0], WIDTH: whole[1], ORIENTATION: 1}
@@ -168,7 +173,7 @@ class TiffHeader:
     def unread(self, image: Buffer) -> str:
         """Return what keeps OpenCV from decoding the picture, or from its colours; "" if nothing
         does."""
-        colours = _LAB.get(self.value(image, PHOTOMETRIC, RGB), "")
+        colours = _COLOURS.get(self.value(image, PHOTOMETRIC, RGB), "")
         return colours or _CODECS.get(self.value(image, COMPRESSION, 1), "")
 
     def packed_bits(self, image: Buffer) -> int:
@@ -200,11 +205,14 @@ class TiffHeader:
 def turned(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
     """Return stored pixels, shape (rows, columns, ...), as an orientation of TIFF and EXIF shows
     them: 1 for as they are, from 5 on rows become columns."""
+    if orientation == 1:
+        return pixels
     if orientation in _UPENDED:
         pixels = pixels[::-1]
     if orientation in _MIRRORED:
         pixels = pixels[:, ::-1]
-    return pixels.swapaxes(0, 1) if orientation in _ON_ITS_SIDE else pixels
+    pixels = pixels.swapaxes(0, 1) if orientation in _ON_ITS_SIDE else pixels
+    return pixels.copy()  # Tensors have no strides below 0.
 
 
 def stored_places(shares: npt.NDArray[np.float64], orientation: int) -> npt.NDArray[np.float64]:
@@ -280,7 +288,7 @@ def with_numbers(image: Buffer) -> Buffer:
     """Return a BMP whose palette gives each number the grey of the same value; one without a
     palette, and any other image, as it is."""
     view = memoryview(image)
-    if bytes(view[:2]) != b"BM" or len(view) < 54:
+    if bytes(view[:2]) != b"BM" or len(view) < 26 or (view[14] != 12 and len(view) < 54):
         return image
     pixels, head = (int.from_bytes(view[at : at + 4], "little") for at in (10, 14))
     is_core = head == 12
@@ -435,6 +443,8 @@ def without_transparency(image: Buffer) -> Buffer:
     return image if made is None else made
 
 
+_UNPACKED: Final = (0, 3, 6)
+"""Ways to store the pixels of a BMP: as numbers, or by the bits that masks say."""
 _BMP_HEADS: Final = (12, 40, 52, 56, 64, 108, 124)
 
 
@@ -450,10 +460,30 @@ def bmp_is_regular(image: Buffer) -> bool:
     return head in _BMP_HEADS and 14 + head + 4 * colours <= pixels
 
 
+def bmp_is_whole(image: Buffer) -> bool:
+    """True for a regular BMP that has all of its pixels, and no run lengths."""
+    if len(image) < 54 or not bmp_is_regular(image):
+        return False
+    pixels, width, height, bits, ways = struct.unpack_from("<10xI4xii2xHI", image)
+    rows = -(-width * bits // 32) * 4 * abs(height)
+    return ways in _UNPACKED and pixels + rows <= len(image)
+
+
 def bmp_bits(image: Buffer) -> tuple[int, int, int] | None:
     """Return the bits of (blue, green, red) in the pixels of a BMP of 16 bits; None for others."""
     view = memoryview(image)
-    if bytes(view[:2]) != b"BM" or len(view) < 66 or bytes(view[28:30]) != b"\x10\0":
+    if bytes(view[:2]) != b"BM" or len(view) < 54 or bytes(view[28:30]) != b"\x10\0":
         return None
     masked = int.from_bytes(view[30:34], "little") in (3, 6)
     return (5, 6, 5) if masked and bytes(view[58:62]) == b"\xe0\x07\0\0" else (5, 5, 5)
+
+
+def is_odd(image: Buffer) -> bool:
+    """True unless an image is sound, although OpenCV would decode it to other pixels, or not at
+    all."""
+    if bytes(image[:6]) in GIF:
+        height, width, is_plain = gif_size(image)
+        return is_plain or (width, height) != struct.unpack_from("<HH", image, 6)
+    if bytes(image[:2]) == b"BM":
+        return not bmp_is_whole(image)
+    return bytes(image[:4]) not in TIFF or not TiffHeader.parse(image).unread(image)

@@ -24,6 +24,7 @@ from dlio.image.decoder import (
     opencv_pixels,
     tiff_header,
     tiff_numbers,
+    tiff_pixels,
 )
 from dlio.image.file_headers import (
     ALPHA,
@@ -36,10 +37,12 @@ from dlio.image.file_headers import (
     PNG,
     PNM,
     RGB,
+    SAMPLES,
     TIFF,
     UNASSOCIATED,
     WHITE_IS_ZERO,
     TiffHeader,
+    bmp_is_regular,
     pnm_as_stored,
     turned,
     with_numbers,
@@ -52,6 +55,7 @@ _BLACK_IS_ZERO: Final = 1
 _JPEG: Final = b"\xff\xd8"
 _LOSSY_WEBP: Final = b"WEBPVP8 "
 _GREY, _PALETTE = 0, 3
+_GREY_AND_ALPHA: Final = 2
 _PNG_BITS: Final = 24
 """Where a PNG says how many bits a number has."""
 _UPSAMPLED: Final = 5
@@ -137,12 +141,18 @@ def _stored_by_opencv(image: Buffer, name: object) -> tuple[StoredPixels, int]:
         if header.value(image, ALPHA, 0) == UNASSOCIATED:
             changes[ALPHA] = ASSOCIATED
         image = header.changed(image, changes)
-    elif head[:2] in (b"P1", b"P4"):
+        if header.value(image, SAMPLES, 1) == _GREY_AND_ALPHA and header.value(image, BITS, 1) > 8:
+            raise damaged(name, "it has 16 bits of grey and of alpha: store masks without alpha")
+        return tiff_pixels(image, name, header), bits
+    if head[:2] in (b"P1", b"P4"):
         bits = 1
     elif head[:1] == b"P":
         image = pnm_as_stored(image)
     elif head[:2] == b"BM":
-        image = with_numbers(image)
+        if not bmp_is_regular(image):
+            raise damaged(name, "its header is not as the format says")
+        # As stored, those of OS/2 would be grey, also if they are in colour.
+        return opencv_pixels(with_numbers(image), name), bits
     else:
         image, bits = _as_grey(without_animation(image))
     return opencv_pixels(image, name, as_stored=True), bits

@@ -11,6 +11,7 @@ it, and `<name>__shape` the shape of each array.
 import json
 import math
 import operator
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
@@ -684,13 +685,22 @@ def storable(dtype: object) -> bool:
     return getattr(dtype, "name", "") in DTYPES
 
 
+HEAD_BYTES: Final = 32
+"""First bytes of a value by which `looks_like` tells its kind."""
+_BMP_HEADS: Final = (12, 40, 52, 56, 64, 108, 124)
+_OTHER_PICTURES: Final = re.compile(rb"GIF8[79]a|II[*+]\0|MM\0[*+]|P[1-6]\s+[0-9#]")
+
+
 def looks_like(first: bytes) -> str:
     """Return the kind of an encoded value by its first bytes; `bytes` if unknown."""
     if first.startswith(_JPEG):
         return "jpeg"
     if first.startswith(_PNG):
         return "png"
-    return "webp" if first[:4] == b"RIFF" and first[8:12] == b"WEBP" else "bytes"
+    if first[:4] == b"RIFF" and first[8:12] == b"WEBP":
+        return "webp"
+    is_bmp = first[:2] == b"BM" and int.from_bytes(first[14:18], "little") in _BMP_HEADS
+    return "image" if is_bmp or _OTHER_PICTURES.match(first) else "bytes"
 
 
 # Files of which each is one sample: volumes, such as scans, whose shapes differ

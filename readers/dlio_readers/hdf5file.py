@@ -34,6 +34,7 @@ from dlio_readers.array_names import (
 )
 from dlio_readers.columns import (
     ENDS,
+    HEAD_BYTES,
     SCHEMA,
     SHAPE,
     Column,
@@ -342,7 +343,7 @@ class Hdf5File:
                 kind = array_kind(vlen, [None])
                 return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
             chunks.check(dataset, slice(0, 1))
-            first = bytes(dataset[0][:16]) if self.count else b""
+            first = bytes(dataset[0][:HEAD_BYTES]) if self.count else b""
             kind = looks_like(first)
             return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
         members = h5py.check_enum_dtype(dataset.dtype)

@@ -23,7 +23,7 @@ from dlio.util.limits import check_claim, parsing, trusting
 from dlio.util.printable import tell_once
 from dlio.util.structured_text import parse_json
 from dlio.util.units import counted
-from dlio_readers.columns import looks_like
+from dlio_readers.columns import HEAD_BYTES, looks_like
 from dlio_readers.path_reader import PathReader, check_names, joined_rows, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
 
@@ -92,7 +92,7 @@ class ColumnFacts:
             step = max(1, len(plain) // _PROBES)
             if self._bytes:
                 self._images |= {
-                    looks_like(plain[k].as_buffer().to_pybytes()[:16])
+                    looks_like(plain[k].as_buffer().to_pybytes()[:HEAD_BYTES])
                     for k in range(0, len(plain), step)
                 }
             return

@@ -35,7 +35,7 @@ from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.limits import check_objects
 from dlio.util.memory import new_memory
 from dlio.util.printable import log_warning
-from dlio_readers.columns import looks_like
+from dlio_readers.columns import HEAD_BYTES, looks_like
 from dlio_readers.path_reader import (
     PathReader,
     check_names,
@@ -401,7 +401,6 @@ def _varint(record: RecordBytes, at: int, end: int) -> tuple[int, int]:
 
 _TEXT_BYTES: Final = 1 << 10
 """Bytes of the longest value that is text, if all values of its feature are."""
-_HEAD_BYTES: Final = 16
 
 
 def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
@@ -517,7 +516,7 @@ class _Column:
             )
         start, end = feature.spans[0].tolist()
         self.bodies.append(end - start)
-        self.images.add(looks_like(record.part(start, min(end, start + _HEAD_BYTES))))
+        self.images.add(looks_like(record.part(start, min(end, start + HEAD_BYTES))))
         if self.is_text:
             self.is_text = end - start <= _TEXT_BYTES and _is_text(record.part(start, end))
         if self.keeps and self.is_text:
