@@ -34,6 +34,10 @@ _END_TIMEOUT_S = 10.0
 _SHORT_TIMEOUT_S = 30.0
 LOOK_S = 0.2
 _ALL_LOST = 1
+_CRASH = (
+    ": Open MPI 5.0 crashes if a rank is lost while the others regroup after another loss; go on "
+    "from a checkpoint by --resume, or take --backend torch, which has not this fault"
+)
 _MPIRUN_FILES, _MPIRUN_BYTES = 8, 4096
 """About the number of files, and the bytes of each, that mpirun makes in the folder of TMPDIR."""
 _STARTS = 5
@@ -122,7 +126,8 @@ def launch(
             if failure is None and not done.returncode:
                 # mpirun takes the loss of all ranks for success.
                 done.returncode = _ALL_LOST
-                live.write(sys.stderr, ["dlio: error: all ranks were lost before the end\n"])
+                why = _CRASH if sorter.has_crashed else ""
+                live.write(sys.stderr, [f"dlio: error: all ranks were lost before the end{why}\n"])
             done.returncode = failure or done.returncode
     return done
 

@@ -19,6 +19,9 @@ _NOT_STARTED = "PMIx server's listener thread failed to start"
 """Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
 started then, so mpirun can be started again."""
 _NODE_LOST = "PRTE has lost communication with a remote daemon"
+_CRASH = "ompi_comm_revoke_local"
+"""Where Open MPI 5.0 crashes if it learns of a loss while ranks make a communicator: it ends the
+collectives of one that has none yet (`c_coll` is NULL until `mca_coll_base_comm_select`)."""
 _NOISE = ("NBC_Progress", "Error in NBC_Start_round", "plm:ssh: Warning: setpgid")
 """Beginnings of the lines that Open MPI prints about sums that a loss has interrupted."""
 _BANNERS = (
@@ -132,6 +135,8 @@ class ErrorFilter:
         """End of a rank by a signal, in one line."""
         self.end_of = ""
         """End of a rank by an exit code, in one line, for the case that no rank has said more."""
+        self.has_crashed = False
+        """True if ranks ended by a fault of Open MPI while they regrouped after a loss."""
         self.lost_node = False
         """True if mpirun has lost its daemon on another node; its exit code may then be 0."""
 
@@ -141,6 +146,7 @@ class ErrorFilter:
         if not line:
             return []
         self.lost_node |= _NODE_LOST in line
+        self.has_crashed |= _CRASH in line
         if self._survives and (not line.strip() or any(words in line for words in _NOISE)):
             return []
         if _ERROR not in line:
