@@ -194,17 +194,19 @@ def relayed(
 
         def ask_to_end() -> None:
             # mpirun passes SIGUSR1 on to its ranks; SIGTERM has it kill them 0.2 s later.
-            output.sorter.interrupted = True
             process.send_signal(signal.SIGUSR1)
 
         try:
-            with receiving(ask_to_end):
+            with receiving(ask_to_end) as order:
                 code = _until_end(process, timeout_s, done_file)
+            if code < 0 and not output.sorter.interrupted:
+                name = signal.Signals(-code).name
+                output.sorter.end_of_signal = f"{os.path.basename(command[0])} was ended by {name}"
+            return output.as_told(128 - code if code < 0 else code, order)
         except BaseException as error:
             output.sorter.interrupted = isinstance(error, KeyboardInterrupt)
             end(process)
             raise
-    return 128 - code if code < 0 else code
 
 
 def _until_end(

@@ -9,6 +9,7 @@ from typing import IO
 from dlio.launch.rank_failures import failures_in, lines_of, told_by_mpirun
 from dlio.util.closable import Closable
 from dlio.util.live_line import LiveLine
+from dlio.util.signals import NOTHING_SAVED, RESUME_CODE, EndOrder
 from dlio.util.threads import Workers
 
 _END_TIMEOUT_S = 10.0
@@ -85,6 +86,17 @@ class RankOutput(Closable):
         if not self._capture:
             self.live.write(sys.stderr, left)
 
+    def as_told(self, code: int, order: EndOrder) -> int:
+        """Return the exit code of ranks, as of those that listened if they were told to end before
+        they did: this is said, as their code is that of a signal then."""
+        if not order.explains(code):
+            return code
+        if code != RESUME_CODE:
+            with self._lock:
+                self._pass_on(1, NOTHING_SAVED)
+        self.sorter.interrupted = True
+        return RESUME_CODE
+
     def _pipe(self, number: int) -> int:
         end, pipe = os.pipe()
         self._streams.append((number, os.fdopen(end, encoding="utf-8", errors="replace")))
@@ -110,8 +122,9 @@ class RankOutput(Closable):
 class ErrorFilter:
     """Filters the standard error of ranks and mpirun, line by line.
 
-    An error that several ranks report is shown once. Open MPI's banners about an aborted rank are
-    held back until the end, and shown only if no rank has reported an error itself. With `again`
+    An error that several ranks report is shown once, and so is that they have nothing to save. Open
+    MPI's banners about an aborted rank are held back until the end, and shown only if no rank has
+    reported an error itself. With `again`
     mpirun will be started again if it did not start its ranks. With `survives` ranks go on when
     others are lost, and say so themselves.
 
@@ -169,10 +182,11 @@ class ErrorFilter:
                 self._look_for_end(block)
                 return []
             return block
-        if line.lstrip().startswith(_ERROR):
+        if line.lstrip().startswith(_ERROR) or line == NOTHING_SAVED:
             # Another rank's error may appear within a banner.
             line = line.lstrip()
-            shown = [] if line in self._errors else [line]
+            is_told = line in self._errors or (self.interrupted and line == NOTHING_SAVED)
+            shown = [] if is_told else [line]
             self._errors.add(line)
             return shown
         if self._block is not None:
