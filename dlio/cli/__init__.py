@@ -45,11 +45,12 @@ def guarded(run: Callable[[], object], ends: bool = True) -> NoReturn:
     If this process `ends` afterwards, signals that come too late change nothing about its exit
     code; otherwise SIGTERM and SIGUSR1 get their former effect.
     """
-    from dlio.util.signals import as_command
+    from dlio.util.signals import as_command, work_is_done
 
     with as_command():
         code = _code_of(run)
         if ends:
+            work_is_done()
             # Otherwise the end of the interpreter looks through all of torch for garbage, which
             # takes half a second of processor time, also after Ctrl-C.
             gc.freeze()
@@ -58,13 +59,20 @@ def guarded(run: Callable[[], object], ends: bool = True) -> NoReturn:
 
 def _code_of(run: Callable[[], object]) -> object:
     """Run a command; returns its exit code, or the text of a SystemExit."""
-    if LAUNCHER in os.environ:
-        from dlio.comm.launch_environment import watch_launcher
+    from dlio.util.signals import is_of_interruption
 
-        watch_launcher()
     code: object = 0
     try:
-        run()
+        try:
+            if LAUNCHER in os.environ:
+                from dlio.comm.launch_environment import watch_launcher
+
+                watch_launcher()
+            run()
+        except Exception as error:
+            if is_of_interruption(error):
+                raise KeyboardInterrupt from error
+            raise
     except DlioError as error:
         with contextlib.suppress(UsageError):  # The settings may be invalid themselves.
             if settings().debug:
@@ -91,6 +99,8 @@ def _code_of(run: Callable[[], object]) -> object:
 
 def _exit(code: object, ends: bool) -> NoReturn:
     """Raise SystemExit, or end this process at once where it would wait for other ranks."""
+    from dlio.util.signals import forget_interruption
+
     if ends and isinstance(code, int) and code != _INTERRUPTED:
         _end_with(code)
     if code == _INTERRUPTED:
@@ -103,6 +113,7 @@ def _exit(code: object, ends: bool) -> NoReturn:
                 die()  # Others that may go on are told of a signal, and never of an exit code.
             os._exit(_INTERRUPTED)  # An ordinary exit would wait in MPI for the other ranks.
         print("dlio: interrupted", file=sys.stderr, flush=True)
+    forget_interruption()
     if "dlio.comm.world" in sys.modules:
         _end_alone(code if isinstance(code, int) else 1)
     if code and ("mpi4py" in sys.modules or STORE in os.environ):

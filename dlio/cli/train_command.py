@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from dlio.cli.option_groups import with_help
@@ -148,12 +149,14 @@ def train_rank(config: TrainConfig) -> None:
     with LiveLine("starting", shown=not (under_mpi() or under_torch())):
         from dlio.train.trainer import train
 
-    try:
-        report = train(config)
-    except RankLeft:
-        return
-    work_is_done()  # The report takes a moment.
-    if world().rank == 0:
+    with ExitStack() as lasting:
+        try:
+            report = train(config, lasting)
+        except RankLeft:
+            return
+        work_is_done()  # The report takes a moment.
+        tells = world().rank == 0
+    if tells:
         report.print()
         # The loss of a rank may cost a checkpoint, and is told.
         if report.checkpoints and report.checkpoints["lacks_last"] and not report.losses:

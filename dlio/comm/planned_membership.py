@@ -6,7 +6,8 @@ all. Ranks that have left wait for the end.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -143,11 +144,16 @@ class _PlannedCommunicator(CommunicatorBase):
         return _PlannedCommunicator(self.membership, make(), colours)
 
 
-def plan_world() -> PlannedMembership:
-    """Have `world()` return a communicator whose ranks leave as planned. Collective.
+@contextmanager
+def planned_world() -> Iterator[PlannedMembership]:
+    """Within a `with` statement, `world()` returns a communicator whose ranks leave as planned.
 
-    Call it before anything else uses `world()`.
+    Collective. Call it before anything else uses `world()`.
     """
-    membership = PlannedMembership(world())
+    everyone = world()
+    membership = PlannedMembership(everyone)
     replace_world(membership.world)
-    return membership
+    try:
+        yield membership
+    finally:
+        replace_world(everyone)

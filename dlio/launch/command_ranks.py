@@ -20,7 +20,7 @@ from dlio.util.extras import how_to_install
 from dlio.util.live_line import LiveLine
 from dlio.util.options import as_mapping, from_mapping
 from dlio.util.settings import RECORD, settings
-from dlio.util.signals import passing_on
+from dlio.util.signals import ending_at_once, passing_on
 from dlio.util.units import counted
 
 _LARGEST: Final = 96 << 10
@@ -67,11 +67,11 @@ def on_ranks(
     if alone and ranks is not None and (ranks + spares > 1 or start is not None):
         check_launch(1)
         with ExitStack() as stack:
+            stack.enter_context(passing_on(may_end))
             line = stack.enter_context(LiveLine("checking the data", shown=live))
             check()
-            stack.enter_context(passing_on(may_end))
             module = function.__module__.rpartition(".")[2]
-            text = _task(function, records)
+            text = _task(function, records, may_end)
             code = _launch(module, text, ranks, min_ranks, spares, backend, start, line)
         if code:
             raise SystemExit(code)
@@ -85,7 +85,8 @@ def on_ranks(
             "-n, or "
             "mpirun, srun or torchrun"
         )
-    function(*records)
+    with ending_at_once(may_end):
+        function(*records)
     return False
 
 
@@ -113,9 +114,10 @@ def captured_ranks(
     return launch(command, ranks, environment=full, capture=True, timeout_s=timeout_s)
 
 
-def _task(function: Callable[..., object], records: Sequence[object]) -> str:
+def _task(function: Callable[..., object], records: Sequence[object], may_end: bool = False) -> str:
     """Return the call of a function as JSON, for `run_as_rank`."""
     task = {
+        "may_end": may_end,
         "function": f"{function.__module__}:{function.__qualname__}",
         "command": sys.argv,
         "records": [
@@ -194,4 +196,5 @@ def run_as_rank() -> None:
     task = json.loads(text)
     sys.argv[:] = task["command"]  # Reports name the command that the user gave.
     records = [from_mapping(resolve_name(name), values) for name, values in task["records"]]
-    resolve_name(task["function"])(*records)
+    with ending_at_once(task["may_end"]):
+        resolve_name(task["function"])(*records)

@@ -34,6 +34,10 @@ _END_TIMEOUT_S = 10.0
 _SHORT_TIMEOUT_S = 30.0
 LOOK_S = 0.2
 _ALL_LOST = 1
+_CRASH = (
+    ": Open MPI 5.0 crashes if a rank is lost while the others regroup after another loss; go on "
+    "from a checkpoint by --resume, or take --backend torch, which has not this fault"
+)
 _MPIRUN_FILES, _MPIRUN_BYTES = 8, 4096
 """About the number of files, and the bytes of each, that mpirun makes in the folder of TMPDIR."""
 _STARTS = 5
@@ -122,7 +126,8 @@ def launch(
             if failure is None and not done.returncode:
                 # mpirun takes the loss of all ranks for success.
                 done.returncode = _ALL_LOST
-                live.write(sys.stderr, ["dlio: error: all ranks were lost before the end\n"])
+                why = _CRASH if sorter.has_crashed else ""
+                live.write(sys.stderr, [f"dlio: error: all ranks were lost before the end{why}\n"])
             done.returncode = failure or done.returncode
     return done
 
@@ -189,17 +194,19 @@ def relayed(
 
         def ask_to_end() -> None:
             # mpirun passes SIGUSR1 on to its ranks; SIGTERM has it kill them 0.2 s later.
-            output.sorter.interrupted = True
             process.send_signal(signal.SIGUSR1)
 
         try:
-            with receiving(ask_to_end):
+            with receiving(ask_to_end) as order:
                 code = _until_end(process, timeout_s, done_file)
+            if code < 0 and not output.sorter.interrupted:
+                name = signal.Signals(-code).name
+                output.sorter.end_of_signal = f"{os.path.basename(command[0])} was ended by {name}"
+            return output.as_told(128 - code if code < 0 else code, order)
         except BaseException as error:
             output.sorter.interrupted = isinstance(error, KeyboardInterrupt)
             end(process)
             raise
-    return 128 - code if code < 0 else code
 
 
 def _until_end(

@@ -9,6 +9,7 @@ from typing import IO
 from dlio.launch.rank_failures import failures_in, lines_of, told_by_mpirun
 from dlio.util.closable import Closable
 from dlio.util.live_line import LiveLine
+from dlio.util.signals import NOTHING_SAVED, RESUME_CODE, EndOrder
 from dlio.util.threads import Workers
 
 _END_TIMEOUT_S = 10.0
@@ -19,6 +20,9 @@ _NOT_STARTED = "PMIx server's listener thread failed to start"
 """Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
 started then, so mpirun can be started again."""
 _NODE_LOST = "PRTE has lost communication with a remote daemon"
+_CRASH = "ompi_comm_revoke_local"
+"""Where Open MPI 5.0 crashes if it learns of a loss while ranks make a communicator: it ends the
+collectives of one that has none yet (`c_coll` is NULL until `mca_coll_base_comm_select`)."""
 _NOISE = ("NBC_Progress", "Error in NBC_Start_round", "plm:ssh: Warning: setpgid")
 """Beginnings of the lines that Open MPI prints about sums that a loss has interrupted."""
 _BANNERS = (
@@ -82,6 +86,17 @@ class RankOutput(Closable):
         if not self._capture:
             self.live.write(sys.stderr, left)
 
+    def as_told(self, code: int, order: EndOrder) -> int:
+        """Return the exit code of ranks, as of those that listened if they were told to end before
+        they did: this is said, as their code is that of a signal then."""
+        if not order.explains(code):
+            return code
+        if code != RESUME_CODE:
+            with self._lock:
+                self._pass_on(1, NOTHING_SAVED)
+        self.sorter.interrupted = True
+        return RESUME_CODE
+
     def _pipe(self, number: int) -> int:
         end, pipe = os.pipe()
         self._streams.append((number, os.fdopen(end, encoding="utf-8", errors="replace")))
@@ -107,8 +122,9 @@ class RankOutput(Closable):
 class ErrorFilter:
     """Filters the standard error of ranks and mpirun, line by line.
 
-    An error that several ranks report is shown once. Open MPI's banners about an aborted rank are
-    held back until the end, and shown only if no rank has reported an error itself. With `again`
+    An error that several ranks report is shown once, and so is that they have nothing to save. Open
+    MPI's banners about an aborted rank are held back until the end, and shown only if no rank has
+    reported an error itself. With `again`
     mpirun will be started again if it did not start its ranks. With `survives` ranks go on when
     others are lost, and say so themselves.
 
@@ -132,6 +148,8 @@ class ErrorFilter:
         """End of a rank by a signal, in one line."""
         self.end_of = ""
         """End of a rank by an exit code, in one line, for the case that no rank has said more."""
+        self.has_crashed = False
+        """True if ranks ended by a fault of Open MPI while they regrouped after a loss."""
         self.lost_node = False
         """True if mpirun has lost its daemon on another node; its exit code may then be 0."""
 
@@ -141,6 +159,7 @@ class ErrorFilter:
         if not line:
             return []
         self.lost_node |= _NODE_LOST in line
+        self.has_crashed |= _CRASH in line
         if self._survives and (not line.strip() or any(words in line for words in _NOISE)):
             return []
         if _ERROR not in line:
@@ -163,10 +182,11 @@ class ErrorFilter:
                 self._look_for_end(block)
                 return []
             return block
-        if line.lstrip().startswith(_ERROR):
+        if line.lstrip().startswith(_ERROR) or line == NOTHING_SAVED:
             # Another rank's error may appear within a banner.
             line = line.lstrip()
-            shown = [] if line in self._errors else [line]
+            is_told = line in self._errors or (self.interrupted and line == NOTHING_SAVED)
+            shown = [] if is_told else [line]
             self._errors.add(line)
             return shown
         if self._block is not None:

@@ -25,7 +25,7 @@ from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import module_command, printed_by
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import SECRET, settings
-from dlio.util.signals import receiving
+from dlio.util.signals import RESUME_CODE, receiving, say_nothing_is_saved
 
 _PASSED: Final = (
     *"PATH LD_LIBRARY_PATH PYTHON VIRTUAL_ENV CONDA_ LANG LC_ TZ TMPDIR XDG_CACHE_HOME".split(),
@@ -162,8 +162,13 @@ def run_by_remote_shell(argv: Sequence[str], counts: Mapping[str, int]) -> int:
             for agent in agents:
                 agent.order({"signal": "USR1"})
 
-        with receiving(ask_to_end):
-            return _wait(agents)
+        with receiving(ask_to_end) as told:
+            code = _wait(agents)
+        if not told.explains(code):
+            return code
+        if code != RESUME_CODE:
+            say_nothing_is_saved()
+        return RESUME_CODE
 
 
 def _orders(argv: Sequence[str], counts: Mapping[str, int]) -> list[dict[str, object]]:

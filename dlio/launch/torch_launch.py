@@ -94,8 +94,12 @@ def launch(
         output = stack.enter_context(RankOutput(ranks, live, sorter, capture))
         job = stack.enter_context(_TorchJob(logged(argv), ranks, full, output, done_file))
         store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
-        stack.enter_context(receiving(job.ask_to_end))
-        code = job.run(EventLog(store), timeout_s)
+        order = stack.enter_context(receiving(job.ask_to_end))
+        try:
+            code = output.as_told(job.run(EventLog(store), timeout_s), order)
+        except KeyboardInterrupt:
+            sorter.interrupted = True
+            raise
         job.close()
         output.close()
         return subprocess.CompletedProcess(list(argv), code, output.text, output.errors)

@@ -2,14 +2,19 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from dlio.comm.survival.membership import Elastic
-from dlio.util.signals import RESUME_CODE, StopSignals, work_is_done
+from dlio.util.signals import (
+    RESUME_CODE,
+    StopSignals,
+    begin_to_save,
+    say_nothing_is_saved,
+    work_is_done,
+)
 
 _TOGETHER_S: Final = 2.0
 """Ranks whose clocks differ by less than this leave together."""
@@ -53,6 +58,7 @@ class EndRequests:
 
     def __enter__(self) -> "EndRequests":
         self._asked.listen()
+        begin_to_save()  # From here on this is who ends the process.
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -65,6 +71,5 @@ class EndRequests:
             self.ask()
             return
         # Nothing is closed: others may wait for this rank, or this thread be inside of MPI.
-        sys.stderr.write("dlio: told to end before the first step: there is nothing to save\n")
-        sys.stderr.flush()
+        say_nothing_is_saved()
         os._exit(RESUME_CODE)

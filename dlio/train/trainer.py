@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator, world
-from dlio.comm.planned_membership import plan_world
+from dlio.comm.planned_membership import PlannedMembership, planned_world
 from dlio.comm.survival.membership import AllLeave, AllPause, RankLeft
 from dlio.comm.survival.node_watch import watch_policy
 from dlio.comm.survival.recovery import check_survival, once_on_rank_0, recovery_of, uniform
@@ -49,15 +49,20 @@ if TYPE_CHECKING:  # See `dlio.train.checkpoint`.
     from dlio.train.checkpoint.checkpoint_store import Checkpoints
 
 
-def train(config: TrainConfig) -> RunReport:
+def train(config: TrainConfig, lasting: ExitStack | None = None) -> RunReport:
     """Train a model on the ranks of this job. Collective.
+
+    A replay has a `world()` of its own, until `lasting` is closed if one is given.
 
     Raises DlioError for errors that a user can fix. Other ranks may then wait for this one; the
     caller ends them with `dlio.comm.abort`.
     """
     config.check_run()
     with ExitStack() as stack:
-        run = TrainingRun(config, stack)
+        planned = None
+        if config.results.replay is not None:
+            planned = (lasting or stack).enter_context(planned_world())
+        run = TrainingRun(config, stack, planned)
         run.open()
         run.build()
         run.restore()
@@ -73,14 +78,20 @@ class TrainingRun:
     configuration that depend on the data. `stack` closes all that they open, the last first.
     """
 
-    def __init__(self, config: TrainConfig, stack: ExitStack) -> None:
+    def __init__(
+        self, config: TrainConfig, stack: ExitStack, planned: PlannedMembership | None
+    ) -> None:
         began = time.time()
-        self._config, self._stack = config, stack
-        self._planned = None if config.results.replay is None else plan_world()
+        self._config, self._stack, self._planned = config, stack, planned
         self._comm = world()
         self._restart = JobRestart(start_of(), began)
+        survival = config.survival
+        if survival.spares >= self._comm.size:
+            raise UsageError(
+                f"--spares {survival.spares} with {counted(self._comm.size, 'rank')}: start more "
+                "by -n, or give fewer spares"
+            )
         if self._planned is None:
-            survival = config.survival
             check_survival(self._comm, survival.fault_tolerance, survival.min_ranks)
 
     def open(self) -> None:

@@ -14,6 +14,9 @@ from typing import Any, Final
 RESUME_CODE: Final = 75
 """Exit code of a run that has written a checkpoint because it was told to end: the same command
 with --resume goes on. It is EX_TEMPFAIL of sysexits.h."""
+NOTHING_SAVED: Final = "dlio: told to end before the first step: there is nothing to save\n"
+_BEFORE_LISTENING: Final = (130, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+"""Exit codes of a rank that a signal has ended while Python or its modules were loaded."""
 _SAME_S: Final = 1.0
 """Time in which signals are one: a launcher passes on those that its ranks may have got, too."""
 _NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)
@@ -21,23 +24,29 @@ _AGAIN_S: Final = 0.01
 """Time after which an interruption that Python has dropped comes again."""
 _is_command = False
 """This process runs a command, after which it ends; see `as_command`."""
+_was_interrupted = False
 _is_dropping = False
 """An interruption would be dropped now, without a word to us."""
 _receivers: list[Callable[[], object]] = []
 """Called in place of ending this process; see `passing_on`."""
+_saves = False
+"""True once this process has something to save when it is told to end; see `ending_at_once`."""
 
 
 @contextmanager
 def as_command() -> Iterator[None]:
-    """Within a `with` statement, SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
+    """Within a `with` statement, SIGTERM and SIGUSR1 raise KeyboardInterrupt, as Ctrl-C does.
 
     Resources are thus released. See `work_is_done`, too.
     """
     global _is_command
-    before = {number: signal.getsignal(number) for number in _NUMBERS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in _NUMBERS}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Else the shell ignores it.
+        before[signal.SIGINT] = signal.default_int_handler
     was_command, hook = _is_command, sys.unraisablehook
     _is_command = True
-    signal.signal(signal.SIGTERM, _raise_interrupt)
+    for number in before:
+        signal.signal(number, _raise_interrupt)
     sys.unraisablehook = _raise_again
     try:
         yield
@@ -49,7 +58,23 @@ def as_command() -> Iterator[None]:
 
 
 def _raise_interrupt(*_: object) -> None:
+    global _was_interrupted
+    _was_interrupted = True
     raise KeyboardInterrupt
+
+
+def is_of_interruption(error: BaseException | None) -> bool:
+    """True if an error is what has become of an interruption: NumPy, for one, makes an ImportError
+    of it while it is being imported."""
+    while error is not None and not isinstance(error, ImportError):
+        error = error.__cause__ or error.__context__
+    return _was_interrupted and error is not None
+
+
+def forget_interruption() -> None:
+    """Have Python end with the exit code that it is given after an interruption that has passed
+    through `exec`, as in a dataclass that was being made: it would kill itself by SIGINT."""
+    exec("")  # noqa: S102 # It is forgotten at the next `exec`, and in no other way.
 
 
 def _raise_again(dropped: "sys.UnraisableHookArgs") -> None:
@@ -139,16 +164,43 @@ class StopSignals:
             signal.raise_signal(number)
 
 
+def say_nothing_is_saved() -> None:
+    """Say that this run was told to end before its first step."""
+    sys.stderr.write(NOTHING_SAVED)
+    sys.stderr.flush()
+
+
+class EndOrder:
+    """Whether the ranks that this process starts were told to end; see `passing_on`."""
+
+    def __init__(self) -> None:
+        self.is_given = False
+
+    def explains(self, code: int) -> bool:
+        """True if ranks ended with this code as they were told to."""
+        return self.is_given and code in (RESUME_CODE, *_BEFORE_LISTENING)
+
+
+_order = EndOrder()
+"""Of the `passing_on` that this process is in."""
+_has_had_receivers = False
+"""True from the first one within it."""
+
+
 @contextmanager
 def passing_on(enabled: bool) -> Iterator[None]:
     """Within a `with` statement, the first SIGTERM or SIGUSR1 goes to the receivers in place of
-    ending this process; without a receiver, SIGTERM ends it."""
+    ending this process. Before there is a receiver this process exits with `RESUME_CODE`; after the
+    last one its work is done."""
+    global _order, _has_had_receivers
     if not enabled:
         yield
         return
+    _order, _has_had_receivers = order, _ = EndOrder(), False
 
     def act() -> None:
-        if not _receivers:
+        order.is_given = True
+        if not _has_had_receivers:
             raise KeyboardInterrupt
         for receiver in _receivers:
             receiver()
@@ -157,8 +209,45 @@ def passing_on(enabled: bool) -> Iterator[None]:
     asked.listen()
     try:
         yield
+    except KeyboardInterrupt:
+        if not order.is_given or _has_had_receivers:
+            raise
+        say_nothing_is_saved()
+        raise SystemExit(RESUME_CODE) from None
     finally:
         asked.stop()
+        _order = EndOrder()
+
+
+@contextmanager
+def ending_at_once(enabled: bool) -> Iterator[None]:
+    """Within a `with` statement, and until `begin_to_save`, SIGTERM and SIGUSR1 end this process
+    with `RESUME_CODE`."""
+    global _saves
+    _saves = False
+    if not enabled:
+        yield
+        return
+
+    def act() -> None:
+        if _saves:
+            raise KeyboardInterrupt
+        # Nothing is closed: others may wait for this rank, or this thread be inside of MPI.
+        say_nothing_is_saved()
+        os._exit(RESUME_CODE)
+
+    asked = StopSignals(act)
+    asked.listen()
+    try:
+        yield
+    finally:
+        asked.stop()
+
+
+def begin_to_save() -> None:
+    """End the time in which `ending_at_once` has an effect."""
+    global _saves
+    _saves = True
 
 
 @contextmanager
@@ -180,10 +269,12 @@ def passing_on_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def receiving(receiver: Callable[[], object]) -> Iterator[None]:
+def receiving(receiver: Callable[[], object]) -> Iterator[EndOrder]:
     """Within a `with` statement, have `passing_on` call a function."""
+    global _has_had_receivers
     _receivers.append(receiver)
+    _has_had_receivers = True
     try:
-        yield
+        yield _order
     finally:
         _receivers.remove(receiver)

@@ -3,14 +3,20 @@
 import numpy as np
 
 from dlio.comm import world
-from dlio.comm.planned_membership import plan_world
+from dlio.comm.planned_membership import PlannedMembership, planned_world
 from dlio.comm.survival.membership import RankLeft
 from dlio.comm.survival.recovery import recovery_of
 
 
 def main() -> None:
     """Let rank 1 leave, then rank 0."""
-    membership = plan_world()
+    everyone = world()
+    with planned_world() as membership:
+        _leave(membership)
+    assert world() is everyone
+
+
+def _leave(membership: PlannedMembership) -> None:
     comm = world()
     me, ranks = comm.rank, comm.size
     assert recovery_of(comm) is recovery_of(world())

@@ -73,3 +73,24 @@ exit 213
     assert len((tmp_path / "starts").read_text().split()) == 5
     assert shown.out == ("" if code else "trained\n")
     assert ("failed to start" in shown.err) == bool(code)
+
+
+@pytest.mark.parametrize("crashes", [True, False])
+def test_a_crash_of_open_mpi_after_a_loss_is_told_with_its_remedy(
+    crashes: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    mpirun = tmp_path / "mpirun"
+    frame = "libmpi.so.40(ompi_comm_revoke_local+0x3f)" if crashes else "libc.so.6(abort+0x1)"
+    mpirun.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && {{ echo "mpirun (Open MPI) 5.0.8"; exit; }}\n'
+        f'echo "[a:1] [ 1] /x/{frame}[0x7f]" >&2\n'
+    )
+    mpirun.chmod(mpirun.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(mpi_launch, "find_mpirun", lambda: os.fspath(mpirun))
+    assert mpi_launch.launch(["train"], 2, min_ranks=1).returncode == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("dlio: error: all ranks were lost before the end")
+    assert ("Open MPI 5.0 crashes" in said and "--resume" in said) == crashes

@@ -1,5 +1,6 @@
 """Models and callbacks that tests name on the command line, as users do."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -108,3 +109,11 @@ class Stop(Callback):
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         Path("seen.txt").write_text(f"{report.epoch} {os.getpid()}", encoding="utf-8")
         run.stop("enough")
+
+
+class Moment(Callback):
+    """Imports a module after the second step, for `signals_at`."""
+
+    def after_step(self, run: Run) -> None:
+        if run.updates == 2:
+            importlib.util.find_spec("moment_of_step")

@@ -17,9 +17,11 @@ import torch
 
 import dlio
 from dlio import DataLoader
+from dlio.cli.train_command import train_rank
 from dlio.comm.planned_membership import PlannedMembership
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.survival.recovery import Recovery
+from dlio.comm.world import membership
 from dlio.errors import UsageError
 from dlio.train.config import train_config
 from dlio.train.ledger_file import check_ledger, read_lines
@@ -94,6 +96,27 @@ def test_one_rank_replays_its_trace_with_the_same_bits(
     assert replayed.returncode == 0, replayed.stderr
     assert _same_bits(tmp_path / "a.pt", tmp_path / "b.pt")
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "t.jsonl").read_bytes()
+
+
+def _one_process(pictures: Path, **more: Any) -> None:
+    config = train_config(
+        source=str(pictures / "train"),
+        **{"image_size": 32, "epochs": 1, "workers": 1, "model": "resnet(width=4)", **more},
+    )
+    train_rank(config)
+
+
+def test_a_replay_that_fails_leaves_this_process_as_it_was(pictures: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"missing\.jsonl cannot be read"):
+            _one_process(pictures, replay=str(tmp_path / "missing.jsonl"))
+        assert membership() is None
+    _one_process(pictures)
+
+
+def test_spares_without_other_ranks_are_refused_in_one_line(pictures: Path) -> None:
+    with pytest.raises(UsageError, match="--spares 1 with 1 rank: start more by -n"):
+        _one_process(pictures, fault_tolerance="shrink", spares=1)
 
 
 @pytest.mark.parametrize(
