@@ -37,6 +37,7 @@ _FORMATS: Final[Mapping[str, str]] = {
 _KNOWN: Final = [
     (re.compile(rf"(?:{name})", re.IGNORECASE), words) for name, words in _FORMATS.items()
 ]
+_PICTURES: Final = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 _LANCE: Final = "_versions"
 _LOOKED_INTO: Final = 8
 _MOST_FILES: Final = 16
@@ -72,8 +73,13 @@ def check_folder(url: str) -> None:
 
 
 def error_of_file(name: str) -> SourceError | None:
-    """Return the error for a file of a format that is known and not read; None for others."""
+    """Return the error for a file of a format that is known and not read, for a zip archive, or for
+    a lone picture; None for others."""
     words = words_of(name)
+    if not words and name.lower().endswith(".zip"):
+        words = f"a zip archive: open zip://::{name}, or extract it"
+    elif not words and name.lower().endswith(_PICTURES):
+        words = "a picture and no data set: open its folder"
     return SourceError(f"{name} is {_article(words)}") if words else None
 
 
