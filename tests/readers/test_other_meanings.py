@@ -204,7 +204,7 @@ def test_a_table_next_to_class_folders_is_left_out_where_the_folders_are_chosen(
     for name in ("cat", "dog"):
         _pictures(tmp_path / name, ["0.png"])
     (tmp_path / "labels.csv").write_text("file_name,label\ncat/0.png,black\n")
-    with pytest.raises(SourceError, match="no label for 1 image.*or choose layout='classes'"):
+    with pytest.raises(SourceError, match=r"no label for 1 image.*or choose layout='classes'"):
         open_reader(str(tmp_path))
     with caplog.at_level(logging.WARNING, "dlio"):
         reader = open_reader(str(tmp_path), layout="classes")
