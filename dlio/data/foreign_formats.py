@@ -83,8 +83,8 @@ def _refuse_hub_cache(source: Source) -> None:
     if chosen is not None:
         raise SourceError(
             f"{source.path()} is a cache of Hugging Face's Hub: open "
-            f"{source.path(f'snapshots/{chosen}')}, whose files are links to follow (--follow-links; "
-            "in Python, follow_links=True)"
+            f"{source.path(f'snapshots/{chosen}')}, whose files are links to follow "
+            "(--follow-links; in Python, follow_links=True)"
         )
 
 
