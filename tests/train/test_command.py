@@ -265,10 +265,11 @@ def test_a_batch_of_more_than_all_samples_is_told(
     dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path
 ) -> None:
     shape = ("--epochs", "1", "--image-size", "32", "--tiers", "none")
-    for batch, told in (("500", True), (str(SAMPLES), False)):
+    for batch, is_too_large in (("500", True), (str(SAMPLES), False)):
         done = dlio("train", str(pictures / "train"), "--batch-size", batch, *shape)
         assert done.returncode == 0, done.stderr
-        assert (f"samples of all ranks in a step, and there are {SAMPLES}" in done.stdout) is told
+        words = f"samples of all ranks in a step, and there are {SAMPLES}"
+        assert (words in done.stdout) is is_too_large
 
 
 def test_the_default_rate_grows_with_the_global_batch() -> None:

@@ -40,8 +40,8 @@ def test_a_long_benchmark_tells_its_progress_where_there_is_no_terminal(
     monkeypatch.setattr(terminal, "_NEWS_EVERY_S", every_s)
     with working("loader"):
         list(steps(["a", "b"], "pass {}".format))
-    told = capsys.readouterr()
-    assert not told.out
+    output = capsys.readouterr()
+    assert not output.out
     for name in lines:
-        assert f"loader: {lines.index(name)} of 2 steps; pass {name}\n" in told.err
-    assert bool(told.err) is bool(lines)
+        assert f"loader: {lines.index(name)} of 2 steps; pass {name}\n" in output.err
+    assert bool(output.err) is bool(lines)
