@@ -65,7 +65,7 @@ class SlowMount(CheckedOptions):
     ] = None
     bandwidth: Annotated[
         str | None,
-        Option("Bandwidth of all readers together, such as 200MiB.", unit="per second"),
+        Option("Bandwidth of all readers together, such as 200MiB.", unit="bytes per second"),
     ] = None
     eio_rate: Annotated[
         float | None, Option("Share of reads that fail.", least=0, most=1, default_text="0")

@@ -205,7 +205,7 @@ def _loaded(
     if isinstance(loaded, App):
         return loaded
     if isinstance(loaded, CommandGroup):
-        app = _app(name, loaded.help)
+        app = _app(name, loaded.help, group_commands=Group("Commands"))
         for inner, where in loaded.commands.items():
             if path is None or list(path[:1]) == [inner]:
                 part = _of_function(f"{name} {inner}", resolve_name(where), rest, brief)

@@ -223,7 +223,7 @@ def parameter_of(
         show_default=False,
         show=not option.hidden if usual is None else field.name in usual,
         required=required,
-        negative=None if field.type is bool else (),
+        negative=None if field.type is bool and not field.flag.startswith("--no-") else (),
         allow_leading_hyphen=field.type in (int, float),
         allow_repeating=True,
         consume_multiple=False if field.many and not option.positional else None,
@@ -277,9 +277,11 @@ def default_of(field: OptionField) -> str:
     """Return an option's default as shown to users; empty if there is none."""
     if field.option.default_text is not None:
         return field.option.default_text
-    if field.required or field.default in (None, (), False):
+    if field.required or field.default is False or field.default in (None, ()):
         return ""
     shown = field.show(field.default)
+    if isinstance(shown, list):
+        return ", ".join(map(str, shown))
     return "yes" if shown is True else str(shown)
 
 

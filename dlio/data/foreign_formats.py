@@ -35,6 +35,7 @@ _FORMATS: Final[Mapping[str, str]] = {
 _KNOWN: Final = [
     (re.compile(rf"(?:{name})", re.IGNORECASE), words) for name, words in _FORMATS.items()
 ]
+_PICTURES: Final = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 _LANCE: Final = "_versions"
 _LOOKED_INTO: Final = 8
 _MOST_FILES: Final = 16
@@ -53,9 +54,11 @@ def words_of(name: str) -> str:
 
 def check_folder(url: str) -> None:
     """Raise SourceError if a folder without samples, or one right below, has a file of a format
-    that is known and not read."""
+    that is known and not read, or is a data set as Hugging Face's Hub keeps it in its cache."""
     source = Source(url)
     rows = source.names()
+    if ("snapshots", True) in rows and (("blobs", True) in rows or ("refs", True) in rows):
+        _refuse_hub_cache(source)
     places = ["", *(name for name, folder in rows if folder)][: _LOOKED_INTO + 1]
     for place in places:
         inner = source.names(place) if place else rows
@@ -68,9 +71,28 @@ def check_folder(url: str) -> None:
                 raise SourceError(f"{shown} is {_article(words)}")
 
 
+def _refuse_hub_cache(source: Source) -> None:
+    """Raise SourceError with the snapshot to open in place of its cache."""
+    kept = sorted(name for name, folder in source.names("snapshots") if folder)
+    is_known = ("refs", True) in source.names() and ("main", False) in source.names("refs")
+    newest = source.read("refs/main", 0, 256).decode("ascii", "replace").strip() if is_known else ""
+    chosen = newest if newest in kept else next(reversed(kept), None)
+    if chosen is not None:
+        raise SourceError(
+            f"{source.path()} is a cache of Hugging Face's Hub: open "
+            f"{source.path(f'snapshots/{chosen}')}, whose files are links to follow "
+            "(--follow-links; in Python, follow_links=True)"
+        )
+
+
 def error_of_file(name: str) -> SourceError | None:
-    """Return the error for a file of a format that is known and not read; None for others."""
+    """Return the error for a file of a format that is known and not read, for a zip archive, or for
+    a lone picture; None for others."""
     words = words_of(name)
+    if not words and name.lower().endswith(".zip"):
+        words = f"a zip archive: open zip://::{name}, or extract it"
+    elif not words and name.lower().endswith(_PICTURES):
+        words = "a picture and no data set: open its folder"
     return SourceError(f"{name} is {_article(words)}") if words else None
 
 

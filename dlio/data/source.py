@@ -640,7 +640,8 @@ def inside(url: str, name: str) -> str:
     if "::" in name or "://" in name:
         raise SourceError(f"{url}: the name {name} has :: or ://, which stand for URLs: rename it")
     before, own, after = _own_link(url)
-    return f"{before}{own.rstrip('/')}/{name}{after}"
+    folder = own if own.endswith("://") else own.rstrip("/") + "/"  # The top of an archive.
+    return f"{before}{folder}{name}{after}"
 
 
 def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceError:
@@ -653,6 +654,8 @@ def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceEr
     elif is_hanging(error):
         seconds = f"{settings().timeout_s:.0f} s"
         reason = f"no whole answer for {seconds}: the source hangs (DLIO_TIMEOUT sets the patience)"
+    if "::" not in url and (archive := re.match(r"(zip|tar|libarchive)://", url)):
+        reason = f"it names no archive: write {archive[0]}::{url[archive.end() :] or 'ARCHIVE'}"
     if getattr(error, "errno", None) == errno.ESPIPE:
         reason = "it is a pipe or a socket, not a regular file"
     return SourceError(f"{url} {text}: {reason}")

@@ -34,13 +34,14 @@ _FILE: Final = re.compile(rf"(?:^|[-._ 0-9])({_WORD})(?=$|[-._ 0-9])", re.IGNORE
 SplitChoice: TypeAlias = Annotated[
     str | None,
     Option(
-        "Split to read where a data set has several, such as train or val, or all of them as one.",
+        "Split to read where a data set has several, such as train or val; all reads them as one.",
         metavar="NAME",
     ),
 ]
 """A command's option for `split=` of `dlio.open`."""
 FormatChoice: TypeAlias = Annotated[
-    str | None, Option("Reader of a folder that fits several.", metavar="READER")
+    str | None,
+    Option("Format of a folder that fits several, such as folder or coco.", metavar="FORMAT"),
 ]
 """A command's option for `format=` of `dlio.open`."""
 

@@ -49,6 +49,10 @@ def report(stats: PassStats, epoch: int, writer: ScalarWriter | None) -> None:
 def diagnose(stats: PassStats, cores: int) -> str:
     """Return one line: the rate, the waiting, the bottleneck and its remedy, for so many cores.
     Pure."""
+    if stats["batches"] == 0 and stats["seconds"]:
+        return (
+            "the pass had no batch: this rank has fewer samples than batch_size, and drop_last=True"
+        )
     seconds = max(stats["seconds"], 1e-9)
     rate = f"{stats['samples'] / seconds:,.0f} samples/s"
     first = stats["first_batch_s"] or 0.0

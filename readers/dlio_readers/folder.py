@@ -310,7 +310,9 @@ def plan_of(
     table = next((name for name in TABLES if (name, False) in rows), "")
     rest = [name for name in TABLES if (name, False) in rows and name != table]
     useless = ""
-    if table and folders:
+    if table and folders and layout == "classes":
+        useless = f"{table}, as layout='classes' takes the folders' names"
+    elif table and folders:
         plan, useless = _table_plan(source, table)
         if plan is not None:
             return plan
@@ -588,7 +590,8 @@ def _check_agreement(
     if lost or left:
         words = [f"{len(lost)} of its files are not in the folder {lost[:3]}"] if lost else []
         words += [f"it has no label for {counted(len(left), 'image')} {left[:3]}"] if left else []
-        raise SourceError(f"{source.path(table)}: {', and '.join(words)}: make both agree")
+        classes = ", or choose layout='classes'" if any("/" in name for name in names) else ""
+        raise SourceError(f"{source.path(table)}: {', and '.join(words)}: make both agree{classes}")
 
 
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:

@@ -41,7 +41,7 @@ class PackArguments(CheckedOptions):
     "dlio pack photos tars --format tar --split train=0.9,val=0.1",
     usual=(
         *("source", "destination", "format"),
-        ("resize", "Scale images down to this length of the short side"),
+        ("resize", "Scale images down to this length of the short side, in pixels"),
         *("quality", "compress", "shard_bytes", "split", "source_split", "processes"),
         *("ranks", "dry_run"),
     ),

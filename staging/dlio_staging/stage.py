@@ -286,9 +286,12 @@ def stage(
     "dlio launch --ranks-per-node 1 stage packed --tiers /local/scratch:200GiB",
     usual=(
         *("source", "tiers"),
-        ("layout", "partition, replicate, or auto"),
+        (
+            "layout",
+            "partition: each block on one node. replicate: on all. auto: on all if there is room.",
+        ),
         *("bandwidth", "deadline_s"),
-        ("include", "Stage only blocks with such a sample, as 'n01*/*'"),
+        ("include", "Stage only blocks that hold a sample of such a name, as 'n01*/*'"),
         *("pin", "allow_partial", "ranks", "dry_run"),
     ),
 )

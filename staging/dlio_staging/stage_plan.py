@@ -61,7 +61,7 @@ class StageOptions(CheckedOptions):
         Option(
             "Limit of the bandwidth from the source, over all ranks, such as 500MiB.",
             name="bwlimit",
-            unit="per second",
+            unit="bytes per second",
             metavar="SIZE",
             parse=_rate,
             show=exact_bytes,

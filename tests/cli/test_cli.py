@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT, SOURCES
@@ -271,3 +273,29 @@ def test_verify_names_every_damaged_picture(dlio: Dlio, pictures: Path, tmp_path
 def test_staging_into_ram_alone_is_refused_with_a_reason(dlio: Dlio, pictures: Path) -> None:
     done = dlio("stage", str(pictures), "--tiers", "ram:1GiB")
     assert _is_one_clear_line(done, "name a disk tier")
+
+
+def test_ls_shows_folders_of_the_hub_in_both_layouts(dlio: Dlio, tmp_path: Path) -> None:
+    clone = tmp_path / "clone" / "data"
+    clone.mkdir(parents=True)
+    (tmp_path / "clone" / "README.md").write_text("license: mit\n")
+    for split, count in (("train", 6), ("test", 2)):
+        table = pa.table({"x": pa.array(range(count)), "label": [k % 2 for k in range(count)]})
+        pq.write_table(table, clone / f"{split}-00000-of-00001.parquet")
+    cached = tmp_path / "datasets--a--b"
+    snapshot = cached / "snapshots" / "0a1b"
+    (snapshot / "data").mkdir(parents=True)
+    (cached / "blobs").mkdir()
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0a1b")
+    for k, file in enumerate(sorted(clone.iterdir())):
+        shutil.copy(file, cached / "blobs" / f"{k}")
+        (snapshot / "data" / file.name).symlink_to(f"../../../blobs/{k}")
+
+    assert _is_one_clear_line(dlio("ls", "clone"), "train (1 file), test (1 file)", "--split train")
+    assert "parquet, 6 samples" in dlio("ls", "clone", "--split", "train").stdout
+    assert _is_one_clear_line(dlio("ls", cached.name), "snapshots/0a1b", "--follow-links")
+    inner = str(snapshot)
+    assert _is_one_clear_line(dlio("ls", inner, "--split", "train"), "--follow-links")
+    shown = dlio("ls", inner, "--split", "train", "--follow-links").stdout
+    assert "parquet, 6 samples" in shown

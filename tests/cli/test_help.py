@@ -16,7 +16,7 @@ from PIL import Image
 
 from dlio.cli import main
 from dlio.cli.app import all_commands, find_command, places
-from dlio.cli.cli_command import Command
+from dlio.cli.cli_command import Command, default_of
 from dlio.cli.option_groups import examples_of, groups_of, usual_of
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
@@ -251,3 +251,29 @@ def test_each_value_has_a_meaning_and_each_number_a_limit(command: Command) -> N
             option = field.option  # Without a limit, negative and huge numbers would be taken.
             assert (option.least, option.above) != (None, None), field.flag
         assert field.option.rest or field.meaning[-1] not in ".,;:"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values()], ids=lambda command: command.name)
+def test_defaults_are_shown_as_they_are_typed(command: Command) -> None:
+    for field in command.fields:
+        shown = default_of(field)
+        assert not shown.startswith(("[", "("))
+        if isinstance(field.default, int) and not isinstance(field.default, bool):
+            assert shown or field.option.default_text is not None, field.flag
+
+
+def test_a_switch_that_says_no_has_no_second_no(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = _shown(monkeypatch, capsys, "view", "--help")
+    assert "\n  --no-browser " in shown
+    assert "[default: 0]" in shown  # The seed's.
+
+
+@pytest.mark.parametrize("group", ["bench", "cache"])
+def test_commands_of_a_group_stand_under_a_heading_of_that_name(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = _shown(monkeypatch, capsys, group, "--help").splitlines()
+    assert "Commands:" in lines
+    assert "Other:" not in lines

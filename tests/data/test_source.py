@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dlio.data.index import Names, cached_index, fingerprint_of
 from dlio.data.reader import open_reader
-from dlio.data.source import File, Source, expand, last_name, own_name, split_fields
+from dlio.data.source import File, Source, expand, inside, last_name, own_name, split_fields
 from dlio.errors import SourceError, UsageError, redact
 
 
@@ -189,6 +189,12 @@ def test_a_server_without_ranges_or_sizes_is_named(monkeypatch: pytest.MonkeyPat
 def test_a_cache_in_front_of_a_url_names_no_file(url: str, own: str, last: str) -> None:
     assert own_name(url) == own
     assert last_name(url) == last
+
+
+def test_an_entry_at_the_top_of_an_archive_has_a_url_of_its_own() -> None:
+    assert inside("zip://::b.zip", "val") == "zip://val::b.zip"
+    assert inside("zip://a/::b.zip", "val") == "zip://a/val::b.zip"
+    assert inside("/data/", "val") == "/data/val"
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,18 @@ def _bytes(**given: int) -> dict[str, int]:
         {"stall_s": 0.0},
         {"stall_s": 0.4},
         {"stall_s": 0.5},
-        {"seconds": 0.0, "stall_s": 0.0, "samples": 0, "first_batch_s": None},
+        {"seconds": 0.0, "stall_s": 0.0, "samples": 0, "batches": 0, "first_batch_s": None},
     ],
 )
 def test_it_is_silent_where_nothing_is_wrong(given: dict[str, Any]) -> None:
     line = diagnose(_pass(**given), cores=2)
     assert "the loader keeps up" in line
     assert "remedy" not in line
+
+
+def test_a_pass_of_no_batch_is_said_with_the_cause() -> None:
+    line = diagnose(_pass(batches=0, samples=0, stall_s=0.0, first_batch_s=None), cores=2)
+    assert "no batch: this rank has fewer samples than batch_size, and drop_last=True" in line
 
 
 @pytest.mark.parametrize("given", [{}, {"thread_s": {}}])

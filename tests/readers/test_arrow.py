@@ -199,3 +199,30 @@ def test_a_run_that_claims_more_rows_than_its_batch_takes_no_memory() -> None:
     array.validate(full=True)  # pyarrow allows it.
     made = plain_values(pa.chunked_array([array]), 100, "x")
     assert made.to_pylist() == [7, 7, 8]
+
+
+@pytest.mark.parametrize("packed", ["", "-lz4", "-zstd"])
+def test_files_as_polars_writes_them(packed: str, tmp_path: Path) -> None:
+    # polars 2.1 writes texts and bytes as views, lists with offsets of 64 bits, and categories by
+    # numbers without a sign.
+    texts = ["a", None, "a text of more than twelve bytes", "", "bb", "a"]
+    names, chosen = ["cat", "dog", "an animal of many letters"], [0, 1, 0, 2, 2, 1]
+    table = pa.table(
+        {
+            "text": pa.array(texts, pa.string_view()),
+            "data": pa.array([b"x" * 9 * k for k in range(6)], pa.binary_view()),
+            "list": pa.array([[k, -k] for k in range(6)], pa.large_list(pa.int64())),
+            "label": pa.DictionaryArray.from_arrays(
+                pa.array(chosen, pa.uint32()), pa.array(names, pa.string_view())
+            ),
+        }
+    )
+    _write(tmp_path / "x.arrow", table, f"file{packed}", rows=4)
+    with dlio.open(tmp_path / "x.arrow", tiers="ram:1MiB") as data:
+        assert sorted(data.classes) == sorted(names)
+        assert [data.classes[label] for label in data.targets] == [names[k] for k in chosen]
+        for k, payload in enumerate(data.reader.read(np.arange(6))):
+            values = data.reader.schema.split(payload)
+            assert bytes(values["text"]).decode() == (texts[k] or "")
+            assert bytes(values["data"]) == b"x" * 9 * k
+            assert values["list"].tolist() == [k, -k]

@@ -211,4 +211,4 @@ def test_a_cache_of_the_hub_is_not_to_be_removed(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as raised:
         open_reader(str(tmp_path / "datasets--a--b"))
     assert "remove" not in str(raised.value)
-    assert "name the folder of the data" in str(raised.value)
+    assert "datasets--a--b/snapshots/0123, whose files are links to follow" in str(raised.value)

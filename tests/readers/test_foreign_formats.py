@@ -1,6 +1,8 @@
 """Formats that dlio does not read are named for what they are, with the way to one that it reads;
 several data sets in a folder are shown with a pattern that reads them."""
 
+import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
@@ -47,6 +50,23 @@ def test_other_names_are_not_taken_for_such_a_format(name: str, tmp_path: Path) 
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(SourceError, match="is not a data set that dlio can read, of none of"):
         open_reader(str(tmp_path))
+
+
+def test_an_archive_or_a_picture_in_place_of_a_folder_is_named_with_the_way_to_open_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 6)).save(tmp_path / "photos" / name / "0.jpg")
+    shutil.make_archive("photos", "zip", ".", "photos")
+    for wrong in ("photos.zip", "zip://photos.zip"):
+        with pytest.raises(SourceError, match=r"zip://::photos\.zip"):
+            open_reader(wrong)
+    with closing(open_reader("zip://::photos.zip")) as reader:
+        assert list(reader.classes) == ["cat", "dog"]
+    with pytest.raises(SourceError, match="is a picture and no data set: open its folder"):
+        open_reader("photos/cat/0.jpg")
 
 
 @pytest.mark.parametrize(

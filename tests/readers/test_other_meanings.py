@@ -196,3 +196,17 @@ def test_a_file_beside_a_lone_folder_is_told_once(
         open_reader(str(tmp_path))
     assert caplog.text.count("captions.txt") == 1
     assert "folders' names" not in caplog.text
+
+
+def test_a_table_next_to_class_folders_is_left_out_where_the_folders_are_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("cat", "dog"):
+        _pictures(tmp_path / name, ["0.png"])
+    (tmp_path / "labels.csv").write_text("file_name,label\ncat/0.png,black\n")
+    with pytest.raises(SourceError, match=r"no label for 1 image.*or choose layout='classes'"):
+        open_reader(str(tmp_path))
+    with caplog.at_level(logging.WARNING, "dlio"):
+        reader = open_reader(str(tmp_path), layout="classes")
+    assert list(reader.classes) == ["cat", "dog"]
+    assert "labels.csv, as layout='classes' takes the folders' names" in caplog.text

@@ -261,6 +261,17 @@ def test_training_crops_have_at_least_the_requested_area(pictures: Path, trainin
         assert replace(crop, scale=usual.scale, across=None) == usual
 
 
+def test_a_batch_of_more_than_all_samples_is_told(
+    dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path
+) -> None:
+    shape = ("--epochs", "1", "--image-size", "32", "--tiers", "none")
+    for batch, is_too_large in (("500", True), (str(SAMPLES), False)):
+        done = dlio("train", str(pictures / "train"), "--batch-size", batch, *shape)
+        assert done.returncode == 0, done.stderr
+        words = f"samples of all ranks in a step, and there are {SAMPLES}"
+        assert (words in done.stdout) is is_too_large
+
+
 def test_the_default_rate_grows_with_the_global_batch() -> None:
     config = train_config("pictures", batch_size=32)
     assert config.peak_lr(2) == pytest.approx(0.1)

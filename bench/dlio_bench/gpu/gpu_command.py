@@ -113,14 +113,25 @@ class GpuCase(CheckedOptions):
     ] = tuple(CASES)
     image_size: Annotated[
         int | None,
-        Option("Side of the square crops.", unit="pixels", least=1, default_text="224; 32"),
+        Option(
+            "Side of the square crops.",
+            unit="pixels",
+            least=1,
+            default_text="224, or 32 with --device cpu",
+        ),
     ] = None
     batch_size: Annotated[
         int | None,
-        Option("Samples of a batch.", unit="samples", least=1, default_text="256; 8"),
+        Option(
+            "Samples of a batch.",
+            unit="samples",
+            least=1,
+            default_text="256, or 8 with --device cpu",
+        ),
     ] = None
     steps: Annotated[
-        int | None, Option("Timed steps of a repeat.", least=1, default_text="50; 1")
+        int | None,
+        Option("Timed steps of a repeat.", least=1, default_text="50, or 1 with --device cpu"),
     ] = None
     workers: Annotated[
         int | None, Option("Threads of the loader.", least=1, default_text="all cores")

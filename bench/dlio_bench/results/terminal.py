@@ -5,19 +5,23 @@
         for ...:
             advance("torch")
 
-The bar is drawn on standard error, where that is a terminal, or by the launcher of ranks. `expect`
-and `advance` may be called by any function below `working`; without a bar they do nothing.
+The bar is drawn on standard error, where that is a terminal, or by the launcher of ranks; elsewhere
+a line is printed there now and then. `expect` and `advance` may be called by any function below
+`working`; without it they do nothing.
 """
 
 import itertools
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlio.comm.launch_environment import shows_terminal
 from dlio.util.live_line import tell_launcher, tells_launcher
+from dlio.util.printable import print_line
 from dlio.util.progress_bar import ProgressBar
 from dlio_bench.results.report_values import Figure, Ratio, labels_text
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _WIDE: Final = 130
 """Columns of tables that go to a file or a pipe."""
+_NEWS_EVERY_S: Final = 30.0
+"""Least time between lines of progress where no bar is drawn."""
 
 
 @dataclass(slots=True)
@@ -36,6 +42,7 @@ class _TerminalWork:
     """None where the launcher draws it."""
     total: float = 0
     done: float = 0
+    told_at: float = field(default_factory=time.monotonic)
 
     def show(self, note: str | None = None) -> None:
         done = min(self.done, self.total) if self.total else self.done
@@ -43,6 +50,16 @@ class _TerminalWork:
             tell_launcher(self.title, done, self.total, note or "")
         else:
             self.bar.update(done, total=self.total or None, note=note)
+            self._tell(done, note)
+
+    def _tell(self, done: float, note: str | None) -> None:
+        """Print a line where standard error is a file or a pipe, and the last one is old."""
+        now = time.monotonic()
+        if sys.stderr.isatty() or now - self.told_at < _NEWS_EVERY_S:
+            return
+        self.told_at = now
+        counts = f": {done:,.0f} of {self.total:,.0f} steps" if self.total else ""
+        print_line(f"{self.title}{counts}{f'; {note}' if note else ''}", stream=sys.stderr)
 
 
 _WORK: ContextVar[_TerminalWork | None] = ContextVar("work", default=None)

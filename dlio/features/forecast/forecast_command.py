@@ -107,7 +107,9 @@ class MachineOptions(CheckedOptions):
     source_bandwidth: Annotated[
         str,
         Option(
-            "Bandwidth of the source for all nodes together.", unit="per second", metavar="SIZE"
+            "Bandwidth of the source for all nodes together.",
+            unit="bytes per second",
+            metavar="SIZE",
         ),
     ] = "10GiB"
     source_latency: Annotated[
@@ -116,7 +118,9 @@ class MachineOptions(CheckedOptions):
     link_bandwidth: Annotated[
         str,
         Option(
-            "Bandwidth of a node's network in each direction.", unit="per second", metavar="SIZE"
+            "Bandwidth of a node's network in each direction.",
+            unit="bytes per second",
+            metavar="SIZE",
         ),
     ] = "12GiB"
     link_latency: Annotated[str, Option("Latency of a message between nodes.", metavar="TIME")] = (
@@ -126,7 +130,7 @@ class MachineOptions(CheckedOptions):
         str | None,
         Option(
             "Bandwidth of each tier of a node, such as 8GiB,2GiB.",
-            unit="per second",
+            unit="bytes per second",
             metavar="SIZES",
             default_text="as `dlio bench tiers` measured here, else 8GiB for RAM and 2GiB for disk",
         ),

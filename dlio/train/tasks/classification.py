@@ -158,7 +158,10 @@ def _convert(data: BatchData, device: torch.device) -> tuple[torch.Tensor, torch
 def _check(data: Dataset) -> None:
     if not data.has_classes:
         fields = ", ".join(name for name, _ in data.reader.schema.fields)
-        raise UsageError(f"{data.path} holds {fields}: training needs images with labels")
+        raise UsageError(
+            f"{data.path} holds {fields}: training needs images with labels, such as a folder for "
+            "each class, or a table labels.csv next to the pictures (file name, label)"
+        )
     labels = np.asarray(data.reader.labels)
     unlabelled = np.flatnonzero(labels < 0)
     if len(unlabelled):
