@@ -93,6 +93,14 @@ class LossTerms:
     """Custom autograd functions and compiled graphs that make a part of the loss."""
     has_constants: bool = False
     """True if a part depends on parameters alone, such as a penalty."""
+    learned: list[tuple[Any, int]] = field(default_factory=list)
+    """Products of parameters and of what depends on samples, with the place of the latter."""
+
+    def note_learned(self, node: Any, of_samples: Any) -> None:
+        """Note a product of what depends on samples, if the other factor is learned."""
+        factors = [each for each, _ in node.next_functions]
+        if len(factors) == 2 and None not in factors:
+            self.learned.append((node, factors.index(of_samples)))
 
 
 class _State(Enum):
@@ -123,7 +131,7 @@ _FUSED: Final = {
     "MultiMarginLossBackward0": "multi_margin_loss",
     "MultilabelMarginLossBackward0": "multilabel_margin_loss",
 }
-_SCALES: Final = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0")
+SCALES: Final = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0")
 _LONGEST_CHAIN: Final = 4
 _MEANS: Final = ("MeanBackward0", "MeanBackward1")
 _SUMS: Final = ("SumBackward0", "SumBackward1", "NansumBackward0")
@@ -148,6 +156,16 @@ _LOOKUPS: Final = (
     "GatherBackward0",
 )
 _PRODUCTS: Final = ("MmBackward0", "BmmBackward0", "MvBackward0")
+SAVED_FACTORS: Final = {
+    "MulBackward0": ("_saved_self", "_saved_other"),
+    "DivBackward0": ("_saved_self", "_saved_other"),
+    "DotBackward0": ("_saved_self", "_saved_tensor"),
+    "VdotBackward0": ("_saved_self", "_saved_other"),
+    "MvBackward0": ("_saved_self", "_saved_vec"),
+    "MmBackward0": ("_saved_self", "_saved_mat2"),
+    "BmmBackward0": ("_saved_self", "_saved_mat2"),
+}
+"""Products, and the attributes that hold the values of their factors."""
 LAYERS: Final = (
     "AddmmBackward0",
     "BaddbmmBackward0",
@@ -161,7 +179,7 @@ LAYERS: Final = (
     "MkldnnRnnLayerBackward0",
 )
 """Operations of layers of networks."""
-_LINEAR: Final = (
+LINEAR: Final = (
     "AddBackward0",
     "AddBackward1",
     "SubBackward0",
@@ -342,7 +360,7 @@ def chain_to(root: torch.Tensor, term: LossTerm) -> tuple[str, ...]:
         if node == term.reduces:
             return tuple(names) if name_of(node) in _FUSED and not term.is_sum else ()
         inputs = _inputs(node)
-        node = inputs[0] if len(inputs) == 1 and name_of(node) in _SCALES else None
+        node = inputs[0] if len(inputs) == 1 and name_of(node) in SCALES else None
     return ()
 
 
@@ -475,19 +493,23 @@ def _visited(
     if name in (*_MEANS, *_SUMS) and states.of(children[0]) is _State.SAMPLES:
         into.terms.append(_reduction(node, point, divisors))
         return []
+    of_samples = [each for each in children if not states.is_constant(each)]
+    are_reduced = all(states.of(each) is _State.REDUCED for each in of_samples)
     if name in _PRODUCTS or name in ("DotBackward0", "VdotBackward0"):
-        if all(size == 1 for size in shape_of(node)):
+        if are_reduced and len(of_samples) == 1:
+            into.note_learned(node, of_samples[0])
+            return [(of_samples[0], False, (_JOIN,))]
+        if not are_reduced and all(size == 1 for size in shape_of(node)):
             into.terms.append(LossTerm(point, node, "product", True, 0.0, (), divisors))
             return []
         into.unknown.append("product over the batch")
         return []
-    of_samples = [each for each in children if not states.is_constant(each)]
     if name.startswith(("MulBackward", "DivBackward")):
         if len(of_samples) == 1 and (name[0] == "M" or of_samples[0] is children[0]):
-            return [(of_samples[0], True, _divisor(node, name, len(children)))]
-    elif name in (*_LINEAR, *_MEANS, *_SUMS) and all(
-        states.of(each) is _State.REDUCED for each in of_samples
-    ):
+            into.note_learned(node, of_samples[0])
+            is_alone = len(children) == 1  # The gradient of a learned weight goes elsewhere.
+            return [(of_samples[0], is_alone, _divisor(node, name, len(children)))]
+    elif name in (*LINEAR, *_MEANS, *_SUMS) and are_reduced:
         into.has_constants |= len(of_samples) < len(children)
         more: tuple[Divisor, ...] = ()
         if name.startswith(("Add", "Stack", "Cat")):
@@ -600,22 +622,3 @@ def _masks_below(node: Any) -> Iterator[torch.Tensor]:
     for below in _below(node):
         saved = [getattr(below, name, None) for name in _MASKS.get(name_of(below), ())]
         yield from (each for each in saved if isinstance(each, torch.Tensor))
-
-
-def learns_weights(roots: Sequence[torch.Tensor], states: GraphStates) -> bool:
-    """True if a loss multiplies or divides what depends on samples by what depends on parameters
-    alone, such as the learned weight of a task: that one's gradient is made of the value."""
-    left = [root.grad_fn for root in roots]
-    seen: set[object] = set()
-    while left:
-        node: Any = left.pop()
-        name = "" if node is None else name_of(node)
-        if node in seen or (name not in _LINEAR and name not in _SCALES):
-            continue
-        seen.add(node)
-        inputs = [below for below, _ in node.next_functions if below is not None]
-        dependences = {states.of(below) for below in inputs}
-        if name in _SCALES and len(dependences) > 1 and _State.CONSTANT in dependences:
-            return True
-        left += [below for below in inputs if states.of(below) is _State.REDUCED]
-    return False

@@ -26,8 +26,14 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import recovery_of, uniform
+from dlio.errors import UsageError
 from dlio.exchange import Exchange
 from dlio.exchange.tensor_notes import TensorNotes
+from dlio.integrations.script.learned_products import (
+    LearnedProduct,
+    learned_products,
+    multiplied_values,
+)
 from dlio.integrations.script.loss_plan import OWN, LossPlan, LossPlans, PlannedStep, TermUse
 from dlio.integrations.script.loss_terms import (
     NEARLY_NONE,
@@ -38,7 +44,6 @@ from dlio.integrations.script.loss_terms import (
     find_terms,
     has_mask,
     is_of_one,
-    learns_weights,
     selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
@@ -200,6 +205,7 @@ class ScriptLossWeights:
         if any(term.each for term in parts.terms):
             loops.add(line)
         self._tell(roots, batch, parts, line)
+        products = learned_products(parts, states)
         exchanges = self._exchanges()
         factors: Sequence[float] = []
         loss, is_part = None, False
@@ -214,7 +220,7 @@ class ScriptLossWeights:
                     loss = self._whole_loss(roots[0], None)
             self._weigh(exchanges, weight)
             if step is None:
-                factors, value = self._together(roots, batch, parts, line)
+                factors, value = self._together(roots, batch, parts, line, products)
                 is_part = value is None and bool(parts.terms)
                 if value is not None:
                     loss = self._whole_loss(roots[0], value)
@@ -229,13 +235,7 @@ class ScriptLossWeights:
         joins |= is_part and not (parts.unknown or parts.hidden)
         if loss is None and exchanges and joins:
             self._context.mixed_losses.set(roots, True)
-            if learns_weights(roots, states):
-                self._context.say(
-                    f"{line}: the loss multiplies terms that count other elements by learned "
-                    "weights: the gradients of these weights are made of the losses of the ranks' "
-                    "parts, not quite those of one process, and NaN where a part has no element"
-                )
-        with _multiplied(parts, factors):
+        with _multiplied(parts, factors), multiplied_values(products, factors):
             yield loss
 
     @contextmanager
@@ -339,9 +339,17 @@ class ScriptLossWeights:
         ]
 
     def _together(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, line: str
+        self,
+        roots: Sequence[torch.Tensor],
+        batch: ScriptBatch,
+        parts: LossTerms,
+        line: str,
+        products: Sequence[LearnedProduct],
     ) -> tuple[Sequence[float], float | None]:
-        """Return the factor of each term, and the loss of the whole batch if it is known."""
+        """Return the factor of each term, and the loss of the whole batch if it is known.
+
+        Raises UsageError if learned weights would get other gradients than in one process.
+        """
         origins = [frozenset[ScriptBatch]()] * len(parts.terms)
         if self._context.has_others:
             origins = [self._context.origins.of(term.reduces) for term in parts.terms]
@@ -363,12 +371,14 @@ class ScriptLossWeights:
             return term.divisors[number].value in read or plans.is_of_data(_place(term, number))
 
         likely = _likely_count(parts, counts_data)
-        totals = self._totals(batch.weight, parts, rows, loss, likely)
+        totals = self._totals(batch.weight, parts, rows, loss, likely, products)
         if not totals.samples:
             return [], None
         if not totals.alike:
             if self._agree_on_loop(roots, batch, parts, line):
-                return self._together(roots, batch, parts, line)
+                size = max(int(batch.weight), 1)
+                products = learned_products(parts, GraphStates(size))
+                return self._together(roots, batch, parts, line, products)
             batch.of.use.plans.divergent.add(line)
             self._context.say(
                 f"{line}: ranks add up different terms of a loss in one step, because an `if` or "
@@ -391,11 +401,25 @@ class ScriptLossWeights:
                 any_rank=True,
             )
         value = self._value(roots, parts, totals, counts, likely)
+        factors = self._factors(batch, rows, counts, origins, totals)
+        if any(len(each) > 1 for product in products for each in product.elements):
+            self._check_products(products, factors, line)
+        return factors, value
+
+    def _factors(
+        self,
+        batch: ScriptBatch,
+        rows: Sequence[Sequence[float]],
+        counts: Sequence[_Count | None],
+        origins: Sequence[frozenset[ScriptBatch]],
+        totals: _Totals,
+    ) -> list[float]:
+        """Return the factor of each term, none on a rank without samples."""
+        factors: list[float] = []
         if not batch.weight:
-            return [], value
+            return factors
         ratio = totals.samples / batch.weight
         of_sum = ratio if self._context.batch == "global" else 1.0
-        factors = []
         for row, count, of, total in zip(rows, counts, origins, totals.terms, strict=False):
             if not row[3]:
                 factors.append(0.0)
@@ -404,7 +428,21 @@ class ScriptLossWeights:
                 factors.append(of_sum / total[3] if is_whole else of_sum)
             else:
                 factors.append(count.own / count.whole * ratio if count.whole else 1.0)
-        return factors, value
+        return factors
+
+    def _check_products(
+        self, products: Sequence[LearnedProduct], factors: Sequence[float], line: str
+    ) -> None:
+        """Raise UsageError if the gradient of a learned weight is not one process's. Collective."""
+        mine = all(product.is_clear(factors) for product in products)
+        clear: list[bool] = uniform(self._comm, lambda: self._comm.allgather(mine))
+        if not all(clear):
+            raise UsageError(
+                f"{line}: a learned weight multiplies there a sum of terms of the loss that count "
+                "other elements, such as means over masks: its gradient is made of that sum's "
+                "value, which ranks cannot have from their parts of the batch. Multiply each term "
+                "by the weight before they are added up"
+            )
 
     def _agree_on_loop(
         self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, line: str
@@ -457,8 +495,10 @@ class ScriptLossWeights:
         rows: Sequence[Sequence[float]],
         loss: float,
         likely: float,
+        products: Sequence[LearnedProduct],
     ) -> _Totals:
-        mark = zlib.crc32("/".join(term.key for term in parts.terms).encode()) & 0xFFFFF
+        keys = [*(term.key for term in parts.terms), *(product.text for product in products)]
+        mark = zlib.crc32("/".join(keys).encode()) & 0xFFFFF
         first = likely if weight else 0.0
         head = [
             1,

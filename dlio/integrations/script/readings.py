@@ -75,8 +75,7 @@ class Readings:
                     f"{line_of(frame)}: the loss read there, or one that it is a part of, adds up "
                     "terms that count other elements, such as a sum and a mean: it is a mean of "
                     "the losses of the ranks' parts, not quite that of one process, and NaN where "
-                    "a part has no element to count. No gradient differs for that reason, but "
-                    "those of learned weights of such terms, which are made of the parts' losses"
+                    "a part has no element to count. No gradient differs for that reason"
                 )
                 return
             if isinstance(result, int | float):

@@ -1,18 +1,20 @@
 """Terms of a loss are read from its graph, and so are losses that compare samples."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from dlio.integrations.script.learned_products import learned_products, multiplied_values
 from dlio.integrations.script.loss_terms import (
     GraphStates,
     chain_to,
     count_along,
     find_terms,
-    learns_weights,
     selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
@@ -240,14 +242,64 @@ def test_a_divisor_of_all_elements_is_one_of_their_sum() -> None:
     assert term.divisors == ()  # It is not one of the sum.
 
 
-def test_learned_weights_of_terms_are_seen_and_constant_ones_are_not() -> None:
+def test_learned_weights_get_gradients_of_values_times_the_factors_of_terms() -> None:
     out = torch.nn.Linear(3, 2)(torch.randn(4, 3))
-    learned, mask = torch.nn.Parameter(torch.zeros(2)), torch.tensor([True, False, True, True])
+    s, mask = torch.nn.Parameter(torch.tensor([0.5, 0.2])), torch.tensor([True, False, True, True])
     first, second = out[:, 0][mask].mean(), out[:, 1].square().mean()
+    both = torch.stack([first, second])
+    f, g = 3.0, 0.5
 
-    def is_learned(loss: torch.Tensor) -> bool:
-        return learns_weights([loss], GraphStates(4))
+    def learned(loss: torch.Tensor) -> tuple[bool, list[float]]:
+        states = GraphStates(4)
+        parts = find_terms([loss], states)
+        products = learned_products(parts, states)
+        factors = [f if term.reduces in _below(first) else g for term in parts.terms]
+        is_clear = all(each.is_clear(factors) for each in products)
+        before = both.detach().clone()
+        with multiplied_values(products, factors):
+            (gradient,) = torch.autograd.grad(loss, s, retain_graph=True)
+        assert both.equal(before)
+        return is_clear, gradient.tolist()
 
-    assert is_learned(torch.exp(-learned[0]) * first + learned[0] + second)
-    assert is_learned(second + first / (2 * learned[1].exp()) + learned[1])
-    assert not is_learned(2 * first + 0.3 * second + 0.01 * learned.square().sum())
+    a, b = first.item(), second.item()
+    for loss, expected in (
+        (s[0] * first + s[1] * second, [f * a, g * b]),
+        (first / s[0] + s[1] - second, [-f * a / 0.25, 1.0]),
+        ((s * both + s).mean(), [(f * a + 1) / 2, (g * b + 1) / 2]),
+        (s[0] * both.sum() / 2, None),
+        ((s[1] * both).sum(), [0.0, f * a + g * b]),
+        (both @ s, [f * a, g * b]),
+        (s[0] * (first + s[1]), None),
+        (2 * first + 0.3 * second + s.square().sum(), [1.0, 0.4]),
+    ):
+        is_clear, gradient = learned(loss)
+        assert is_clear == (expected is not None)
+        assert gradient == pytest.approx(expected or gradient)
+
+
+def test_a_value_of_no_element_gives_a_learned_weight_no_gradient() -> None:
+    out, s = torch.nn.Linear(3, 2)(torch.randn(4, 3)), torch.nn.Parameter(torch.zeros(()))
+    loss = (-s).exp() * torch.stack([out[:, 0][:0].mean(), out[:, 1].mean()]).sum()
+    clear = ((-s).exp() * torch.stack([out[:, 0][:0].mean(), out[:, 1].mean()])).sum()
+    for each, expected in ((loss, math.nan), (clear, -out[:, 1].mean().item())):
+        states = GraphStates(4)
+        parts = find_terms([each], states)
+        factors = [float(math.prod(term.shape) > 0) for term in parts.terms]
+        with multiplied_values(learned_products(parts, states), factors):
+            (gradient,) = torch.autograd.grad(each, s)
+        assert gradient.item() == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_dot_product_of_means_is_no_mean() -> None:
+    out = torch.nn.Linear(3, 2)(torch.randn(4, 3))
+    mean = out.mean(0)
+    assert find_terms([mean @ mean], GraphStates(4)).unknown
+    (term,) = find_terms([mean @ torch.ones(2)], GraphStates(4)).terms
+    assert not term.is_sum
+
+
+def _below(loss: torch.Tensor) -> set[object]:
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    return set(nodes)

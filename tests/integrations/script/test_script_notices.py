@@ -490,3 +490,32 @@ def test_an_interrupt_of_a_rank_s_own_is_told_with_the_script_s_line(tmp_path: P
     done = _run("-m", "dlio.cli", "run", "-n", "2", str(script), check=False)
     assert done.returncode == 130
     assert re.search(r"ranks? [01 and]+ ended at \S*script.py:2: KeyboardInterrupt", done.stderr)
+
+
+_JOINED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(16, 4), (torch.rand(16, 2) < 0.5).float())
+model, learned = torch.nn.Linear(4, 2), torch.nn.Parameter(torch.zeros(()))
+optimizer = torch.optim.SGD([*model.parameters(), learned], lr=0.1)
+for x, mask in DataLoader(data, batch_size=8):
+    far = model(x).square() * mask
+    first, second = (far[:, k].sum() / mask[:, k].sum() for k in range(2))
+    loss = torch.exp(-learned) * (first + second) + learned
+    optimizer.zero_grad()
+    loss.backward()  # backward
+    optimizer.step()
+    print("a step")
+"""
+
+
+@pytest.mark.mpi
+def test_a_learned_weight_of_a_sum_of_terms_that_count_otherwise_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_JOINED)
+    done = _run("-m", "dlio.cli", "run", "-n", "2", str(script), check=False)
+    line = next(k for k, text in enumerate(_JOINED.splitlines(), 1) if "# backward" in text)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert f"dlio: error: script.py:{line}: a learned weight multiplies there" in done.stderr
