@@ -640,7 +640,9 @@ def inside(url: str, name: str) -> str:
     if "::" in name or "://" in name:
         raise SourceError(f"{url}: the name {name} has :: or ://, which stand for URLs: rename it")
     before, own, after = _own_link(url)
-    return f"{before}{own.rstrip('/')}/{name}{after}"
+    # The root of an archive is `zip://`.
+    root = own if own.endswith("://") else f"{own.rstrip('/')}/"
+    return f"{before}{root}{name}{after}"
 
 
 def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceError:
