@@ -70,8 +70,8 @@ class Annotations:
     """Folders whose listings matter, below the source's root."""
     notes: list[str] = field(default_factory=list)
     """Files of annotations of single pictures, below the source's root."""
-    told: list[str] = field(default_factory=list)
-    """What is left out, and other doubts: each is told when the data set is opened."""
+    doubts: list[str] = field(default_factory=list)
+    """Files that are left out, and other doubts: each is told when the data set is opened."""
 
 
 class AnnotatedReader(ListedReader, PathReader):
@@ -91,7 +91,7 @@ class AnnotatedReader(ListedReader, PathReader):
         self._index, self._relative = index, bool(head["relative"])
         self._pairs: list[int] | None = head["pairs"]
         self._flags: list[str] = head["flags"]
-        for text in head["told"]:
+        for text in head["doubts"]:
             tell_once(text)
         self._segments = None
         if "segments" in index:
@@ -208,7 +208,7 @@ class AnnotatedReader(ListedReader, PathReader):
             "classes": made.classes,
             "pairs": made.pairs,
             "flags": list(made.flags),
-            "told": made.told,
+            "doubts": made.doubts,
             "relative": made.relative,
             "folders": {name: source.modified_ns(name) for name in made.folders},
         }

@@ -149,7 +149,7 @@ def _sets(names: Sequence[str], path: str) -> list[dict[str, int]]:
     if other is not None:
         raise UsageError(
             f"{path}: {next(iter(sets))} has {' and '.join(sorted(first))}, and {other} has "
-            f"{' and '.join(sorted(sets[other]))}: copy what is missing, or open one of them"
+            f"{' and '.join(sorted(sets[other]))}: copy the missing file, or open one of them"
         )
     return list(sets.values())
 

@@ -285,8 +285,8 @@ def _of_lists(
     Raises SourceError if one is missing.
     """
     masks = files_by_stem(source, sides.others, (".png",))
-    what = f"mask in {sides.others}"
-    named = [stem for each in lists for stem in listed_in(source, each, masks, what)]
+    wanted = f"mask in {sides.others}"
+    named = [stem for each in lists for stem in listed_in(source, each, masks, wanted)]
     stems = list(dict.fromkeys(named)) if lists else sorted(masks)
     pictures = files_by_stem(source, sides.images, PICTURES)
     names = [pictures.get(stem, [f"{sides.images}/{stem}.jpg"])[0] for stem in stems]

@@ -156,7 +156,7 @@ class _NoteFiles:
 
     def __init__(self, source: Source, every: Sequence[SideFolders], first_pixel: int) -> None:
         self._source, self._first_pixel = source, first_pixel
-        self._told: list[str] = []
+        self._doubts: list[str] = []
         self._pictures: dict[SideFolders, dict[str, list[str]]] = {}
         by_folder = {each.others: files_by_stem(source, each.others, XML) for each in every}
         self._files = {
@@ -171,7 +171,7 @@ class _NoteFiles:
         self._notes = dict(zip(names, notes, strict=True))
         outlines = sum(note.outlines for note in notes)
         if outlines:
-            self._told.append(
+            self._doubts.append(
                 f"{shown}: {counted(outlines, 'object')} with a polygon or a turned box: only "
                 "bndbox is read"
             )
@@ -220,25 +220,27 @@ class _NoteFiles:
             files=[self._source.file(name) for name in lists],
             folders=sorted(folders),
             notes=every,
-            told=self._told,
+            doubts=self._doubts,
         )
 
     def _stems(self, sides: SideFolders, lists: Sequence[str], is_whole: bool) -> list[str]:
         """Return the names of the pictures that are read, without suffix. Notes others to tell."""
         source, known = self._source, self._files[sides.others]
         if lists:
-            what = f"XML file in {sides.others}"
+            wanted = f"XML file in {sides.others}"
             # A picture of several lists, such as train and trainval, is one sample.
-            named = [stem for each in lists for stem in listed_in(source, each, known, what)]
+            named = [stem for each in lists for stem in listed_in(source, each, known, wanted)]
             others = sorted(known.keys() - set(named))
             if others and is_whole:
                 words = named_files([known[stem] for stem in others])
-                self._told.append(f"{source.path()}: {words} left out: no list in ImageSets has it")
+                self._doubts.append(
+                    f"{source.path()}: {words} left out: no list in ImageSets has it"
+                )
             return list(dict.fromkeys(named)) if len(lists) > 1 else named
         pictures = files_by_stem(source, sides.images, PICTURES)
         left = [files[0] for stem, files in sorted(pictures.items()) if stem not in known]
         if left:
-            self._told.append(
+            self._doubts.append(
                 f"{source.path(sides.images)}: {named_files(left)} left out: no XML file in "
                 f"{sides.others or 'the folder'} has the name; one without <object> has no boxes"
             )
@@ -262,7 +264,7 @@ class _NoteFiles:
         """Note boxes that begin before the first pixel, to tell."""
         rows = np.flatnonzero((boxes[:, :2] < 0).any(axis=1))
         if len(rows):
-            self._told.append(
+            self._doubts.append(
                 f"{self._source.path(files[owner[rows[0]]])}: of the data set, "
                 f"{counted(len(rows), 'box')} beginning at pixel 0, where Pascal VOC counts from "
                 "1: if its boxes count from 0, give first_pixel=0"

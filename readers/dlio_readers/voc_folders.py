@@ -126,10 +126,10 @@ def chosen_of(names: Collection[str], split: str | None, path: str) -> list[str]
     )
 
 
-def listed_in(source: Source, file: str, known: Collection[str], what: str) -> list[str]:
+def listed_in(source: Source, file: str, known: Collection[str], wanted: str) -> list[str]:
     """Return the names that a list has, one a line, of those `known`.
 
-    Raises SourceError with the line for another one, which has no `what`.
+    Raises SourceError with the line for another one, which has no file that is `wanted`.
     """
     data = source.read(file, 0, _MOST_LIST + 1)
     if len(data) > _MOST_LIST:
@@ -142,9 +142,9 @@ def listed_in(source: Source, file: str, known: Collection[str], what: str) -> l
             tried = (whole, first, os.path.splitext(whole)[0], os.path.splitext(first)[0])
             name = next((each for each in tried if each in known), None)
             if name is None:
+                where = f"{source.path(file)}, line {number}"
                 raise SourceError(
-                    f"{source.path(file)}, line {number}: {first[:80]} has no {what}: copy it, or "
-                    "correct the list"
+                    f"{where}: {first[:80]} has no {wanted}: copy it, or correct the list"
                 )
             made.append(name)
     if not made:

@@ -148,7 +148,7 @@ def _annotations(
     source: Source, sides: SideFolders, masks: bool, outside: str, listed: YoloSplit | None
 ) -> Annotations:
     described = _described(source, sides)
-    told: list[str] = []
+    doubts: list[str] = []
     if listed is not None:
         pictures = list(listed.pictures)
         notes = [listed.note(name) for name in pictures]
@@ -162,7 +162,7 @@ def _annotations(
         lost = sorted(labels.difference(notes))
         lost = [name for name in lost if name.rpartition("/")[2] not in (_CLASSES, _TRAIN_LIST)]
         if lost and len(lost) < len(labels):
-            told = [
+            doubts = [
                 f"{source.path(sides.others)}: {named_files(lost)} left out: {sides.images} has "
                 "no picture of the name"
             ]
@@ -203,7 +203,7 @@ def _annotations(
         files=described.files,
         folders=sorted(folders),
         notes=[note for note in own if note is not None],
-        told=told,
+        doubts=doubts,
     )
     if described.points is not None:
         made.keypoints = np.concatenate([part.keypoints for part in parts]).astype(np.float32)

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import os
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,16 @@ def test_of_copies_of_a_file_the_compressed_one_is_left_out(tmp_path: Path) -> N
     with dlio.open(tmp_path, split="train", tiers="none") as data:
         assert len(data) == 12
         assert data[3]["label"] == 9
+
+
+def test_the_only_folder_of_an_archive_is_read(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "raw")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for file in (tmp_path / "raw").iterdir():
+            archive.write(file, f"MNIST/raw/{file.name}")
+    reader = open_reader(f"zip://::{tmp_path}/x.zip", split="test")
+    assert reader.labels.tolist() == [(k * 3 + 1) % 10 for k in range(5)]
+    reader.close()
 
 
 @given(data=st.data())

@@ -147,7 +147,7 @@ def test_splits_are_those_of_the_lists(outer: str, tmp_path: Path) -> None:
     assert len(open_reader(str(tmp_path), split="all")) == len(ROWS)
 
 
-def test_what_no_list_names_is_told_where_all_is_read(
+def test_pictures_that_no_list_names_are_told_where_all_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_voc(tmp_path, ROWS[:4])
