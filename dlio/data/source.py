@@ -10,6 +10,7 @@ import glob
 import io
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from functools import cached_property
 from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, Final, TypeVar
+from zipfile import ZIP_STORED
 
 import xxhash
 
@@ -28,11 +30,14 @@ from dlio.data.requests import pread, pread_into, request
 from dlio.data.web_requests import is_absent, newest, web_options
 from dlio.errors import DlioError, SourceError, UsageError, printable, redact
 from dlio.util.limits import check_regular
+from dlio.util.printable import tell_once
 from dlio.util.settings import settings
 from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
 from dlio.util.units import counted
 
 _MAX_FILES: Final = 1_000_000
+_TOLD_FROM: Final = 1 << 20
+"""Bytes in front of a range in an archive whose reading is told."""
 _MOST_PAGE: Final = 16 << 20
 """Bytes of a web server's page that lists a folder."""
 _CHAINING: Final = re.compile(
@@ -428,6 +433,11 @@ class File(FsspecHandle):
                 return self._pread(self.local_path, offset, count)
             if count == 0:
                 return b""  # Servers take an empty range for the whole file.
+            if offset >= _TOLD_FROM and _reads_up_to(self._files, self._path):
+                tell_once(
+                    f"{self.name}: each read inside of a zip begins at the start of its file, as "
+                    "it is compressed or this is Python 3.11: extract it, or take a tar"
+                )
             end = None if count is None else offset + count
             with request():
                 data: bytes = self._files.cat_file(self._path, start=offset, end=end)
@@ -677,6 +687,14 @@ def _own_part(url: str) -> str:
     """Return the part of a chained URL that may hold patterns: the first link."""
     part = _own_link(url)[1]
     return "" if part.startswith(("http://", "https://")) else part
+
+
+def _reads_up_to(files: Any, path: str) -> bool:
+    """True if fsspec reads all of a file in an archive that lies before a range of it."""
+    members = getattr(getattr(files, "zip", None), "NameToInfo", {})
+    member = members.get(path.lstrip("/"))
+    stored = member is not None and member.compress_type == ZIP_STORED
+    return member is not None and not (stored and sys.version_info >= (3, 12))
 
 
 def _exists(path: str) -> bool:

@@ -177,9 +177,9 @@ class TrainingRun:
         )
         if run.global_batch > len(self._data):
             self.report.notes.append(
-                f"--batch-size asks for {run.global_batch:,} samples of all ranks in a step, and "
-                f"there are {len(self._data):,}: each epoch is one step, with the learning rate of "
-                "the larger batch"
+                f"--batch-size asks for {counted(run.global_batch, 'sample')} of all ranks in a "
+                f"step, and there are {len(self._data):,}: each epoch is one step, with the "
+                "learning rate of the larger batch"
             )
         policy, hang_after = watch_policy(), config.survival.hang_after
         policy.hang_after_s = math.inf if hang_after == 0 else hang_after

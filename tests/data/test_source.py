@@ -1,6 +1,8 @@
 """Paths stand for files; files are read alike, wherever they are; secrets stay secret."""
 
+import logging
 import os
+import sys
 import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -83,6 +85,22 @@ def test_files_are_read_alike_local_remote_and_chained(tmp_path: Path) -> None:
             assert stream.read(5) == data[5:10]
         with pytest.raises(SourceError, match="cannot be read"):
             File(f"{url}x")
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_ranges_in_a_zip_that_are_read_from_the_beginning_are_told(
+    kind: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = os.urandom(2 << 20)
+    with zipfile.ZipFile(tmp_path / "z.zip", "w", kind) as archive:
+        archive.writestr("f", data)
+    with caplog.at_level(logging.WARNING, "dlio"):
+        file = File(f"zip://f::{tmp_path}/z.zip")
+        assert file.read(100, 50) == data[100:150]
+        assert not caplog.records
+        assert file.read(1 << 20, 50) == data[1 << 20 : (1 << 20) + 50]
+    is_read = kind == zipfile.ZIP_DEFLATED or sys.version_info < (3, 12)
+    assert ("extract it, or take a tar" in caplog.text) is is_read
 
 
 def test_a_stamp_changes_with_the_file(tmp_path: Path) -> None:

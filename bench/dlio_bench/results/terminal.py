@@ -58,7 +58,7 @@ class _TerminalWork:
         if sys.stderr.isatty() or now - self.told_at < _NEWS_EVERY_S:
             return
         self.told_at = now
-        counts = f": {done:,.0f} of {self.total:,.0f} steps" if self.total else ""
+        counts = f": step {done:,.0f} of {self.total:,.0f}" if self.total else ""
         print_line(f"{self.title}{counts}{f'; {note}' if note else ''}", stream=sys.stderr)
 
 

@@ -43,5 +43,5 @@ def test_a_long_benchmark_tells_its_progress_where_there_is_no_terminal(
     output = capsys.readouterr()
     assert not output.out
     for name in lines:
-        assert f"loader: {lines.index(name)} of 2 steps; pass {name}\n" in output.err
+        assert f"loader: step {lines.index(name)} of 2; pass {name}\n" in output.err
     assert bool(output.err) is bool(lines)
