@@ -108,6 +108,8 @@ class ExchangeHandle(Closable):
         """This rank's weight in a closure's loss."""
         self._weighed = 0.0
         """Samples of losses since the last metric."""
+        self._without_gradient: list[_OptimizerHook] = []
+        """Hooks of parameters that get no gradient, while this rank has no samples."""
         self._modules: list[nn.Module] = []
         self.exchanges: list[Exchange] = []
         """All of them, in the order in which they were made."""
@@ -311,12 +313,26 @@ class ExchangeHandle(Closable):
         """Announce that the next losses of this rank are means over `samples` samples.
 
         Ranks then count in proportion to their samples. Without a call they count by the samples
-        that a `dlio.DataLoader` hands out, and alike with other loaders.
+        that a `dlio.DataLoader` hands out, and alike with other loaders. With 0 a rank's gradients
+        count nothing: if all ranks have none, those of earlier backwards of the step stay.
         """
         self._weigh_no_more()
+        self._leave_out(not samples)
         self.samples = samples
         self._weighed += samples
         self._announced(lambda exchange: exchange.weigh(samples))
+
+    def _leave_out(self, leaves_out: bool) -> None:
+        # Else each rank keeps its own in a step of which no rank has samples.
+        if leaves_out == bool(self._without_gradient) or not self.alike:
+            return
+        for hook in self._without_gradient:
+            hook.remove()
+        self._without_gradient = [
+            parameter.register_hook(torch.zeros_like)
+            for parameter in (self._of_parameter if leaves_out else ())
+            if parameter.requires_grad
+        ]
 
     def _announced(self, announce: Callable[[Exchange], None]) -> None:
         self._announce = announce
@@ -439,6 +455,7 @@ class ExchangeHandle(Closable):
         """Finish, and remove all hooks. Collective."""
         self.finish()
         self._weigh_no_more()
+        self._leave_out(False)
         for hook in self._hooks:
             hook.remove()
         for optimizer in self._followed:

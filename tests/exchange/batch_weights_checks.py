@@ -92,8 +92,25 @@ def weighed_by_hand() -> torch.Tensor:
     return flat(net)
 
 
+def without_samples() -> None:
+    """In a step of no samples on any rank, and in one of some on rank 0 alone."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with dlio.distribute(net, optimizer) as ranks:
+        for weight in (0, 3 - 3 * world().rank, 0):
+            before = flat(net)
+            ranks.weigh(weight)
+            optimizer.zero_grad()
+            torch.autograd.backward(net(torch.ones(1, 4) + world().rank).square().mean())
+            optimizer.step()
+            everyone = world().allgather([flat(net).tolist(), weight])
+            assert everyone[0][0] == everyone[1][0], weight
+            assert before.equal(flat(net)) == (everyone[0][1] == 0)
+
+
 def main() -> None:
     assert world().size == 2
+    without_samples()
     near = torch.testing.assert_close
     for count in (25, 26, 27, 1):
         for accumulated, options in (

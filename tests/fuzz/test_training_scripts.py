@@ -201,12 +201,16 @@ def test_far_weights_are_not_the_same_where_random_numbers_lead_far(
 
 
 def _doctored(choices: Choices, text: str, folder: Path, mpi: MpiRun) -> Verdict:
-    """Return the verdict on a script that saves the array `w` of a text."""
+    """Return the verdict on a script that saves the array `w` of a text.
+
+    `size` is 2 in a job of ranks, and 1 in one process; a script itself is not told (see
+    `hidden_launch`).
+    """
     _Doctored.text = f"""
 import os
 import numpy as np
 rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
-size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+size = 1 + ("DLIO_TIMEOUT" in os.environ)
 {text}
 np.savez(os.environ["FUZZ_OUT"] + f"/rank{{rank}}.npz", w=w)
 """
