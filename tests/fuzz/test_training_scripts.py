@@ -177,7 +177,7 @@ def test_no_drawn_script_is_trained_wrongly_in_silence(
         # With less rounding it would not be there, or it would: rounding's, or a fault.
         ("w = np.full(3, 1.0 + (size > 1) * (0.01 if precision is None else 1e-12))", "chaotic"),
         ("w = np.full(3, 1.0 + (size > 1) * (1.0 if precision is None else 1e-12))", "silent"),
-        ("w = np.ones(3)\nif size > 1: raise ValueError('odd')", "no reason"),
+        ("w = np.ones(3)\nif size > 1: raise ValueError('odd')", "untrue"),
         ("w = np.ones(3)\nraise ValueError('of its own')", "invalid"),
         ("w = np.ones(3)", "same"),
     ],
