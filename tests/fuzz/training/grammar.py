@@ -61,7 +61,7 @@ def _weigh_at_once(chosen: dict[str, str]) -> None:
     can a loop of its own decide by the loss of a part."""
     chosen["skip"] = "none" if chosen["skip"] in ("nan", "loss") else chosen["skip"]
     if chosen["loss"] == "masked" and chosen["dropout"] == "half":
-        chosen["dropout"] = "zero"  # What counts is what is dropped.
+        chosen["dropout"] = "zero"  # Else another forward pass counts other elements.
     if chosen["loss"] in ("sum", "by class", "tokens", "masked"):
         if chosen["gradient"] in ("penalty", "two backwards"):
             chosen["gradient"] = FEATURES["gradient"][0]
