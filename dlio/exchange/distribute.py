@@ -108,6 +108,10 @@ class ExchangeHandle(Closable):
         """This rank's weight in a closure's loss."""
         self._weighed = 0.0
         """Samples of losses since the last metric."""
+        self.clipped: Callable[[], Iterable[torch.Tensor]] = tuple
+        """Returns the parameters that may be clipped together."""
+        self._without_gradient: list[_OptimizerHook] = []
+        """Hooks of parameters that get no gradient, while this rank has no samples."""
         self._modules: list[nn.Module] = []
         self.exchanges: list[Exchange] = []
         """All of them, in the order in which they were made."""
@@ -207,13 +211,16 @@ class ExchangeHandle(Closable):
     def take_clipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Have the gradients of some parameters be the mean before they are clipped together: also
         assigned ones, and those of parameters that no optimizer has. Collective."""
+        self._take_unowned(parameters)
+        self.take_assigned()
+
+    def _take_unowned(self, parameters: Iterable[torch.Tensor]) -> None:
         if self.alike and self._naming is not None:
             known = self._of_parameter
             fresh = [p for p in parameters if p.grad is not None and p not in known]
             leaves = [p for p in fresh if p.is_leaf and isinstance(p, nn.Parameter)]
             if leaves:
                 self._begin_later(self._naming(leaves))
-        self.take_assigned()
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -311,12 +318,25 @@ class ExchangeHandle(Closable):
         """Announce that the next losses of this rank are means over `samples` samples.
 
         Ranks then count in proportion to their samples. Without a call they count by the samples
-        that a `dlio.DataLoader` hands out, and alike with other loaders.
+        that a `dlio.DataLoader` hands out, and alike with other loaders. With 0 a rank's gradients
+        count nothing: if all ranks have none, those of earlier backwards of the step stay.
         """
         self._weigh_no_more()
+        self._leave_out(not samples)
         self.samples = samples
         self._weighed += samples
         self._announced(lambda exchange: exchange.weigh(samples))
+
+    def _leave_out(self, leaves_out: bool) -> None:
+        # Else each rank keeps its own in a step of which no rank has samples.
+        if leaves_out == bool(self._without_gradient) or not self.alike:
+            return
+        for hook in self._without_gradient:
+            hook.remove()
+        every: Any = self._of_parameter if leaves_out else ()  # torch does not annotate the method.
+        self._without_gradient = [
+            each.register_hook(torch.zeros_like) for each in every if each.requires_grad
+        ]
 
     def _announced(self, announce: Callable[[Exchange], None]) -> None:
         self._announce = announce
@@ -352,8 +372,11 @@ class ExchangeHandle(Closable):
         self._around_step(None)
 
     def take_assigned(self) -> None:
-        """Average gradients that were assigned to `.grad`, and the first ones of parameters that
-        came later, before the step does. Collective."""
+        """Average gradients that were assigned to `.grad`, the first ones of parameters that came
+        later, and those of parameters of the model that no optimizer has, before the step does.
+        Collective."""
+        if self._comm.size > 1:
+            self._take_unowned(self.clipped())
         for exchange in self._around_step(None):
             exchange.take_assigned()
 
@@ -439,6 +462,7 @@ class ExchangeHandle(Closable):
         """Finish, and remove all hooks. Collective."""
         self.finish()
         self._weigh_no_more()
+        self._leave_out(False)
         for hook in self._hooks:
             hook.remove()
         for optimizer in self._followed:
@@ -464,7 +488,8 @@ def distribute(
     that begin to require gradients: they are exchanged from its next step on. `backward` leaves the
     mean of all ranks' gradients in `.grad`, so that clipping, accumulation, schedulers and scalers
     work as before. Gradients that are assigned to `.grad`, and the first ones of parameters that
-    come later, are averaged before the step: call `take_assigned` before they are clipped. Hooks on
+    come later, are averaged before the step: call `take_assigned` before they are clipped, also
+    where parameters that no optimizer has are clipped with them. Hooks on
     parameters see this rank's gradients, before the mean: clip those that `backward` leaves. An
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
     alike, each on its own share of the data, with losses that are means. Ranks count by the samples
@@ -504,6 +529,7 @@ def distribute(
         follow_parameters=True,
     )
     _tell_unowned(model, ranks)
+    ranks.clipped = model.parameters
     ranks.weigh_by_batches(model)
     _distributed.add(ranks)
     _agree_on_plateaus()
@@ -541,7 +567,9 @@ def _tell_unowned(model: nn.Module, ranks: ExchangeHandle) -> None:
         log_line(
             logging.WARNING,
             "distribute: %s%s require gradients, and no optimizer has them: ranks exchange them "
-            "from their first step of an optimizer on; a change by hand differs on each rank",
+            "from their first step of an optimizer on; before that, a change by hand differs on "
+            "each rank, and so does a norm that is clipped over them, unless take_assigned is "
+            "called first",
             names[0],
             more,
         )

@@ -92,8 +92,41 @@ def weighed_by_hand() -> torch.Tensor:
     return flat(net)
 
 
+def without_samples() -> None:
+    """In a step of no samples on any rank, and in one of some on rank 0 alone."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with dlio.distribute(net, optimizer) as ranks:
+        for weight in (0, 3 - 3 * world().rank, 0):
+            before = flat(net)
+            ranks.weigh(weight)
+            optimizer.zero_grad()
+            torch.autograd.backward(net(torch.ones(1, 4) + world().rank).square().mean())
+            optimizer.step()
+            everyone = world().allgather([flat(net).tolist(), weight])
+            assert everyone[0][0] == everyone[1][0], weight
+            assert before.equal(flat(net)) == (everyone[0][1] == 0)
+
+
+def clipped_with_others() -> None:
+    """Parameters that no optimizer has count in the norm: of their mean on all ranks."""
+    net = model()
+    optimizer = torch.optim.SGD(list(net.children())[-1].parameters(), 0.1)
+    with dlio.distribute(net, optimizer) as ranks:
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.autograd.backward(net(torch.ones(1, 4) + world().rank).square().mean())
+            ranks.take_assigned()
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()
+            optimizer.step()
+            everyone = world().allgather([norm, *flat(net).tolist()])
+            assert everyone[0] == everyone[1]
+
+
 def main() -> None:
     assert world().size == 2
+    without_samples()
+    clipped_with_others()
     near = torch.testing.assert_close
     for count in (25, 26, 27, 1):
         for accumulated, options in (

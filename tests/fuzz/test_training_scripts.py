@@ -177,7 +177,7 @@ def test_no_drawn_script_is_trained_wrongly_in_silence(
         # With less rounding it would not be there, or it would: rounding's, or a fault.
         ("w = np.full(3, 1.0 + (size > 1) * (0.01 if precision is None else 1e-12))", "chaotic"),
         ("w = np.full(3, 1.0 + (size > 1) * (1.0 if precision is None else 1e-12))", "silent"),
-        ("w = np.ones(3)\nif size > 1: raise ValueError('odd')", "no reason"),
+        ("w = np.ones(3)\nif size > 1: raise ValueError('odd')", "untrue"),
         ("w = np.ones(3)\nraise ValueError('of its own')", "invalid"),
         ("w = np.ones(3)", "same"),
     ],
@@ -201,12 +201,16 @@ def test_far_weights_are_not_the_same_where_random_numbers_lead_far(
 
 
 def _doctored(choices: Choices, text: str, folder: Path, mpi: MpiRun) -> Verdict:
-    """Return the verdict on a script that saves the array `w` of a text."""
+    """Return the verdict on a script that saves the array `w` of a text.
+
+    `size` is 2 in a job of ranks, and 1 in one process; a script itself is not told (see
+    `hidden_launch`).
+    """
     _Doctored.text = f"""
 import os
 import numpy as np
 rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
-size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+size = 1 + ("DLIO_TIMEOUT" in os.environ)
 {text}
 np.savez(os.environ["FUZZ_OUT"] + f"/rank{{rank}}.npz", w=w)
 """

@@ -25,7 +25,7 @@ from dlio.integrations.script.loss_terms import (
 )
 
 _OTHER: Final = -1
-"""Stands for what is no term, such as a penalty: its factor is 1."""
+"""Stands for anything but a term, such as a penalty: its factor is 1."""
 _MOST: Final = 4096
 """Elements of a value that are told apart."""
 _Elements = tuple[frozenset[int], ...]
@@ -34,7 +34,7 @@ _Elements = tuple[frozenset[int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LearnedProduct:
-    """A product of parameters and what depends on samples, which has no dimension of these."""
+    """A product of parameters and a value that depends on samples, without a dimension of these."""
 
     node: Any
     place: str

@@ -94,10 +94,10 @@ class LossTerms:
     has_constants: bool = False
     """True if a part depends on parameters alone, such as a penalty."""
     learned: list[tuple[Any, int]] = field(default_factory=list)
-    """Products of parameters and of what depends on samples, with the place of the latter."""
+    """Products of parameters and of a value of samples, with the place of the latter."""
 
     def note_learned(self, node: Any, of_samples: Any) -> None:
-        """Note a product of what depends on samples, if the other factor is learned."""
+        """Note a product of a value of samples, if the other factor is learned."""
         factors = [each for each, _ in node.next_functions]
         if len(factors) == 2 and None not in factors:
             self.learned.append((node, factors.index(of_samples)))

@@ -6,11 +6,11 @@ import os
 import sys
 import threading
 from abc import ABCMeta
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
 
+_TAKEN: Final = 64
+"""Most batches that a script takes ahead."""
 _T_co = TypeVar("_T_co", covariant=True, default=Sample)
 
 
@@ -89,6 +91,8 @@ class ScriptContext:
         """Samples of this rank since `take_samples`."""
         self._latest: ScriptBatch | None = None
         """The batch that the script got last, until it computes on one."""
+        self._taken: deque[ScriptBatch] = deque(maxlen=_TAKEN)
+        """The batches that the script got since it computed on one, the first of them first."""
         self._of_tensor: TensorNotes[ScriptBatch] = TensorNotes()
         """The batch that a tensor is from."""
         self._used: ScriptBatch | None = None
@@ -171,11 +175,17 @@ class ScriptContext:
             latest.insert(0, used)
         return next((batch for batch in latest if batch.weight), latest[0] if latest else None)
 
-    def batch_of_rows(self, rows: object) -> ScriptBatch | None:
-        """The training batch that rows are of: the one that they are from, or else the one that the
-        script computed on last. The loader may be one ahead, or its pass over."""
+    def batches_of_rows(self, rows: object) -> list[ScriptBatch]:
+        """The training batch that rows are of, if they are known; or else those that they may be
+        of: the one that the script computed on last, and the first that it has taken since. The
+        likeliest comes first. The loader may be one ahead, or its pass over."""
         known = self._batch_of(rows) if isinstance(rows, torch.Tensor) else None
-        return self._computed if known is None else known
+        if known is not None:
+            return [known]
+        likely = [self._computed, *islice(self._taken, 1)]
+        if self._latest is not None:
+            likely.reverse()  # It has not computed on it yet.
+        return [each for each in likely if each is not None]
 
     @property
     def is_alone(self) -> bool:
@@ -192,6 +202,7 @@ class ScriptContext:
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = batch
+        self._taken.append(batch)
         self._under_way.took(use, batch)
         use.takes()
         use.was_whole |= not batch.divided
@@ -274,6 +285,7 @@ class ScriptContext:
 
     def begin(self, dataset: Any) -> PassUse:
         """Return the use of a pass over a data set that begins."""
+        self._taken.clear()
         use, said = self.passes.begin(dataset, len(dataset), self.evaluating, self.has_optimizer)
         if said is not None:
             self.say(said)
@@ -300,6 +312,8 @@ class ScriptContext:
         if batch is not None:
             self.weight, self._used = batch.weight, batch
             self._computed = batch
+            while self._taken and batch in self._taken:
+                self._taken.popleft()
             self.assigner.use(batch)
             batch.of.use.computes()
             self._under_way.used(batch.of.use)
@@ -511,7 +525,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         if context.aside or not self._is_shared:
             return None
         return lambda mine: joined_rows(
-            mine, context.batch_of_rows(mine), context.comm, context.guard
+            mine, context.batches_of_rows(mine), context.comm, context.guard
         )
 
     def _drawn_seed(self) -> int:

@@ -9,11 +9,14 @@ Accelerate are replaced, for dlio's loaders alone: `backward` weighs a rank's lo
 sees one process, `gather` joins the rows of a batch that the ranks share.
 """
 
+import importlib.abc
+import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.utils.data import RandomSampler
@@ -133,9 +136,35 @@ def loss_weights() -> LossWeights:
     return _weights
 
 
+class _PreparesLater(importlib.abc.MetaPathFinder):
+    """Prepares Accelerate where it is imported after loaders of dlio were made."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            executes = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                executes(module)
+                prepare()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+_MODULE: Final = "accelerate.accelerator"
+_later = _PreparesLater()
+
+
 def prepare() -> None:
     """Replace Accelerate's functions, once it is imported."""
-    module: Any = sys.modules.get("accelerate.accelerator")
+    module: Any = sys.modules.get(_MODULE)
+    if module is None and _later not in sys.meta_path:
+        sys.meta_path.insert(0, _later)
     kind = getattr(module, "Accelerator", None)  # None while it is being imported.
     if kind is None or getattr(kind, "_knows_dlio", False):
         return
@@ -144,14 +173,21 @@ def prepare() -> None:
     kind.gather_for_metrics = _gather_for_metrics(kind.gather_for_metrics)
     kind.gather = _gather(kind.gather)
     kind.prepare_data_loader = _prepare_data_loader(kind.prepare_data_loader)
-    skip = sys.modules["accelerate.data_loader"].skip_first_batches
-    # Its code: scripts and Trainer have imported the function by name.
-    _originals["skip"] = types.FunctionType(skip.__code__, skip.__globals__, skip.__name__)
-    _originals["skip"].__defaults__ = skip.__defaults__
-    skip.__code__ = _skip_first_batches.__code__
+    _replace(sys.modules["accelerate.data_loader"].skip_first_batches, _skip_first_batches)
+    _replace(sys.modules["accelerate.utils"].gather, _gather_tensors)
+    _replace(sys.modules["accelerate.utils"].gather_object, _gather_objects)
 
 
 _originals: dict[str, Any] = {}
+
+
+def _replace(function: Any, by: Any) -> None:
+    """Replace a function's code: scripts and Trainer have imported it by name."""
+    inner = inspect.unwrap(function)
+    kept = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__)
+    kept.__defaults__ = inner.__defaults__
+    _originals[inner.__name__] = kept
+    inner.__code__ = by.__code__
 
 
 def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +246,7 @@ def skipped(loader: Any, count: int) -> Any:
     one of dlio's leaves them out of its next pass."""
     ask = getattr(loader, "skip_first_batches", None)
     if ask is None or not loader.follows_formula():
-        rest = _originals["skip"](loader, count)
+        rest = _originals["skip_first_batches"](loader, count)
         if ask is not None and hasattr(rest, "follows_formula"):
             # Accelerate hears of its last batch as it did of the loader's.
             rest._is_accelerate_prepared = loader._is_accelerate_prepared
@@ -220,6 +256,30 @@ def skipped(loader: Any, count: int) -> Any:
 
 
 # Metrics
+
+
+def _gather_tensors(tensor: Any) -> Any:
+    from dlio.loader.third_party.accelerate import gathered
+
+    return gathered("gather", tensor)
+
+
+def _gather_objects(object: Any) -> Any:  # noqa: A002 - Accelerate's name, which callers may use
+    from dlio.loader.third_party.accelerate import gathered
+
+    return gathered("gather_object", object)
+
+
+def gathered(name: str, data: Any) -> Any:
+    """Return what a function of Accelerate's, called by itself, gathers: in a script of `dlio run`,
+    the rows of a batch that the ranks share."""
+    loader = sys.modules["accelerate.state"].GradientState().active_dataloader
+    join = getattr(loader, "joined_rows", None)
+    if join is None:
+        return _originals[name](data)
+    if name == "gather_object":
+        return join(data)
+    return sys.modules["accelerate.utils"].recursively_apply(join, data)
 
 
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:

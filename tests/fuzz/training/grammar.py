@@ -60,6 +60,8 @@ def _weigh_at_once(chosen: dict[str, str]) -> None:
     over other elements, and gradients of several batches that are added up before an exchange. Nor
     can a loop of its own decide by the loss of a part."""
     chosen["skip"] = "none" if chosen["skip"] in ("nan", "loss") else chosen["skip"]
+    if chosen["loss"] == "masked" and chosen["dropout"] == "half":
+        chosen["dropout"] = "zero"  # Else another forward pass counts other elements.
     if chosen["loss"] in ("sum", "by class", "tokens", "masked"):
         if chosen["gradient"] in ("penalty", "two backwards"):
             chosen["gradient"] = FEATURES["gradient"][0]
@@ -513,6 +515,8 @@ optimizer.load_state_dict(kept[1])
 
     def _step(self) -> None:
         is_ = self._is
+        if is_["habit"] == "branch":
+            self._put("model.is_on = number % 2 == 0", 2)
         if self._way == "slices":
             self._put(f"ranks.weigh({self._weigh_by()})", 2)
         if is_["skip"] == "every third":
@@ -520,8 +524,6 @@ optimizer.load_state_dict(kept[1])
         if is_["gradient"] == "penalty":
             self._put("a = a.clone().requires_grad_(True)", 2)
         batch = int(is_["layout"] == "time first")
-        if is_["habit"] == "branch":
-            self._put("model.is_on = number % 2 == 0", 2)
         if is_["habit"] == "branch by data":
             self._put("model.is_on = bool(a.nanmean() > 0)  # reads branch", 2)
         if is_["habit"] == "centred":

@@ -357,7 +357,7 @@ distribute("frozen", model["head"].parameters())
 _ACCELERATE = """
 import os, sys, torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, gather, gather_object, set_seed
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
@@ -375,6 +375,9 @@ loader = torch.utils.data.DataLoader(Data(), batch_size=8, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in range(3):
     for x, y, names in loader:
+        early = accelerator.gather_for_metrics(list(names))
+        early += gather_object([name.upper() for name in names])
+        print(*early, *[round(each, 3) for each in gather(y).tolist()])
         out = model(x)[:, 0]
         accelerator.backward((out - y).square().mean())
         optimizer.step()
@@ -401,14 +404,32 @@ def test_accelerate_orders_and_gathers_samples_as_in_one_process(
         pytest.skip("needs accelerate")
     on_ranks = _run(tmp_path, _ACCELERATE.replace("shuffle=True", order))
     assert on_ranks.returncode == 0, on_ranks.stderr
+    assert on_ranks.stdout == _alone(tmp_path)
+    assert "gather" not in on_ranks.stderr
+
+
+@pytest.mark.mpi
+def test_accelerate_may_be_imported_after_the_loaders_were_made(tmp_path: Path) -> None:
+    if find_spec("accelerate") is None:  # Imported by the script alone.
+        pytest.skip("needs accelerate")
+    imports, rest = _ACCELERATE.split("class Data")
+    made = "loader = torch.utils.data.DataLoader(Data(), batch_size=8, shuffle=True)\n"
+    data, use = rest.replace(made, "").split("set_seed(5)")
+    script = f"import torch\nclass Data{data}{made}{imports}set_seed(5){use}"
+    on_ranks = _run(tmp_path, script)
+    assert on_ranks.returncode == 0, on_ranks.stderr
+    assert on_ranks.stdout == _alone(tmp_path)
+
+
+def _alone(folder: Path) -> str:
+    """Return what the script in a folder prints in one process."""
     one = subprocess.run(
         [sys.executable, "script.py"],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=200,
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert on_ranks.stdout == one.stdout
-    assert "gather" not in on_ranks.stderr
+    return one.stdout
