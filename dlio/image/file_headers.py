@@ -43,6 +43,7 @@ _MOST_VALUES: Final = 3 << 8
 """A palette of 256 colours."""
 _UPENDED, _MIRRORED, _ON_ITS_SIDE = (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
 WHITE_IS_ZERO, RGB, PALETTE = 0, 2, 3
+_GREY_AND_ALPHA: Final = 2
 ASSOCIATED, UNASSOCIATED = 1, 2
 _COLOURS: Final = {
     5: "a TIFF of CMYK",
@@ -58,6 +59,8 @@ _SINGLE: Final = (
     *(WIDTH, HEIGHT, COMPRESSION, PHOTOMETRIC, ORIENTATION, SAMPLES, ROWS_PER_STRIP, PLANAR),
     *(TILE_WIDTH, TILE_HEIGHT),
 )
+_PLACES: Final = ({OFFSETS, COUNTS}, {TILE_OFFSETS, TILE_COUNTS})
+"""Tags of which a TIFF has one pair. Without counts, decoders guess where strips end."""
 _WHOLE: Final = (3, 4, 16)
 """Types of TIFF's numbers and offsets."""
 _READ_CODECS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 32773, 32946, *_CODECS)
@@ -114,6 +117,7 @@ class TiffHeader:
             and all(entry.kind == _WHOLE[0] and entry.number == samples for entry in channels)
             and all(sides > 0 for sides in self.size(image))
             and all(tag in self.entries for tag in (COMPRESSION, PHOTOMETRIC))
+            and any(tags <= self.entries.keys() for tags in _PLACES)
             and self.value(image, COMPRESSION, 0) in _READ_CODECS
             and self.value(image, PLANAR, 1) in (1, 2)
             and all(entry.kind in _WHOLE and entry.number == needed for entry in strips)
@@ -173,7 +177,10 @@ class TiffHeader:
     def unread(self, image: Buffer) -> str:
         """Return what keeps OpenCV from decoding the picture, or from its colours; "" if nothing
         does."""
-        colours = _COLOURS.get(self.value(image, PHOTOMETRIC, RGB), "")
+        kind, channels = self.value(image, PHOTOMETRIC, RGB), self.value(image, SAMPLES, 1)
+        if kind < RGB and channels > _GREY_AND_ALPHA:  # All but the first would be lost.
+            return f"a TIFF of {channels} channels of grey"
+        colours = _COLOURS.get(kind, "")
         return colours or _CODECS.get(self.value(image, COMPRESSION, 1), "")
 
     def packed_bits(self, image: Buffer) -> int:
