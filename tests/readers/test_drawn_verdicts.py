@@ -20,6 +20,7 @@ from dlio.errors import DlioError
 from dlio_staging.pack_folder import pack
 from dlio_staging.verify import verify
 from tests.conftest import examples
+from tests.readers import test_damage
 from tests.readers.picture_files import PICTURES, PictureFile, pillows
 
 WORDS = ("damaged", "restore it", "corrupt")
@@ -225,8 +226,48 @@ def test_all_ways_to_an_array_come_to_the_same_verdict(
     for tiers, epoch in itertools.product(("none", "ram:64MiB"), range(2)):
         with (
             dlio.open(str(path), tiers=tiers, on_error="skip") as left,
-            dlio.DataLoader(left, 1, True) as loader,
+            dlio.DataLoader(left, 1, True, collate_fn=list) as loader,
         ):
             loader.set_epoch(epoch)
-            assert sum(1 for _ in loader) == len(left) - len(refused)
+            assert sum(map(len, loader)) == len(left) - len(refused)
             assert set(loader.stats()["skipped"]) == set(refused)
+
+
+# Files of many samples
+
+MANY = sorted(set(test_damage.FORMATS) - {"mds", "nifti", "dicom"})
+
+
+@settings(suppress_health_check=list(HealthCheck), phases=PHASES, max_examples=examples(80))
+@given(form=st.sampled_from(MANY), seed=st.integers(0, 1 << 32))
+def test_all_ways_to_a_file_of_samples_come_to_the_same_verdict(
+    form: str, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("many")
+    rng = np.random.default_rng(seed)
+    path = test_damage.FORMATS[form].draw(rng, folder)
+    test_damage.damage(rng, Path(path))
+    refused = set()
+
+    def read() -> None:
+        with dlio.open(path, tiers="none") as plain:
+            numbers = range(len(plain))
+            refused.update(k for k in numbers if _said(functools.partial(plain.__getitem__, k)))
+
+    whole = _said(read)
+    assert len(whole.splitlines()) <= 1
+    packed = _said(lambda: pack(path, str(folder / "packed")))
+    if whole:
+        assert _said(lambda: verify(path)) == whole
+        assert packed
+        return
+    assert len(verify(path).damaged) == len(refused)
+    assert bool(packed) == bool(refused)
+    for tiers, epoch in itertools.product(("none", "ram:64MiB"), range(2)):
+        with (
+            dlio.open(path, tiers=tiers, on_error="skip") as left,
+            dlio.DataLoader(left, 2, True, collate_fn=list) as loader,
+        ):
+            loader.set_epoch(epoch)
+            assert sum(map(len, loader)) == len(left) - len(refused)
+            assert len(loader.stats()["skipped"]) == len(refused)
