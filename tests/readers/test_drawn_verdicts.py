@@ -238,7 +238,7 @@ def test_all_ways_to_an_array_come_to_the_same_verdict(
 MANY = sorted(set(test_damage.FORMATS) - {"mds", "nifti", "dicom"})
 
 
-@settings(suppress_health_check=list(HealthCheck), phases=PHASES, max_examples=examples(80))
+@settings(suppress_health_check=list(HealthCheck), phases=PHASES, max_examples=examples(40))
 @given(form=st.sampled_from(MANY), seed=st.integers(0, 1 << 32))
 def test_all_ways_to_a_file_of_samples_come_to_the_same_verdict(
     form: str, seed: int, tmp_path_factory: pytest.TempPathFactory
@@ -247,7 +247,7 @@ def test_all_ways_to_a_file_of_samples_come_to_the_same_verdict(
     rng = np.random.default_rng(seed)
     path = test_damage.FORMATS[form].draw(rng, folder)
     test_damage.damage(rng, Path(path))
-    refused = set()
+    refused: set[int] = set()
 
     def read() -> None:
         with dlio.open(path, tiers="none") as plain:
