@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.schema import Buffer
+from dlio.util.units import counted
 
 PNG: Final = b"\x89PNG\r\n\x1a\n"
 TIFF: Final = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -179,7 +180,7 @@ class TiffHeader:
         does."""
         kind, channels = self.value(image, PHOTOMETRIC, RGB), self.value(image, SAMPLES, 1)
         if kind < RGB and channels > _GREY_AND_ALPHA:  # All but the first would be lost.
-            return f"a TIFF of {channels} channels of grey"
+            return f"a TIFF of {counted(channels, 'channel')} of grey"
         colours = _COLOURS.get(kind, "")
         return colours or _CODECS.get(self.value(image, COMPRESSION, 1), "")
 

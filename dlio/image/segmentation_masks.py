@@ -210,7 +210,7 @@ def _as_grey(image: Buffer) -> tuple[Buffer, int]:
 
 
 def _reason(text: str) -> str:
-    """Return what an error says of a picture, without its remedies."""
+    """Return the reason in an error about a picture, without its remedies."""
     if text.startswith("is "):
         return f"it {text.partition(': convert')[0]}"
     return text.partition(": ")[2].partition(" (repair")[0]

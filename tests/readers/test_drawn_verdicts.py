@@ -69,7 +69,7 @@ def pictures(draw: st.DrawFn) -> tuple[PictureFile, bytes]:
 
 def _skipped(path: Path, tiers: str, size: int, epochs: int) -> list[set[str]]:
     """Return the names that a loader leaves out in each epoch."""
-    found = []
+    skipped = []
     with (
         dlio.open(str(path), tiers=tiers, image_size=size, on_error="skip") as data,
         dlio.DataLoader(data, 2, True) as loader,
@@ -78,8 +78,8 @@ def _skipped(path: Path, tiers: str, size: int, epochs: int) -> list[set[str]]:
             loader.set_epoch(epoch)
             count = sum(len(images) for images, _ in loader)
             assert count == len(data) - len(loader.stats()["skipped"])
-            found.append(set(loader.stats()["skipped"]))
-    return found
+            skipped.append(set(loader.stats()["skipped"]))
+    return skipped
 
 
 @settings(suppress_health_check=list(HealthCheck), phases=PHASES, max_examples=examples(25))
