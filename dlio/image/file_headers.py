@@ -60,8 +60,6 @@ _SINGLE: Final = (
     *(WIDTH, HEIGHT, COMPRESSION, PHOTOMETRIC, ORIENTATION, SAMPLES, ROWS_PER_STRIP, PLANAR),
     *(TILE_WIDTH, TILE_HEIGHT),
 )
-_PLACES: Final = ({OFFSETS, COUNTS}, {TILE_OFFSETS, TILE_COUNTS})
-"""Tags of which a TIFF has one pair. Without counts, decoders guess where strips end."""
 _WHOLE: Final = (3, 4, 16)
 """Types of TIFF's numbers and offsets."""
 _READ_CODECS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 32773, 32946, *_CODECS)
@@ -118,7 +116,6 @@ class TiffHeader:
             and all(entry.kind == _WHOLE[0] and entry.number == samples for entry in channels)
             and all(sides > 0 for sides in self.size(image))
             and all(tag in self.entries for tag in (COMPRESSION, PHOTOMETRIC))
-            and any(tags <= self.entries.keys() for tags in _PLACES)
             and self.value(image, COMPRESSION, 0) in _READ_CODECS
             and self.value(image, PLANAR, 1) in (1, 2)
             and all(entry.kind in _WHOLE and entry.number == needed for entry in strips)

@@ -33,6 +33,8 @@ from dlio.image.file_headers import (
 )
 
 _YCBCR: Final = 6
+_PLACES: Final = ({OFFSETS, COUNTS}, {TILE_OFFSETS, TILE_COUNTS})
+"""Tags of which a TIFF has one pair."""
 _FILL_ORDER: Final = 266
 _MOST_STRIPS: Final = 1 << 20
 _PIECE: Final = 1 << 20
@@ -50,6 +52,8 @@ def strips_are_whole(image: Buffer, header: TiffHeader) -> bool:
     odd = header.value(image, PHOTOMETRIC, 0) == _YCBCR or header.value(image, _FILL_ORDER, 1) == 2
     if measure is None or odd:
         return True  # Decoders tell of damage in others, or there is none to see.
+    if not any(tags <= header.entries.keys() for tags in _PLACES):
+        return False  # OpenCV's libtiff would guess where strips end.
     digest = xxhash.xxh3_64_intdigest(image)
     whole = _known.get(digest)
     if whole is None:
