@@ -120,8 +120,15 @@ def _has_a_reader(form: str, data: bytes, refusal: str) -> bool:
         return bool(pixels)
     if form == "TIFF":  # Libtiff reads channels of whose kind the file says nothing.
         return refusal.startswith("cannot identify")
-    # Netpbm ends a number at a comment, behind which Pillow goes on with it.
-    return form == "PPM" and refusal.startswith("b'Token too long")
+    starts = {
+        # Netpbm ends a number at a comment, behind which Pillow goes on with it.
+        "PPM": "b'Token too long",
+        # A palette of more colours than the bits of a pixel need, for which Pillow has no mode.
+        "BMP": "codec configuration error",
+        # Libjpeg warns of a part that is lost, and goes on to the end, which is there.
+        "JPEG": "image file is truncated (0 bytes",
+    }
+    return form in starts and refusal.startswith(starts[form])
 
 
 def _check(form: str, seeds: range) -> None:
