@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.schema import Buffer
+from dlio.util.units import counted
 
 PNG: Final = b"\x89PNG\r\n\x1a\n"
 TIFF: Final = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -43,6 +44,7 @@ _MOST_VALUES: Final = 3 << 8
 """A palette of 256 colours."""
 _UPENDED, _MIRRORED, _ON_ITS_SIDE = (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
 WHITE_IS_ZERO, RGB, PALETTE = 0, 2, 3
+_GREY_AND_ALPHA: Final = 2
 ASSOCIATED, UNASSOCIATED = 1, 2
 _COLOURS: Final = {
     5: "a TIFF of CMYK",
@@ -173,7 +175,10 @@ class TiffHeader:
     def unread(self, image: Buffer) -> str:
         """Return what keeps OpenCV from decoding the picture, or from its colours; "" if nothing
         does."""
-        colours = _COLOURS.get(self.value(image, PHOTOMETRIC, RGB), "")
+        kind, channels = self.value(image, PHOTOMETRIC, RGB), self.value(image, SAMPLES, 1)
+        if kind < RGB and channels > _GREY_AND_ALPHA:  # All but the first would be lost.
+            return f"a TIFF of {counted(channels, 'channel')} of grey"
+        colours = _COLOURS.get(kind, "")
         return colours or _CODECS.get(self.value(image, COMPRESSION, 1), "")
 
     def packed_bits(self, image: Buffer) -> int:

@@ -85,7 +85,7 @@ def decode_mask(image: Buffer, name: object) -> Mask:
     try:
         pixels, bits = _stored(image, name)
     except DecodeError as error:
-        raise _invalid(name, str(error).partition(": ")[2].partition(" (repair")[0]) from error
+        raise _invalid(name, _reason(str(error).removeprefix(f"{name} "))) from error
     if pixels.shape[:2] != (height, width):
         raise _invalid(name, "its pixels are not as many as its header says")
     if pixels.ndim == 3:
@@ -207,6 +207,13 @@ def _as_grey(image: Buffer) -> tuple[Buffer, int]:
             parts.append(bytes(made[at:end]))
         at = end
     return b"".join(parts), bits
+
+
+def _reason(text: str) -> str:
+    """Return the reason in an error about a picture, without its remedies."""
+    if text.startswith("is "):
+        return f"it {text.partition(': convert')[0]}"
+    return text.partition(": ")[2].partition(" (repair")[0]
 
 
 def _polygons(shape: object) -> list[npt.NDArray[np.float64]]:

@@ -33,6 +33,8 @@ from dlio.image.file_headers import (
 )
 
 _YCBCR: Final = 6
+_PLACES: Final = ({OFFSETS, COUNTS}, {TILE_OFFSETS, TILE_COUNTS})
+"""Tags of which a TIFF has one pair."""
 _FILL_ORDER: Final = 266
 _MOST_STRIPS: Final = 1 << 20
 _PIECE: Final = 1 << 20
@@ -50,6 +52,8 @@ def strips_are_whole(image: Buffer, header: TiffHeader) -> bool:
     odd = header.value(image, PHOTOMETRIC, 0) == _YCBCR or header.value(image, _FILL_ORDER, 1) == 2
     if measure is None or odd:
         return True  # Decoders tell of damage in others, or there is none to see.
+    if not any(tags <= header.entries.keys() for tags in _PLACES):
+        return False  # OpenCV's libtiff would guess where strips end.
     digest = xxhash.xxh3_64_intdigest(image)
     whole = _known.get(digest)
     if whole is None:
@@ -110,24 +114,28 @@ def _packed(data: memoryview, need: int) -> bool:
 
 def _coded(data: memoryview, need: int) -> bool:
     """Measure LZW codes, of which only the lengths of their texts matter."""
-    if len(data) > 1 and data[0] == 0 and data[1] & 1:
-        return True  # From before TIFF 5.0, with its bits the other way round.
+    # From before TIFF 5.0: bits the other way round, and codes that become wider one later.
+    is_old = len(data) > 1 and data[0] == 0 and bool(data[1] & 1)
     lengths = [1] * _FIRST
     have = held = bits = last = 0
-    width, most = 9, (1 << 9) - 1
+    width, most, is_begun = 9, (1 << 9) - 1, False
     for byte in data:
-        held = held << 8 | byte
+        held = held | byte << bits if is_old else held << 8 | byte
         bits += 8
         if bits < width:
             continue
         bits -= width
-        code = held >> bits
-        held &= (1 << bits) - 1
+        if is_old:
+            code, held = held & most, held >> width
+        else:
+            code, held = held >> bits, held & (1 << bits) - 1
         if code == _CLEAR:
             del lengths[_FIRST:]
-            width, most, last = 9, (1 << 9) - 1, 0
+            width, most, last, is_begun = 9, (1 << 9) - 1, 0, True
         elif code == _END:
             break
+        elif not is_begun:
+            return False
         elif not last:
             if code > _CLEAR:
                 return False
@@ -140,7 +148,7 @@ def _coded(data: memoryview, need: int) -> bool:
             lengths.append(last + 1)
             last = lengths[code]
             have += last
-            if known + 1 >= most and width < 12:
+            if known + 1 >= most + is_old and width < 12:
                 width += 1
                 most = (1 << width) - 1
         if have >= need:

@@ -24,7 +24,7 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class PictureFile:
-    """A file, and what it holds."""
+    """A file, and its contents."""
 
     about: str
     data: bytes
@@ -32,7 +32,7 @@ class PictureFile:
     numbers: Numbers | None = None
     """The stored numbers of a mask, shape (rows, columns), as shown; None for colours."""
     colours: Numbers | None = None
-    """RGB that is meant; None where the format's library says what that is."""
+    """RGB that is meant; None where the format's library says it."""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # For hypothesis
         printer.text(f"<{self.about}>")

@@ -272,7 +272,7 @@ FORMATS = {
 }
 
 
-def _damage(rng: np.random.Generator, path: Path) -> str:
+def damage(rng: np.random.Generator, path: Path) -> str:
     """Damage a file, or one of a folder, by chance; return the way."""
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     victim = files[int(rng.integers(len(files)))]
@@ -318,7 +318,7 @@ def check(name: str, seed: int, folder: Path) -> None:
     """Damage a drawn file, and compare the two verdicts and values."""
     rng, form = np.random.default_rng(seed), FORMATS[name]
     path = form.draw(rng, folder)
-    done = _damage(rng, Path(path))
+    done = damage(rng, Path(path))
     refusal, theirs = "", None
     try:
         theirs = form.read(path)

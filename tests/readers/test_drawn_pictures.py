@@ -43,7 +43,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 def _name(drawn: PictureFile) -> str:
-    """GIFs are no pictures of class folders by their own name."""
+    """Class folders ignore GIFs that are named so."""
     return "jpg" if drawn.suffix == "gif" else drawn.suffix
 
 
@@ -138,8 +138,8 @@ def test_a_mask_has_the_numbers_that_are_stored(
             else:
                 assert np.array_equal(data[k][1], np.asarray(drawn.numbers)), drawn.about
     checked = verify(str(folder))
-    named = [re.search(r"mask of (?:\S*/)?(\d+)", line) for line in checked.damaged]
-    assert {found[1] for found in named if found} == refused
+    named = [re.findall(r"mask of (?:\S*/)?(\d+)", line) for line in checked.damaged]
+    assert {number for numbers in named for number in numbers} == refused
 
 
 @given(drawn=st.one_of(*PICTURES.values()))

@@ -1,5 +1,5 @@
-"""Sound files as libraries write them, drawn by hypothesis over their features, hold what the
-library reads, or are refused in one true line that does not call them damaged."""
+"""Sound files as libraries write them, drawn by hypothesis over their features, hold the values
+that the library reads, or are refused in one true line that does not call them damaged."""
 
 import bz2
 import csv
@@ -59,7 +59,7 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 
 def check(path: str, theirs: Columns, may_refuse: bool) -> None:
-    """Compare a file with what its library reads; with `may_refuse`, it may be refused instead."""
+    """Compare a file with its library's values; with `may_refuse`, it may be refused instead."""
     try:
         ours = _read(path)
     except DlioError as error:
@@ -287,11 +287,11 @@ def _array(draw: Any, count: int, dtype: str) -> Any:
 
 @st.composite
 def npz_files(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Arrays of samples, others beside them, and True to compress them."""
-    count = draw(st.sampled_from([1, 5, 5000]))
+    """Arrays of samples, other members, and True to compress them."""
+    count = draw(st.sampled_from([1, 5, 1000]))
     names = draw(st.lists(st.sampled_from(["x", "y", "a b", "x_1"]), min_size=1, unique=True))
     arrays = {name: _array(draw, count, draw(_TYPES)) for name in names}
-    beside = {
+    others = {
         "text": np.array("a text"),
         "texts": np.array(["a", "bc"]),
         "when": np.arange(3).astype("M8[s]"),
@@ -301,28 +301,28 @@ def npz_files(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], bool]:
         "none": np.zeros((0, 3)),
         "long": np.zeros(2, np.longdouble),
     }
-    chosen = draw(st.lists(st.sampled_from(sorted(beside)), unique=True, max_size=3))
-    return arrays, {name: beside[name] for name in chosen}, draw(st.booleans())
+    chosen = draw(st.lists(st.sampled_from(sorted(others)), unique=True, max_size=3))
+    return arrays, {name: others[name] for name in chosen}, draw(st.booleans())
 
 
 @QUIET
 @given(drawn=npz_files())
-def test_npz_files_are_read_whatever_lies_beside(
+def test_npz_files_are_read_with_any_other_members(
     drawn: tuple[dict[str, Any], dict[str, Any], bool], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    arrays, beside, packed = drawn
+    arrays, others, packed = drawn
     path = str(tmp_path_factory.mktemp("npz") / "a.npz")
     save: Any = np.savez_compressed if packed else np.savez
-    save(path, **arrays, **beside)
+    save(path, **arrays, **others)
     with np.load(path) as back:
         theirs = {name: list(back[name]) for name in arrays}
     check(f"{path}::{','.join(arrays)}", theirs, may_refuse=False)
-    check(path, theirs, may_refuse=bool(beside))
+    check(path, theirs, may_refuse=bool(others))
 
 
 @st.composite
 def _hdf5(draw: st.DrawFn, path: Path) -> bool:
-    """Write a file; return True if it has what samples cannot have."""
+    """Write a file; return True if it has values that samples cannot have."""
     count, odd = draw(st.integers(1, 6)), False
     libver: Any = draw(st.sampled_from(["earliest", "latest", ("earliest", "v110")]))
     block, order = draw(st.sampled_from([0, 512, 1024])), draw(st.booleans())
