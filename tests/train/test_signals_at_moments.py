@@ -87,6 +87,7 @@ def test_a_signal_ends_a_run_with_one_true_line_and_leaves_nothing(
         "DLIO_CACHE": str(here / "cache"),
         "DLIO_TEST_COLD": "1",
         "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(here / "torch"),  # It keeps that of TMPDIR.
         "SIGNAL_AT": f"{int(number)} {'command' if mode == 'one' else place} {module}",
         "SIGNAL_SENT": str(here / "sent"),
     }
