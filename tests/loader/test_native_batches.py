@@ -541,12 +541,12 @@ def test_a_loader_has_few_threads_of_python(rows: Path) -> None:
 
 
 def _native_threads() -> set[str]:
-    found = set()
+    names = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # Threads of other tests may end meanwhile.
             if (task / "comm").read_text() == "dlio-native\n":
-                found.add(task.name)
-    return found
+                names.add(task.name)
+    return names
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read in /proc")
