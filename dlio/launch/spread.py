@@ -162,9 +162,9 @@ def run_by_remote_shell(argv: Sequence[str], counts: Mapping[str, int]) -> int:
             for agent in agents:
                 agent.order({"signal": "USR1"})
 
-        with receiving(ask_to_end) as told:
+        with receiving(ask_to_end) as end_order:
             code = _wait(agents)
-        if not told.explains(code):
+        if not end_order.explains(code):
             return code
         if code != RESUME_CODE:
             say_nothing_is_saved()

@@ -64,7 +64,7 @@ def _raise_interrupt(*_: object) -> None:
 
 
 def is_of_interruption(error: BaseException | None) -> bool:
-    """True if an error is what has become of an interruption: NumPy, for one, makes an ImportError
+    """True if an error stands for an interruption: NumPy, for one, makes an ImportError
     of it while it is being imported."""
     while error is not None and not isinstance(error, ImportError):
         error = error.__cause__ or error.__context__
@@ -171,7 +171,7 @@ def say_nothing_is_saved() -> None:
 
 
 class EndOrder:
-    """Whether the ranks that this process starts were told to end; see `passing_on`."""
+    """The order to end for the ranks that this process starts; see `passing_on`."""
 
     def __init__(self) -> None:
         self.is_given = False

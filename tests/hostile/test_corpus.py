@@ -117,5 +117,11 @@ def test_a_hostile_file_is_read_right_or_refused_in_one_line(
     assert answer["seconds"] <= most_seconds(there), (answer, there)
 
 
+def test_the_memory_that_a_case_takes_is_counted(child: Child) -> None:
+    for size in (0, 64 << 20):
+        peak = child.ask(kind="memory", path="a", options={"size": size})["peak"]
+        assert size - (1 << 20) < peak < size + (16 << 20)
+
+
 def test_the_corpus_is_large_and_its_names_differ() -> None:
     assert len(ALL) == len(CASES) >= 2200

@@ -124,6 +124,15 @@ def test_a_model_of_the_current_folder_is_imported_and_nothing_else(
     assert [path.name for path in pictures.parent.glob("marks-*")] == []
 
 
+def test_a_transform_of_the_current_folder_is_imported_and_nothing_else(pictures: Path) -> None:
+    """A module of the user's that imports one of Python's gets that one."""
+    (pictures / "mine.py").write_text(
+        "import colorsys\n\n\ndef keep(picture):\n    return picture\n", encoding="utf-8"
+    )
+    _run(pictures, "view . --transform mine:keep --no-browser --count 1 --output ../p.html".split())
+    assert [path.name for path in pictures.parent.glob("marks-*")] == []
+
+
 def test_the_planted_modules_would_be_seen(pictures: Path) -> None:
     subprocess.run([sys.executable, "-c", "import colorsys"], cwd=pictures, check=True)
     assert [path.name for path in pictures.parent.glob("marks-*")] == ["marks-colorsys"]

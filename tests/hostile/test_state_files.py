@@ -2,6 +2,7 @@
 line.
 """
 
+import copy
 import json
 import os
 import random
@@ -222,7 +223,7 @@ def _changed(sound: dict[str, Any], seed: int) -> bytes:
         if draw.random() < 0.2 and isinstance(inner, dict):
             inner.pop(last, None)
         else:
-            inner[last] = draw.choice(NASTY)
+            inner[last] = copy.deepcopy(draw.choice(NASTY))  # It may be changed next.
     sys.set_int_max_str_digits(0)
     text = json.dumps(value).encode()
     sys.set_int_max_str_digits(4300)

@@ -1,8 +1,8 @@
 """Sends a signal to a command at a moment that one of its processes comes to; as sitecustomize.
 
 SIGNAL_AT is `NUMBER PLACE MODULE`: the process at that place, `command` or a rank's number, is
-about to import the module, or to end if it is `exit`. It then waits there for what comes of the
-signal, unless that is a step, in which it may come at any time.
+about to import the module, or to end if it is `exit`. It then waits there for the
+signal's effect, unless that is a step, in which it may come at any time.
 """
 
 import atexit

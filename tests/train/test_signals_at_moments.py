@@ -53,15 +53,15 @@ def _cases() -> list[Any]:
 
 def _left(mark: str) -> list[str]:
     """Return the commands of processes that have a variable of this value."""
-    found = []
+    commands = []
     for process in os.listdir("/proc"):
         try:
             folder = Path("/proc", process)
             if process.isdigit() and mark.encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
+                commands.append((folder / "cmdline").read_text().replace("\0", " "))
         except OSError:
             pass
-    return found
+    return commands
 
 
 @pytest.mark.parametrize(("mode", "moment", "number", "saves"), _cases())
@@ -87,6 +87,7 @@ def test_a_signal_ends_a_run_with_one_true_line_and_leaves_nothing(
         "DLIO_CACHE": str(here / "cache"),
         "DLIO_TEST_COLD": "1",
         "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(here / "torch"),  # It keeps that of TMPDIR.
         "SIGNAL_AT": f"{int(number)} {'command' if mode == 'one' else place} {module}",
         "SIGNAL_SENT": str(here / "sent"),
     }

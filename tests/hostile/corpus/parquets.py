@@ -135,7 +135,7 @@ def cases() -> Cases:
     yield Case("parquet/empty", _table(none))
     yield Case("parquet/no-columns", _table(pa.table({})))
     yield Case("parquet/nulls", _table(pa.table({"x": [1, None]})), RIGHT, "2 samples")
-    yield Case("parquet/all-null", _table(pa.table({"x": pa.nulls(5)})))
+    yield Case("parquet/all-null", _table(pa.table({"x": pa.nulls(5)})), RIGHT, "5 samples")
     same = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
     yield Case("parquet/same-names", _table(same))
     yield Case("parquet/empty-name", _table(pa.table({"": [1]})), ANY)
