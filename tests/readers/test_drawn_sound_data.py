@@ -5,6 +5,7 @@ import bz2
 import csv
 import gzip
 import io
+import json
 import lzma
 import math
 import shutil
@@ -52,6 +53,8 @@ def _read(path: str) -> Columns:
 def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, str | bytes):
         return bytes(ours) == (theirs.encode() if isinstance(theirs, str) else theirs)
+    if isinstance(theirs, list) and any(isinstance(each, str) for each in theirs):
+        return bool(json.loads(bytes(ours)) == [each or "" for each in theirs])
     left, right = np.asarray(ours), np.asarray(theirs)
     if left.size == right.size == 0:
         return True

@@ -549,8 +549,17 @@ def test_readers_of_several_sources_locate_nothing(shards: Path) -> None:
     for reader in (
         ReplicatedReader(copies),
         ConcatReader(copies),
-        SelectionReader(copies[:1], EVERY[:5] * 0, EVERY[:5]),
+        SelectionReader(copies, EVERY[:5] % 2, EVERY[:5]),
     ):
         assert abilities_of(reader).locate is None
+    locate = abilities_of(SelectionReader(copies[:1], EVERY[:5] * 0, EVERY[5:10])).locate
+    whole = abilities_of(copies[0]).locate
+    assert locate is not None
+    assert whole is not None
+    own = EVERY[:5]
+    view = locate(own, own, own)
+    source = whole(EVERY[5:10], *copies[0].layout.locate(EVERY[5:10]))
+    assert view.known.all()
+    assert view.offset.tolist() == source.offset.tolist()
     for each in copies:
         each.close()

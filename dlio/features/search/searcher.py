@@ -170,7 +170,7 @@ def _environment(work: TrialProgram, folder: str, gpus: Sequence[str]) -> dict[s
         "PYTHONUNBUFFERED": "1",
         LAUNCHER: str(os.getpid()),
         # As `dlio.launch.command_ranks.run_as_rank` reads it.
-        RECORD: json.dumps({"command": ["dlio"], **asdict(work)}),
+        RECORD: json.dumps({"command": ["dlio"], "may_end": False, **asdict(work)}),
         TRIAL: folder,
     }
     if gpus:
