@@ -1,6 +1,7 @@
 """The base class of readers of files, and questions about many files at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, Self, TypeVar
 
 import numpy as np
@@ -163,11 +164,22 @@ def neighbours(
     """
     if len(samples) == 1:
         yield int(samples[0]), int(samples[0]) + 1, [0]
+    if len(samples) < 2:
+        return
+    first, last = int(samples[0]), int(samples[-1])
+    # A block, as mostly: nothing to sort.
+    if last - first == len(samples) - 1 and bool((samples[1:] > samples[:-1]).all()):
+        edges = () if begins is None else begins[np.searchsorted(begins, first, "right") :]
+        cuts = [first, *(int(edge) for edge in edges if edge <= last), last + 1]
+        for low, high in pairwise(cuts):
+            if low < high:  # A file may have no samples.
+                yield low, high, list(range(low - first, high - first))
         return
     order = np.argsort(samples, kind="stable")
     ordered = samples[order]
-    gaps = np.diff(ordered) > 1
+    gaps = ordered[1:] - ordered[:-1] > 1
     if begins is not None:
-        gaps |= np.diff(np.searchsorted(begins, ordered, side="right")) > 0
-    for slots in np.split(order, np.flatnonzero(gaps) + 1) if len(order) else ():
-        yield int(samples[slots[0]]), int(samples[slots[-1]]) + 1, slots.tolist()
+        files = np.searchsorted(begins, ordered, side="right")
+        gaps |= files[1:] > files[:-1]
+    for low, high in pairwise([0, *(np.flatnonzero(gaps) + 1).tolist(), len(order)]):
+        yield int(ordered[low]), int(ordered[high - 1]) + 1, order[low:high].tolist()

@@ -309,8 +309,10 @@ class TarReader(PathReader):
         self._numbers = [k for k, kind in enumerate(kinds) if kind == "int64"]
         # A member that is the picture, and a number that the index has.
         is_plain = len(self._pictures) == 1 and len(self._numbers) < 2
-        is_plain &= len(kinds) == 1 + len(self._numbers) and not any(self._frames)
-        if is_plain and not any(part.is_array[k] for part in indexes for k in self._numbers):
+        is_plain &= len(kinds) == 1 + len(self._numbers)
+        is_plain &= not any(part.is_array[k] for part in indexes for k in self._numbers)
+        self._is_plain = is_plain
+        if is_plain and not any(self._frames):
             self.abilities = replace(self.abilities, locate=self._locate)
 
     def _without_label(self, indexes: Sequence[TarIndex]) -> str:
@@ -458,6 +460,9 @@ class TarReader(PathReader):
     def _payload(self, number: int, row: int, bodies: Sequence[memoryview]) -> bytes | memoryview:
         """Return the payload of a sample out of the members that its fields are."""
         part = self._parts[number]
+        if self._is_plain:
+            labels = [LABEL.pack(part.number(k, row)) for k in self._numbers]
+            return b"".join((*labels, bodies[self._pictures[0]]))
         values: dict[str, Any] = {}
         for k, (name, _) in enumerate(self.schema.fields):
             kind = self.schema.kinds[name]
@@ -472,9 +477,6 @@ class TarReader(PathReader):
                     ) from error
             else:
                 values[name] = bodies[k]
-        if len(values) == 2 and self.schema.fields[1][1] == "int64" and self.schema._sizes_at == 8:
-            image, label = (name for name, _ in self.schema.fields)
-            return b"".join((LABEL.pack(values[label]), values[image]))
         with parsing(lambda: f"{self._files[number].name}, sample {part.names[row]!r},"):
             return self.schema.join(values)
 
