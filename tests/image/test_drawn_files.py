@@ -20,6 +20,7 @@ from PIL import Image
 from dlio.errors import DecodeError
 from dlio.image.decoder import decode_whole, image_size
 from dlio.image.segmentation_masks import decode_mask
+from tests.readers.picture_files import TURNS
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -88,8 +89,8 @@ def _pillows(generator: np.random.Generator, form: str) -> _Drawn:
         exif[274] = turn = int(generator.integers(1, 9))
         options["exif"] = exif
         if form == "TIFF" and numbers is not None:
-            numbers = _turned(numbers, turn)
-            picture = None if picture is None else _turned(picture, turn)
+            numbers = TURNS[turn](numbers)
+            picture = None if picture is None else TURNS[turn](picture)
     if form == "PNG" and mode in ("RGB", "L", "RGBA") and generator.random() < 0.3:
         other = Image.new(mode, image.size)
         options |= {"save_all": True, "append_images": [other]}
@@ -99,20 +100,6 @@ def _pillows(generator: np.random.Generator, form: str) -> _Drawn:
     if form == "WEBP" and mode == "RGBA":
         numbers = None  # Colours below alpha 0 are not kept.
     return _Drawn(f"{form} {mode} {options}", memory.getvalue(), numbers, picture)
-
-
-def _turned(pixels: npt.NDArray[Any], turn: int) -> npt.NDArray[Any]:
-    """Turn by the EXIF standard's table, another way than dlio does."""
-    ways = {
-        2: lambda p: np.fliplr(p),
-        3: lambda p: np.rot90(p, 2),
-        4: lambda p: np.flipud(p),
-        5: lambda p: np.swapaxes(p, 0, 1),
-        6: lambda p: np.rot90(p, -1),
-        7: lambda p: np.swapaxes(np.rot90(p, 2), 0, 1),
-        8: lambda p: np.rot90(p, 1),
-    }
-    return ways[turn](pixels) if turn > 1 else pixels
 
 
 def _pnm(generator: np.random.Generator) -> _Drawn:
@@ -166,7 +153,7 @@ def _tiff(generator: np.random.Generator) -> _Drawn:
         },
     )
     about = f"TIFF of {bits} bits, kind {kind}, orientation {turn}, {order}, {packed}"
-    return _Drawn(about, file, _turned(meant, turn), _turned(picture, turn))
+    return _Drawn(about, file, TURNS[turn](meant), TURNS[turn](picture))
 
 
 def _alpha(generator: np.random.Generator) -> _Drawn:

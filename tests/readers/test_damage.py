@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 import pytest
 import zarr
 
-from dlio.data.reader import open_reader
 from dlio.errors import DlioError
 from tests.readers import test_differential, tfrecords
+from tests.readers.field_values import values_of
 from tests.readers.mds_rows import mds_rows
 
 Values = dict[str, list[Any]]
@@ -297,15 +297,6 @@ def damage(rng: np.random.Generator, path: Path) -> str:
     return f"{way} at {at} of {victim.name}"
 
 
-def _ours(path: str) -> Values:
-    reader = open_reader(path)
-    try:
-        rows = [reader.schema.split(each) for each in reader.read(np.arange(len(reader)))]
-        return {name: [row[name] for row in rows] for name, _ in reader.schema.fields}
-    finally:
-        reader.close()
-
-
 def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, bytes | str):
         return bytes(ours) == (theirs.encode() if isinstance(theirs, str) else theirs)
@@ -327,7 +318,7 @@ def check(name: str, seed: int, folder: Path) -> None:
     except BaseException as error:
         refusal = f"{type(error).__name__}: {error}"
     try:
-        ours = _ours(path)
+        ours = values_of(path)
     except DlioError as error:
         text = str(error)
         assert len(text.splitlines()) == 1

@@ -24,8 +24,8 @@ import zarr
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dlio.data.reader import open_reader
 from dlio.errors import DlioError
+from tests.readers.field_values import values_of
 
 Columns = dict[str, list[Any]]
 WORDS = ("damaged", "restore it", "corrupt", "cut off", "repair")
@@ -39,15 +39,6 @@ QUIET = settings(
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setenv("DLIO_TRUST", "1")  # Rehearsals have tests of their own.
-
-
-def _read(path: str) -> Columns:
-    reader = open_reader(path)
-    try:
-        rows = [reader.schema.split(each) for each in reader.read(np.arange(len(reader)))]
-        return {name: [row[name] for row in rows] for name, _ in reader.schema.fields}
-    finally:
-        reader.close()
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -64,7 +55,7 @@ def _same(ours: Any, theirs: Any) -> bool:
 def check(path: str, theirs: Columns, may_refuse: bool) -> None:
     """Compare a file with its library's values; with `may_refuse`, it may be refused instead."""
     try:
-        ours = _read(path)
+        ours = values_of(path)
     except DlioError as error:
         text = str(error)
         assert may_refuse, text
