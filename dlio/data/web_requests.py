@@ -2,7 +2,8 @@
 
 A server, or a proxy on the way, may compress what it sends, send another part of a file than it was
 asked for, or another version. Each of these is an error here, and none becomes samples. Servers
-that are busy are asked again, and an answer that does not come whole ends at DLIO_TIMEOUT.
+that are busy or hang up are asked again, and an answer that does not come whole ends at
+DLIO_TIMEOUT.
 """
 
 import asyncio
@@ -107,21 +108,34 @@ def _client(timeout_s: float) -> Callable[..., Awaitable[Any]]:
 
 
 async def _ask_again(request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Ask a busy server again when it says, unless that is after the deadline."""
-    left_s = settings().timeout_s
-    for number in range(_TRIES):
-        response = await handler(request)
+    """Ask a server again that is busy, when it says, or that hung up, unless that is after the
+    deadline."""
+    aiohttp = import_module("aiohttp")
+    left_s, number, kept = settings().timeout_s, 0, True
+    while True:
         pause_s = _FIRST_PAUSE_S * 2**number
-        with suppress(ValueError):  # A date, which few servers send.
-            pause_s = max(0.0, float(response.headers.get("Retry-After", pause_s)))
+        try:
+            response = await handler(request)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError):
+                raise
+            if kept:  # Perhaps the connection of an earlier answer, which servers close at will.
+                kept = False
+                continue
+            why = "the server hung up without an answer"
+            if number == _TRIES - 1 or left_s <= pause_s:
+                raise
+        else:
+            with suppress(ValueError):  # A date, which few servers send.
+                pause_s = max(0.0, float(response.headers.get("Retry-After", pause_s)))
+            why, kept = f"the server is busy ({response.status})", True
+            if response.status not in _BUSY or number == _TRIES - 1 or left_s <= pause_s:
+                return response
+            response.close()
         left_s -= pause_s
-        if response.status not in _BUSY or number == _TRIES - 1 or left_s <= 0:
-            break
-        text = "%s: the server is busy (%d): asked again in %.1f s"
-        log_warning(text, request.url, response.status, pause_s)
-        response.close()
+        number += 1
+        log_warning("%s: %s: asked again in %.1f s", request.url, why, pause_s)
         await asyncio.sleep(pause_s)
-    return response
 
 
 async def _check(_session: Any, _context: Any, params: Any) -> None:

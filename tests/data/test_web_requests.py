@@ -86,11 +86,13 @@ def served(
             counts[self.command] += 1
             made = Answer(self.command, self.headers["Range"] or "", data, counts[self.command])
             change(made)
+            self.close_connection = True
+            if not made.status:
+                return  # Without an answer.
             self.send_response(made.status)
             for name, value in made.headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.close_connection = True
             if self.command == "HEAD":
                 return
             try:
@@ -291,6 +293,31 @@ def test_a_busy_server_is_asked_again(
     with served(files, busy) as url:
         assert File(f"{url}/t.csv").read(2, 4) == TABLE[2:6]
     assert "the server is busy (503): asked again in 0.0 s" in caplog.text
+
+
+@pytest.mark.parametrize("times", [3, 30])
+def test_a_server_that_hangs_up_is_asked_again_a_few_times(
+    times: int,
+    files: dict[str, bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(web_requests, "_FIRST_PAUSE_S", 0.01)
+    asked: list[Headers] = []
+
+    def hanging_up(answer: Answer) -> None:
+        if answer.method == "GET" and answer.number <= times:
+            answer.status = 0
+
+    with served(files, hanging_up, asked) as url:
+        file = File(f"{url}/t.csv")
+        if times == 3:
+            assert file.read(2, 4) == TABLE[2:6]
+        else:
+            with pytest.raises(SourceError, match=r"t.csv cannot be read: .*disconnected"):
+                file.read(2, 4)
+    assert "t.csv: the server hung up without an answer: asked again in 0.0 s" in caplog.text
+    assert len(asked) < 20
 
 
 def test_a_file_that_another_reader_has_opened_anew_is_not_the_one_of_before(
