@@ -84,7 +84,7 @@ class DataRoot:
         self._roots = [each for each in (inner, path) if each is not None]
         self._real: dict[str, str] = {}
         self._judged: set[str] = set()
-        self._folders: dict[str, _OpenFolder] = {}
+        self._folders: dict[str, OpenFolder] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_folders": {}}
@@ -120,6 +120,17 @@ class DataRoot:
     def open_regular(self, path: str) -> int:
         """Do what `open` does for a regular file. Raises as it, also for anything else."""
         return regular(self.open(path), path)
+
+    def folder(self, path: str) -> "OpenFolder":
+        """Return a folder at an absolute path, open for files below it to be opened from it; see
+        `open`. Raises as it."""
+        kept = self._folders.get(path)
+        if kept is None:
+            kept = OpenFolder(self.open(path, os.O_DIRECTORY))
+            if len(_open_folders) < _most_folders():
+                _open_folders.add(kept)
+                self._folders[path] = kept
+        return kept
 
     def status(self, path: str) -> os.stat_result:
         """Return the status of the place that a path leads to; to open it judges it again.
@@ -224,14 +235,14 @@ class DataRoot:
         if name in _DOTS or place in self._folders or len(_open_folders) >= _most_folders():
             return
         try:
-            folder = _OpenFolder(open_unlinked(straight.rpartition("/")[0] or "/", FOLDER))
+            folder = OpenFolder(open_unlinked(straight.rpartition("/")[0] or "/", FOLDER))
         except OSError:
             return
         _open_folders.add(folder)
         self._folders[place] = folder
 
 
-class _OpenFolder:
+class OpenFolder:
     """The descriptor of a folder, closed with the last reference to it."""
 
     __slots__ = ("__weakref__", "number")
@@ -249,7 +260,7 @@ def _most_folders() -> int:
     return _MOST_FOLDERS if soft < 0 else min(_MOST_FOLDERS, soft // _SHARE)
 
 
-_open_folders: Final[weakref.WeakSet[_OpenFolder]] = weakref.WeakSet()
+_open_folders: Final[weakref.WeakSet[OpenFolder]] = weakref.WeakSet()
 
 
 def is_below(path: str, root: str) -> bool:

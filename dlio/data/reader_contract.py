@@ -86,8 +86,15 @@ IN_MEMORY: Final = -2
 IN_PARTS: Final = -3
 """The descriptor of payloads in parts, at whose `offset`, an address, the first PART lies."""
 PART: Final = np.dtype([("descriptor", np.int64), ("offset", np.int64), ("bytes", np.int64)])
-"""Of a payload that follows the one before: bytes of an open file, or IN_MEMORY at an address. The
-parts of a payload add up to its bytes."""
+"""Of a payload that follows the one before: bytes of an open file, or IN_MEMORY at an address, or
+IN_FOLDER, the whole of the NAMED_FILE at an address. The parts of a payload add up to its bytes."""
+IN_FOLDER: Final = -4
+NAMED_FILE: Final = np.dtype(
+    [(name, np.int64) for name in ("folder", "name", "name_bytes", "changed_ns", "follows")]
+)
+"""A file below an open folder: the folder's descriptor; address and bytes of the path below it; the
+time of change (ctime) of the file that is meant: another one is not read; 1 if the path may lead
+over links, 0 if a file behind one is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +126,8 @@ class FileLocations:
         """Return those of payloads in `parts` of type PART, shape (n, parts of a payload), without
         digests."""
         sizes = parts["bytes"].sum(1)
-        if parts.shape[1] == 1:
-            only = parts[:, 0]
+        only = parts[:, 0]
+        if parts.shape[1] == 1 and not (only["descriptor"] == IN_FOLDER).any():
             return cls(known, only["descriptor"], only["offset"], sizes, sizes, None, files)
         begins = parts.ctypes.data + np.arange(len(parts), dtype=np.int64) * parts[:1].nbytes
         places = np.full(len(parts), IN_PARTS, np.int64)

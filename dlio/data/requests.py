@@ -59,6 +59,11 @@ def request() -> AbstractContextManager[None]:
     return _RequestTimer() if _observers else _UNTIMED
 
 
+def are_observed() -> bool:
+    """True if somebody measures requests: each is to be one that `request` sees."""
+    return bool(_observers)
+
+
 def pread(root: DataRoot, path: str, offset: int, count: int | None) -> bytes:
     """Return `count` bytes of a local file, or all up to its end; fewer when it is shorter.
 

@@ -25,11 +25,12 @@ import xxhash
 
 from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, stamp_of
-from dlio.data.links import DataRoot, check_descent
+from dlio.data.links import DataRoot, OpenFolder, check_descent
 from dlio.data.requests import pread, pread_into, request
 from dlio.data.web_requests import is_absent, newest, web_options
 from dlio.errors import DlioError, SourceError, UsageError, printable, redact
 from dlio.util.limits import check_regular
+from dlio.util.link_free import opens_at_once
 from dlio.util.printable import tell_once
 from dlio.util.settings import settings
 from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
@@ -186,6 +187,16 @@ class Source(FsspecHandle):
     def open_regular(self, path: str) -> int:
         """Open a regular file by its full path; see `DataRoot.open_regular`."""
         return self._place.open_regular(path)
+
+    def names_below(self) -> tuple[OpenFolder, bool] | None:
+        """Return the root, open for files below it to be opened from it, and True if their paths
+        may lead over links; None where files are opened otherwise."""
+        if not self.local or not (self._place.follows or opens_at_once()):
+            return None
+        try:
+            return self._place.folder(self.root), self._place.follows
+        except (OSError, SourceError):
+            return None
 
     def close(self) -> None:
         """Close folders that are kept open. Those that are needed again are opened again."""

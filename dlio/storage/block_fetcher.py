@@ -44,6 +44,7 @@ from dlio.util.threads import Workers
 _PIECE_BYTES: Final = 1 << 20
 """Bytes of a range that is read in parallel with its neighbours."""
 _FILES_PER_TASK: Final = 4
+_LOCAL_FILES_PER_TASK: Final = 64
 _SPARE_BLOCKS: Final = 8
 _REQUESTS_TIMEOUT_S: Final = 2.0
 _REQUEST_LOOK_S: Final = 0.5
@@ -218,10 +219,10 @@ class SourceRequests(Closable):
         here = {n: known[n] for n in whole.tolist() if n in known} if known else {}
         samples = np.array([n for n in whole.tolist() if n not in here], np.int64)
         self._throttle(int(reader.sizes[samples].sum()))
-        if reader.objects and self._workers and len(samples) > 1:
-            # Spread over up to 64 requests, 700 files/s come through a file system of 2 ms, where
-            # `cp -r` has 33.
-            step = _FILES_PER_TASK
+        # Spread over up to 64 requests, 700 files/s come through a file system of 2 ms, where
+        # `cp -r` has 33. On a disk a task costs more than some reads.
+        step = _FILES_PER_TASK if self._piece else _LOCAL_FILES_PER_TASK
+        if reader.objects and self._workers and len(samples) > step:
             parts = [samples[k : k + step] for k in range(0, len(samples), step)]
             payloads: list[Buffer] = []
             for part in self.map(reader.read, parts, block):

@@ -57,6 +57,11 @@ def open_unlinked(path: str, flags: int = READING) -> int:
     return descriptor
 
 
+def opens_at_once() -> bool:
+    """True if the kernel opens a path without links in one call."""
+    return _kernel_calls() is not None
+
+
 def open_by_components(path: str, flags: int = READING) -> int:
     """Do what `open_unlinked` does, without `openat2`."""
     *folders, last = path.strip("/").split("/")

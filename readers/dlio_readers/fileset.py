@@ -15,14 +15,17 @@ import xxhash
 
 from dlio.data.identity import content_sample, sampled_of, spread
 from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
-from dlio.data.links import links_followed
-from dlio.data.requests import request
+from dlio.data.links import OpenFolder, links_followed
+from dlio.data.reader_contract import IN_FOLDER, NAMED_FILE
+from dlio.data.requests import are_observed, request
 from dlio.data.source import ReadErrors, Source
 from dlio.data.splits import chosen_split, how_to_choose, split_of
 from dlio.errors import SourceError
+from dlio.image.native.listed_files import read_files
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular
+from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
 from dlio.util.printable import log_warning
 from dlio.util.units import counted
@@ -246,6 +249,62 @@ class FileSet:
                 return self._read_local(self.names[number], size, head, changed_ns)
         data = self._source.read(self.names[number])
         return head + data if len(data) == size else None
+
+    def read_many(
+        self, numbers: npt.NDArray[np.int64], heads: npt.NDArray[np.uint8]
+    ) -> list[memoryview | None]:
+        """Return payloads: a head, of `heads` of shape (n, bytes), and a file's bytes.
+
+        None for files that are to be read by `read`, which tells the reason: without the C library
+        it reads them all.
+        """
+        nothing: list[memoryview | None] = [None] * len(numbers)
+        located = None if len(numbers) < 2 or are_observed() else self._named(numbers)
+        if located is None:
+            return nothing
+        sizes, head = self.sizes[numbers] - self._overhead, heads.shape[1]
+        ends = np.cumsum(sizes + head)
+        begins = ends - sizes
+        memory = np.frombuffer(new_memory(int(ends[-1])), np.uint8)
+        for k in range(head):
+            memory[begins - head + k] = heads[:, k]
+        read = read_files(located[0], sizes, begins, memory)
+        whole, at = memory.data, (begins - head).tolist()
+        return [
+            whole[begin:end] if was_read else None
+            for begin, end, was_read in zip(at, ends.tolist(), read.tolist(), strict=True)
+        ]
+
+    def locate(
+        self, numbers: npt.NDArray[np.int64], parts: npt.NDArray[np.void]
+    ) -> list[object] | None:
+        """Have `parts` of type PART, of shape (n,), be the files of these numbers; return what
+        their addresses belong to. None where files are not opened by the system."""
+        located = self._named(numbers)
+        if located is None:
+            return None
+        files, _ = located
+        parts["descriptor"] = IN_FOLDER
+        parts["offset"] = files.ctypes.data + np.arange(len(files)) * files.itemsize
+        parts["bytes"] = self.sizes[numbers] - self._overhead
+        return list(located)
+
+    def _named(
+        self, numbers: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.void], OpenFolder] | None:
+        """Return files of type NAMED_FILE, and the folder that they refer to."""
+        opened = self._source.names_below()
+        if opened is None:
+            return None
+        folder, follows = opened
+        ends = np.asarray(self.names.ends)
+        begins = np.where(numbers > 0, ends[numbers - 1], 0)
+        files = np.zeros(len(numbers), NAMED_FILE)
+        files["folder"], files["follows"] = folder.number, follows
+        files["name"] = self.names.blob.ctypes.data + begins
+        files["name_bytes"] = ends[numbers] - begins
+        files["changed_ns"] = self._changed[numbers]
+        return files, folder
 
     def is_unchanged(self) -> bool:
         """True if files have the attributes of the listing: all, or some of very many."""

@@ -23,7 +23,14 @@ from dlio.data.labels import (
     encode_labels,
 )
 from dlio.data.links import FolderLinks, links_followed
-from dlio.data.reader_contract import Fit, PathRules
+from dlio.data.reader_contract import (
+    IN_MEMORY,
+    PART,
+    Abilities,
+    FileLocations,
+    Fit,
+    PathRules,
+)
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema, WholeNumbers
 from dlio.data.source import Entry, Source, file_at
 from dlio.data.splits import splits_among
@@ -133,6 +140,8 @@ class FolderReader(ListedReader):
         """Bytes of each payload: the file's, and eight for the label."""
         self._files = FileSet(self._source, index, overhead=self.schema.overhead)
         self.layout = shuffled_layout(self.sizes)
+        if self._source.local:
+            self.abilities = Abilities(locate=self._locate)
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -166,6 +175,27 @@ class FolderReader(ListedReader):
         if self.schema.overhead:
             label = LABEL.pack(int(self.labels[sample]))
         return self._content(self._files, sample, label)
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        samples = np.asarray(samples, np.int64)
+        labels = self.labels[samples].astype("<i8").view(np.uint8).reshape(len(samples), 8)
+        payloads = self._files.read_many(samples, labels[:, : self.schema.overhead])
+        return [
+            self._read(sample) if payload is None else payload
+            for sample, payload in zip(samples.tolist(), payloads, strict=True)
+        ]
+
+    def _locate(self, samples: npt.NDArray[np.int64], _: object, __: object) -> FileLocations:
+        """Return where samples lie in a local folder; see `Abilities.locate`."""
+        has_label, labels = self.schema.overhead > 0, self.labels[samples]
+        parts = np.zeros((len(samples), 1 + has_label), PART)
+        holders = self._files.locate(samples, parts[:, -1])
+        known = np.full(len(samples), holders is not None)
+        if has_label:
+            label = parts[:, 0]
+            label["descriptor"], label["bytes"] = IN_MEMORY, labels.itemsize
+            label["offset"] = labels.ctypes.data + np.arange(len(labels)) * labels.itemsize
+        return FileLocations.of_parts(known, parts, [*(holders or ()), labels])
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
         sizes, names, ends = index["sizes"], index["names"], index["name_ends"]

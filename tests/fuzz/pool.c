@@ -99,6 +99,8 @@ enum { PARTS = 3 };
 typedef struct {
     Sample rows[COUNT];
     Place parts[COUNT][PARTS];
+    NamedFile named[COUNT];
+    char names[COUNT][32];
     uint8_t *memory;
     size_t size;
     int64_t folder, number;
@@ -119,8 +121,26 @@ static void write_file(const Set *set, const char *folder) {
     if (!file || fwrite(set->memory, 1, set->size, file) != set->size || fclose(file)) exit(3);
 }
 
-/* Have a payload, from a byte of the file on, lie in parts: of the file, and of memory. Some are of no
- * bytes, which is refused. */
+/* Have the last part be a file of its own, seldom another one than is said. */
+static void name_last(Set *set, int k, const uint8_t *data) {
+    Place *last = set->parts[k] + PARTS - 1;
+    char *name = set->names[k];
+    int bytes = snprintf(name, sizeof set->names[k], "%lld-%d", (long long)set->number, k);
+    int file = openat((int)set->folder, name, O_RDWR | O_CREAT | O_TRUNC, 0600);
+    struct stat status;
+    if (file < 0 || write(file, data, (size_t)last->bytes) != last->bytes || fstat(file, &status) ||
+        close(file))
+        exit(3);
+    int64_t changed_ns = status.st_ctim.tv_sec * (int64_t)1000000000 + status.st_ctim.tv_nsec;
+    set->named[k] = (NamedFile){.folder = set->folder, .name = (int64_t)(uintptr_t)name,
+                                .name_bytes = bytes - !draw(12), .changed_ns = changed_ns + !draw(12),
+                                .follows = (int64_t)draw(2)};
+    last->descriptor = IN_FOLDER, last->offset = (int64_t)(uintptr_t)(set->named + k);
+    last->bytes += !draw(12);
+}
+
+/* Have a payload, from a byte of the file on, lie in parts: of the file, of memory, and the last one may
+ * be a file. Some are of no bytes, which is refused. */
 static void divide(Set *set, int k, size_t at, size_t raw) {
     size_t from = 0;
     for (int p = 0; p < PARTS; p++) {
@@ -132,6 +152,8 @@ static void divide(Set *set, int k, size_t at, size_t raw) {
                                    .bytes = (int64_t)bytes};
         from += bytes;
     }
+    size_t last = (size_t)set->parts[k][PARTS - 1].bytes;
+    if (draw(2)) name_last(set, k, set->memory + at + raw - last);
     Sample *row = set->rows + k;
     row->descriptor = IN_PARTS, row->block = -1, row->offset = (int64_t)(uintptr_t)set->parts[k];
     row->raw = row->stored = (int64_t)raw;

@@ -2,12 +2,17 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 #include <unistd.h>
 
 #include "pool.h"
@@ -291,4 +296,54 @@ int dlio_read_all(int file, uint8_t *into, size_t size, int64_t offset) {
         into += count, size -= (size_t)count, offset += count;
     }
     return 1;
+}
+
+static int64_t changed_ns(const struct stat *status) {
+#ifdef __APPLE__
+    const struct timespec *time = &status->st_ctimespec;
+#else
+    const struct timespec *time = &status->st_ctim;
+#endif
+    return time->tv_sec * (int64_t)1000000000 + time->tv_nsec;
+}
+
+/* Open a file below a folder, waiting for nobody. -1 if it cannot be, or lies behind a link that is not to
+ * be followed. */
+static int open_named(const NamedFile *named) {
+    char name[PATH_MAX];
+    if (named->name_bytes < 1 || named->name_bytes >= PATH_MAX) return -1;
+    memcpy(name, (const void *)(uintptr_t)named->name, (size_t)named->name_bytes);
+    name[named->name_bytes] = 0;
+    int file = -1;
+    if (named->follows) {
+        do file = openat((int)named->folder, name, FLAGS & ~O_NOFOLLOW);
+        while (file < 0 && errno == EINTR);
+        return file;
+    }
+#ifdef SYS_openat2
+    /* `struct open_how` of the kernel; its RESOLVE_NO_SYMLINKS and RESOLVE_BENEATH. */
+    struct { uint64_t flags, mode, resolve; } how = {.flags = FLAGS, .resolve = 0x04 | 0x08};
+    do file = (int)syscall(SYS_openat2, (int)named->folder, name, &how, sizeof how);
+    while (file < 0 && (errno == EINTR || errno == EAGAIN));
+#endif
+    return file;
+}
+
+int dlio_read_named(const NamedFile *named, uint8_t *into, size_t size) {
+    int file = open_named(named);
+    if (file < 0) return 0;
+    /* Looked at after the read: who changes a file while it is read changes its time. */
+    struct stat status;
+    int is_read = dlio_read_all(file, into, size, 0) && !fstat(file, &status) &&
+                  S_ISREG(status.st_mode) && (size_t)status.st_size == size &&
+                  changed_ns(&status) == named->changed_ns;
+    close(file);
+    return is_read;
+}
+
+/* Read whole files of these sizes to offsets of the memory. `read` gets 1 for each that was. */
+EXPORT void dlio_files_read(const NamedFile *files, const int64_t *sizes, const int64_t *offsets,
+                            int64_t count, uint8_t *memory, uint8_t *read) {
+    for (int64_t k = 0; k < count; k++)
+        read[k] = sizes[k] > 0 && dlio_read_named(files + k, memory + offsets[k], (size_t)sizes[k]);
 }

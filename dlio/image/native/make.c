@@ -57,7 +57,10 @@ static int join(const Sample *sample, uint8_t *into) {
         if (place->bytes < 1 || place->bytes > sample->raw - at) return 0;
         if (place->descriptor == IN_MEMORY)
             memcpy(into + at, (const void *)(uintptr_t)place->offset, (size_t)place->bytes);
-        else if (!dlio_read_all((int)place->descriptor, into + at, (size_t)place->bytes,
+        else if (place->descriptor == IN_FOLDER) {
+            const NamedFile *named = (const NamedFile *)(uintptr_t)place->offset;
+            if (!dlio_read_named(named, into + at, (size_t)place->bytes)) return 0;
+        } else if (!dlio_read_all((int)place->descriptor, into + at, (size_t)place->bytes,
                                 place->offset))
             return 0;
     }

@@ -17,17 +17,25 @@ enum {
     DAMAGED = 2,    /* its bytes are not those that were written */
     UNKNOWN = 3     /* coded in a way that this library leaves to others */
 };
-enum { STORED = 2, IN_MEMORY = -2, IN_PARTS = -3, IN_PLACE = 2 };
+enum { STORED = 2, IN_MEMORY = -2, IN_PARTS = -3, IN_FOLDER = -4, IN_PLACE = 2 };
 /* Bytes that are read in place, at most: of more, the copy would be the smaller part, and all of a
  * tier would count as this process's memory. */
 enum { SMALL = 1 << 14 };
 
 /* A part of a payload, which follows the one before: PART of dlio/data/reader_contract.py. */
 typedef struct {
-    int64_t descriptor; /* of its file, or IN_MEMORY */
-    int64_t offset;     /* in the file; or its address */
+    int64_t descriptor; /* of its file, IN_MEMORY, or IN_FOLDER */
+    int64_t offset;     /* in the file; or its address, or that of its NamedFile */
     int64_t bytes;
 } Place;
+
+/* A whole file below a folder: NAMED_FILE of dlio/data/reader_contract.py. */
+typedef struct {
+    int64_t folder;     /* its descriptor */
+    int64_t name, name_bytes; /* address of the path below it */
+    int64_t changed_ns; /* time of change (ctime) of the file that is meant */
+    int64_t follows;    /* 1 if the path may lead over links; otherwise a file behind one is not read */
+} NamedFile;
 
 /* Where a sample's payload lies, and for which slot of the batch it is. */
 typedef struct {
@@ -195,6 +203,8 @@ int dlio_expect(const Sample *sample, int64_t from, int64_t bytes, const Thread 
 void dlio_expect_write(const uint8_t *to, int64_t bytes);
 /* Have the file be opened anew at its next use. */
 void dlio_distrust(Thread *thread);
+/* Read a whole file of so many bytes. Returns 0 if it cannot be read, or is another one. */
+int dlio_read_named(const NamedFile *named, uint8_t *into, size_t size);
 /* Returns 0 if the file cannot be read, or ends before. */
 int dlio_read_all(int file, uint8_t *into, size_t size, int64_t offset);
 /* Have one more user of them. */
