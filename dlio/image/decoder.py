@@ -73,6 +73,7 @@ from dlio.image.jpeg import (
     cut,
     ends,
     ends_after,
+    gains_by_restarts,
     good_interval,
     interval_starts,
     parse_frame,
@@ -841,15 +842,18 @@ def _rgb(pixels: StoredPixels) -> npt.NDArray[np.uint8]:
 
 
 def encode_with_restarts(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
-    """Return a 4:2:0 JPEG whose rows are restart intervals, with a segment of their offsets. Pixels
-    are RGB of shape (height, width, 3)."""
+    """Return a 4:2:0 JPEG whose rows are restart intervals, with a segment of their offsets, if its
+    crops gain by that. Pixels are RGB of shape (height, width, 3)."""
     cv2 = opencv()
     options = [
         *(cv2.IMWRITE_JPEG_QUALITY, quality),
         *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420),
-        *(cv2.IMWRITE_JPEG_RST_INTERVAL, good_interval(pixels.shape[1], 16)),
-        *(cv2.IMWRITE_JPEG_OPTIMIZE, 1),
     ]
+    if gains_by_restarts(*pixels.shape[:2]):
+        options += [
+            *(cv2.IMWRITE_JPEG_RST_INTERVAL, good_interval(pixels.shape[1], 16)),
+            *(cv2.IMWRITE_JPEG_OPTIMIZE, 1),
+        ]
     done, data = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), options)
     if not done:
         raise ValueError(f"OpenCV cannot encode {pixels.shape}")

@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -158,8 +159,8 @@ def test_damaged_jpegs_are_refused_and_nothing_else(noise: bytes, at: int) -> No
 
 
 def test_restart_rows_are_added_losslessly_where_there_is_a_tool() -> None:
-    image = _jpeg(100, 128, "4:2:0", intervals=None)
-    good = _jpeg(100, 128, "4:2:0", intervals=2)
+    image = _jpeg(600, 128, "4:2:0", intervals=None)
+    good = _jpeg(600, 128, "4:2:0", intervals=2)
     assert with_restarts(good) == with_kept_starts(good)
     assert with_restarts(b"no jpeg") is None
     made = with_restarts(image)
@@ -170,6 +171,25 @@ def test_restart_rows_are_added_losslessly_where_there_is_a_tool() -> None:
     assert frame is not None
     assert frame.starts_at
     assert frame.intervals_a_row == 2
+
+
+def test_small_pictures_keep_their_huffman_tables() -> None:
+    """Own ones would take longer than the rows that restarts spare."""
+    assert with_restarts(_jpeg(100, 128, "4:2:0", intervals=None)) is None
+    few = _jpeg(100, 128, "4:2:0", intervals=1)
+    assert with_restarts(few) == with_kept_starts(few) != few
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 256, 3), np.uint8)
+    tables = []
+    for part in (pixels, pixels[:200]):
+        image = encode_with_restarts(part, 90)
+        frame = parse_frame(image)
+        assert frame is not None
+        assert (interval_starts(image, frame) is not None) == (part is pixels)
+        tables.append(len(image[: frame.scan_at]))
+    standard = cv2.imencode(".jpg", pixels[:200])[1].tobytes()
+    plain = parse_frame(standard)
+    assert plain is not None
+    assert tables[1] == plain.scan_at
 
 
 @settings(deadline=None, max_examples=30)

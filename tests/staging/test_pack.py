@@ -159,14 +159,14 @@ def test_every_sample_is_packed_once_by_any_number_of_workers(
 
 
 def test_images_are_resized_and_restart_at_rows(pictures: Path, tmp_path: Path) -> None:
-    pack(str(pictures), str(tmp_path / "out"), resize=100, order="source")
+    pack(str(pictures), str(tmp_path / "out"), resize=260, order="source")
     source, packed = open_reader(str(pictures)), open_reader(str(tmp_path / "out"))
     assert packed.schema.kinds["image"].text == "jpeg"
     for before, after in zip(source.read(np.arange(12)), packed.read(np.arange(12)), strict=True):
         old, new = source.schema.split(before), packed.schema.split(after)
         assert old["label"] == new["label"]
         small, large = decode_whole(new["image"], "b"), decode_whole(old["image"], "a")
-        assert min(small.shape[:2]) == min(100, min(large.shape[:2]))
+        assert min(small.shape[:2]) == min(260, min(large.shape[:2]))
         frame = parse_frame(new["image"])
         assert frame is not None
         assert frame.intervals_a_row
