@@ -39,7 +39,7 @@ from dlio.storage.decoded_tier import DecodedTier
 # For smaller ones the pieces of memory cost more than the copy that they save.
 _DIRECT_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
-_NUMBERS_BYTES: Final = 32 << 20
+_NUMBERS_BYTES: Final = 256 << 20
 """Most bytes of a batch of crops that is made of numbers in place of bytes from the start."""
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types of numbers of so many bytes that numpy has, too."""
@@ -91,7 +91,8 @@ def _crop_batches(
     native, made = _native_crops(recipe, decoded), None
     if native is not None and stays and not recipe.transforms and recipe.batch_transform:
         made = recipe.batch_transform.values()
-    # Batches that wait take the place of fewer of bytes: large ones are converted one at a time.
+    # Batches of numbers wait in four times the memory, but converting them as they are handed out
+    # takes as long as the decoding, in one thread: those of moderate size are made of them.
     if made is None or rows * math.prod(shape) * made.itemsize > _NUMBERS_BYTES:
         size, together = batch_size * math.prod(shape), 1
         is_plain = collate is None and decoded is None and not recipe.transforms
