@@ -346,6 +346,12 @@ static int crop_png(const Job *job, const Sample *sample, const uint8_t *data, s
     const CropRule *rule = &job->recipe->rule;
     PngShape shape;
     Box box;
+    if (sample->kept == IN_PLACE) {
+        /* Whoever leaves libpng because the file is cut off leaves its memory behind. */
+        if (!reserve(&thread->packed, &thread->packed_size, size)) return UNREADABLE;
+        memcpy(thread->packed, data, size);
+        data = thread->packed;
+    }
     if (!dlio_png_shape(data, size, &shape) || shape.height * shape.width > rule->most_pixels)
         return UNKNOWN;
     draw(rule, job->uniforms + job->draws * sample->slot, shape.height, shape.width, &box);
