@@ -79,6 +79,29 @@ def together(
     return flat(net)
 
 
+def assigned(count: int, weighs: bool, in_place: bool, exchange: str = "allreduce") -> torch.Tensor:
+    """Train with gradients of two batches each that no backward of a parameter has made."""
+    net = model()
+    parameters: list[Any] = list(net.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    with dlio.distribute(net, optimizer, exchange) as ranks:
+        loader = dlio.DataLoader(data(count), BATCH, seed=1)
+        for number, (x, y) in enumerate(loader):
+            if weighs:
+                ranks.weigh(len(x))
+            loss = nn.functional.mse_loss(net(x), y) / 2
+            for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                if in_place and p.grad is not None:
+                    p.grad += g
+                else:
+                    p.grad = g if p.grad is None else p.grad + g
+            if number % 2 or number + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=not in_place)
+        ranks.finish()
+    return flat(net)
+
+
 def weighed_by_hand() -> torch.Tensor:
     """A loop that calls `weigh`, as before."""
     net = model()
@@ -140,6 +163,14 @@ def main() -> None:
             got = together(count, accumulated, False, **options)
             wanted = alone(count, accumulated, False)
             near(got, wanted, rtol=0, atol=1e-5, msg=f"{count} {accumulated} {options}")
+    for count in (25, 27, 31):
+        for weighs, in_place, exchange in (
+            *((False, False, "allreduce"), (False, True, "allreduce"), (True, False, "allreduce")),
+            *((True, True, "allreduce"), (False, False, "local-sgd(1)")),
+        ):
+            wanted = alone(count, 2, False)
+            got = assigned(count, weighs, in_place, exchange)
+            near(got, wanted, rtol=0, atol=1e-5, msg=f"{count} {weighs} {in_place} {exchange}")
     # Two samples, and three, are on one rank: its statistics are one process's.
     for count in (10, 11):
         net, (x, y) = model(True), data(count).tensors
