@@ -470,10 +470,15 @@ class _ScriptTakeover:
                     "of losses that are made of it: one process's, where all between is linear; "
                     "lengths, signs and angles of such gradients are those of the parts"
                 )
-            elif all(map(self._inputs.is_of_samples, several)) and not _is_transformed():
+            else:
                 roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-                with self._losses.of_samples(roots):
-                    return original(outputs, several, *args, **options)
+                of_samples = all(
+                    isinstance(each, torch.Tensor) and self._inputs.is_of_samples(each, roots)
+                    for each in several
+                )
+                if of_samples and not _is_transformed():
+                    with self._losses.of_samples(roots):
+                        return original(outputs, several, *args, **options)
             return original(outputs, several, *args, **options)
 
         return grad
