@@ -319,8 +319,8 @@ class ExchangeHandle(Closable):
 
         Ranks then count in proportion to their samples. Without a call they count by the samples
         that a `dlio.DataLoader` hands out, and alike with other loaders. With 0 a rank's gradients
-        count nothing: if all ranks have none, those of earlier backwards of the step stay. Gradients
-        that were assigned to `.grad` since the last call are averaged now. Collective.
+        count nothing: if all ranks have none, those of earlier backwards of the step stay.
+        Gradients that were assigned to `.grad` since the last call are averaged now. Collective.
         """
         self._weigh_no_more()
         for exchange in self.exchanges:

@@ -22,9 +22,16 @@ from dlio.integrations.script.share import ScriptContext
 _NODES: Final = 20_000
 """Most nodes of a graph among which such tensors are looked for."""
 _INPUT_AT: Final = {
-    **{"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "BaddbmmBackward0": 1},
-    **{"LinearBackward0": 0, "ConvolutionBackward0": 0, "MkldnnRnnLayerBackward0": 0},
-    **{f"{kind}NormBackward0": 0 for kind in ("NativeBatch", "NativeGroup", "NativeLayer")},
+    "MmBackward0": 0,
+    "BmmBackward0": 0,
+    "LinearBackward0": 0,
+    "AddmmBackward0": 1,
+    "BaddbmmBackward0": 1,
+    "ConvolutionBackward0": 0,
+    "MkldnnRnnLayerBackward0": 0,
+    "NativeBatchNormBackward0": 0,
+    "NativeGroupNormBackward0": 0,
+    "NativeLayerNormBackward0": 0,
 }
 """Places of a network's values, not of its weights, among the inputs of operations."""
 _LEVELS: Final = 8
