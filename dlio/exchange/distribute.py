@@ -383,6 +383,13 @@ class ExchangeHandle(Closable):
         for exchange in self._around_step(None):
             exchange.take_assigned()
 
+    def expect_changes(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Learn that the gradients of some tensors are computed without a backward: those of
+        parameters may be added to means in place."""
+        for exchange in {self._of_parameter.get(each) for each in parameters}:
+            if exchange is not None:
+                exchange.expect_changes()
+
     def before_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Return once the gradients of an optimizer, or of all of them, are final. Optimizers call
         it if their steps are followed."""
@@ -536,7 +543,25 @@ def distribute(
     ranks.weigh_by_batches(model)
     _distributed.add(ranks)
     _agree_on_plateaus()
+    _follow_grad()
     return ranks
+
+
+def _follow_grad() -> None:
+    """Have distributed exchanges learn of the calls of `torch.autograd.grad`."""
+    original: Any = torch.autograd.grad
+    if getattr(original, "_is_dlios", False):
+        return
+
+    @wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        several = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        for ranks in tuple(_distributed):
+            ranks.expect_changes(each for each in several if isinstance(each, torch.Tensor))
+        return original(outputs, inputs, *args, **options)
+
+    vars(grad)["_is_dlios"] = True
+    torch.autograd.grad = grad
 
 
 def _agree_on_plateaus() -> None:

@@ -139,6 +139,8 @@ class SynchronousSgd(Exchange):
         """Value of the last call of `hold`."""
         self._has_assigned = False
         """True once a step had gradients that no backward has made."""
+        self._expects_changes = False
+        """True if such gradients may have been added to means since the last average."""
         self._weights = _GradientWeights()
         self._wait_s = 0.0
         self._ranks = comm.size
@@ -197,8 +199,12 @@ class SynchronousSgd(Exchange):
 
     def take_assigned(self) -> None:
         is_idle = self._phase is StepPhase.IDLE
-        if self._average_assigned(looks_at_changes=is_idle):
+        if self._average_assigned(looks_at_changes=is_idle or self._expects_changes):
             self._phase = StepPhase.AVERAGED
+        self._expects_changes = False
+
+    def expect_changes(self) -> None:
+        self._expects_changes = True
 
     def settle_assigned(self) -> None:
         is_idle = self._phase is StepPhase.IDLE

@@ -102,6 +102,31 @@ def assigned(count: int, weighs: bool, in_place: bool, exchange: str = "allreduc
     return flat(net)
 
 
+def added_to_means(clips: bool) -> None:
+    """Gradients that no backward has made are added to those of one, in place."""
+    net = model()
+    parameters: list[Any] = list(net.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    with dlio.distribute(net, optimizer) as ranks:
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = net(torch.ones(1, 4) + world().rank)
+            torch.autograd.backward(out.square().mean(), retain_graph=True)
+            wanted = [p.grad.clone() for p in parameters]
+            more = torch.autograd.grad(out.mean(), parameters)
+            for p, mean, g in zip(parameters, wanted, more, strict=True):
+                p.grad += g
+                everyone = world().allgather(g.tolist())
+                mean += (torch.tensor(everyone[0]) + torch.tensor(everyone[1])) / 2
+            if clips:
+                ranks.take_assigned()
+                nn.utils.clip_grad_value_(parameters, 0.1)
+                wanted = [each.clamp(-0.1, 0.1) for each in wanted]
+            optimizer.step()
+            for p, mean in zip(parameters, wanted, strict=True):
+                torch.testing.assert_close(p.grad, mean)
+
+
 def weighed_by_hand() -> torch.Tensor:
     """A loop that calls `weigh`, as before."""
     net = model()
@@ -150,6 +175,8 @@ def main() -> None:
     assert world().size == 2
     without_samples()
     clipped_with_others()
+    added_to_means(False)
+    added_to_means(True)
     near = torch.testing.assert_close
     for count in (25, 26, 27, 1):
         for accumulated, options in (

@@ -464,6 +464,7 @@ class _ScriptTakeover:
             if self._hooks.is_inside:
                 return original(outputs, several, *args, **options)
             if any(self._context.places()) and any(map(self._has_means, several)):
+                self._ranks.expect_changes(several)
                 self._context.say(
                     f"{script_line()}: torch.autograd.grad gives the gradient of each rank's part "
                     "of a batch there. Ranks average what is assigned to .grad, and the gradients "
