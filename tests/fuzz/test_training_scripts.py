@@ -116,6 +116,9 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"layout": "time first", "batch": "8", "habit": "hardest", "samples": "64"}, "run", 2, "said"),
     # A part of the samples has the shape of a weight.
     ({"samples": "49", "batch": "16", "gradient": "penalty"}, "run", 2, "same"),
+    # Assigned gradients of means over tokens were called one process's.
+    ({"loss": "tokens", "several": "gan", "gradient": "autograd.grad"}, "run", 2, "said"),
+    ({"several": "gan", "gradient": "autograd.grad"}, "run", 2, "same"),
     # Whole first batches counted as often as there are ranks in means that were about right.
     (
         {"batch": "8", "optimizer": "adam", "prints": "train loss", "skip": "every third"}

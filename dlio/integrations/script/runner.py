@@ -467,8 +467,10 @@ class _ScriptTakeover:
                 self._ranks.expect_changes(several)
                 self._context.say(
                     f"{script_line()}: torch.autograd.grad gives the gradient of each rank's part "
-                    "of a batch there. Ranks average what is assigned to .grad, and the gradients "
-                    "of losses that are made of it: one process's, where all between is linear; "
+                    "of a batch there. Ranks average what is added to .grad, by their samples of "
+                    "the latest batch, and the gradients of losses that are made of it: one "
+                    "process's, where the loss is a mean over samples, of one batch for each step, "
+                    "and all between is linear; sums, means over tokens or by class weights, and "
                     "lengths, signs and angles of such gradients are those of the parts"
                 )
             else:
