@@ -150,7 +150,7 @@ class _ScriptTakeover:
         context.guard.unowned = self._unowned
         context.guard.buffers = self._script_buffers
         self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
-        self._hooks = GradientHooks(self._has_means, lambda: context.part)
+        self._hooks = GradientHooks(self._has_means, lambda: context.part, context.say)
         self._inputs = InputGradients(context, lambda: self._ranks.parameters)
         context.mixed_inputs.requires_gradient = self._inputs.require
         self._readings = Readings(context)
