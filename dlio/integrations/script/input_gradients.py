@@ -164,18 +164,18 @@ def _enters_as_samples(leaf: torch.Tensor, roots: Sequence[torch.Tensor]) -> boo
     above: dict[Any, list[tuple[Any, int]]] = {}
     nodes = [getattr(root, "grad_fn", None) for root in roots]  # Not of edges of graphs.
     stack: list[Any] = [node for node in nodes if node is not None]
-    seen, found = set(stack), None
+    seen, start = set(stack), None
     while stack and len(seen) < _NODES:
         node = stack.pop()
         if name_of(node) == "AccumulateGrad" and node.variable is leaf:
-            found = node
+            start = node
         for place, (below, _) in enumerate(node.next_functions):
             if below is not None:
                 above.setdefault(below, []).append((node, place))
                 if below not in seen:
                     seen.add(below)
                     stack.append(below)
-    level = [found]
+    level = [start]
     for _ in range(_LEVELS):
         uses = [use for node in level for use in above.get(node, ())]
         known = [(_INPUT_AT.get(name_of(node)), place) for node, place in uses]
