@@ -16,16 +16,16 @@ def mark_means(parameters: Iterable[torch.Tensor]) -> None:
             setattr(grad, _MEAN, grad._version)
 
 
-def has_assigned(parameters: Iterable[torch.Tensor], is_idle: bool) -> bool:
+def has_assigned(parameters: Iterable[torch.Tensor], looks_at_changes: bool) -> bool:
     """True if a gradient is in place that is not the mean.
 
-    Without a backward since the last step (`is_idle`), changed ones are not; after one they may
-    have been clipped. A mean that was moved into another tensor is taken for one that is not:
-    to average it again changes nothing.
+    Changed ones are not, if `looks_at_changes`; after a backward they may have been clipped. A mean
+    that was moved into another tensor is taken for one that is not: to average it again changes
+    nothing.
     """
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
             version = getattr(grad, _MEAN, None)
-            if version is None or (is_idle and version != grad._version):
+            if version is None or (looks_at_changes and version != grad._version):
                 return True
     return False

@@ -88,6 +88,13 @@ def share_of(data: object) -> BatchShare | None:
     return next((s for t in tensors_of(data) if (s := _of_tensor.get(t)) is not None), None)
 
 
+def parts_of(share: BatchShare | None) -> tuple[float, ...]:
+    """Return the parts of a batch that the ranks have; empty if they are even."""
+    if share is None or share.is_even:
+        return ()
+    return tuple(count / sum(share.counts) for count in share.counts)
+
+
 def mark(share: BatchShare, data: object) -> None:
     """Note that a batch's tensors are copies of one that was handed out."""
     _of_tensor.set(tensors_of(data), share)

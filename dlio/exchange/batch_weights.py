@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dlio.exchange.batch_share import BatchShare, listen, share_of, stop_listening
+from dlio.exchange.batch_share import BatchShare, listen, parts_of, share_of, stop_listening
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.joined_batches import JoinedBatches
 from dlio.exchange.synchronous_sgd import SynchronousSgd
@@ -60,8 +60,12 @@ class BatchWeights:
         return samples
 
     def use(self, share: BatchShare | None) -> None:
-        """Weigh the next backward by a batch; None for one that all ranks count alike."""
+        """Weigh the next backward by a batch; None for one that all ranks count alike. Collective
+        where ranks share it otherwise than the last one."""
         if not self._closed:
+            if parts_of(share) != parts_of(self._share):
+                for exchange in self._exchanges():
+                    exchange.settle_assigned()
             self._share = share
             self._weigh()
 

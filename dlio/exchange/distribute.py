@@ -320,8 +320,11 @@ class ExchangeHandle(Closable):
         Ranks then count in proportion to their samples. Without a call they count by the samples
         that a `dlio.DataLoader` hands out, and alike with other loaders. With 0 a rank's gradients
         count nothing: if all ranks have none, those of earlier backwards of the step stay.
+        Gradients that were assigned to `.grad` since the last call are averaged now. Collective.
         """
         self._weigh_no_more()
+        for exchange in self.exchanges:
+            exchange.settle_assigned()
         self._leave_out(not samples)
         self.samples = samples
         self._weighed += samples
@@ -379,6 +382,13 @@ class ExchangeHandle(Closable):
             self._take_unowned(self.clipped())
         for exchange in self._around_step(None):
             exchange.take_assigned()
+
+    def expect_changes(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Learn that the gradients of some tensors are computed without a backward: those of
+        parameters may be added to means in place."""
+        for exchange in {self._of_parameter.get(each) for each in parameters}:
+            if exchange is not None:
+                exchange.expect_changes()
 
     def before_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Return once the gradients of an optimizer, or of all of them, are final. Optimizers call
@@ -533,7 +543,25 @@ def distribute(
     ranks.weigh_by_batches(model)
     _distributed.add(ranks)
     _agree_on_plateaus()
+    _follow_grad()
     return ranks
+
+
+def _follow_grad() -> None:
+    """Have distributed exchanges learn of the calls of `torch.autograd.grad`."""
+    original: Any = torch.autograd.grad
+    if getattr(original, "_is_dlios", False):
+        return
+
+    @wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        several = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        for ranks in tuple(_distributed):
+            ranks.expect_changes(each for each in several if isinstance(each, torch.Tensor))
+        return original(outputs, inputs, *args, **options)
+
+    vars(grad)["_is_dlios"] = True
+    torch.autograd.grad = grad
 
 
 def _agree_on_plateaus() -> None:

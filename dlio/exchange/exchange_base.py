@@ -12,7 +12,7 @@ An exchange overrides the calls of the places where it acts; the others do nothi
 | | `allreduce` etc. | `gossip`, `noloco` | the same, nodes | `asgd` | `local-sgd`, `diloco` |
 |---|---|---|---|---|---|
 | `before_backward`, `weigh`, `hold` | x | | x | | |
-| `take_assigned` | x | | x | | |
+| `take_assigned`, `settle_assigned`, `expect_changes` | x | | x | | |
 | `before_step` | x | x | x | x | |
 | `after_step` | | x | x | x | x |
 | `finish` | | x | x | | x |
@@ -71,6 +71,14 @@ class Exchange:
 
     def take_assigned(self) -> None:
         """Average gradients that are in place without a backward, before they are clipped."""
+
+    def expect_changes(self) -> None:
+        """Have the next step look for means that are changed in place: each rank may add a gradient
+        of its own to them, which no backward has made."""
+
+    def settle_assigned(self) -> None:
+        """Average those of earlier batches, before `weigh` has later ones count otherwise: ranks
+        add them up in place, and send them at the step else. Collective."""
 
     def before_step(self) -> None:
         """Return once gradients are final on all ranks, and weights may change."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from dlio.exchange.batch_share import BatchShare, share_of, tensors_of
+from dlio.exchange.batch_share import BatchShare, parts_of, share_of, tensors_of
 from dlio.util.printable import log_line
 
 _OURS: Final = ("torch", "dlio", "accelerate")
@@ -53,8 +53,8 @@ class JoinedBatches:
         if self._was_told:
             return
         weighing = self._weighing()
-        other = next((s for s in shares if _parts(s) != _parts(weighing)), weighing)
-        if _parts(other) == _parts(weighing):
+        other = next((s for s in shares if parts_of(s) != parts_of(weighing)), weighing)
+        if parts_of(other) == parts_of(weighing):
             return
         self._was_told = True
         known = [each for each in (other, weighing) if each is not None]
@@ -70,13 +70,6 @@ class JoinedBatches:
                 _told(other),
                 _told(weighing),
             )
-
-
-def _parts(share: BatchShare | None) -> tuple[float, ...]:
-    """Return the parts of a batch that the ranks have; empty if they are even."""
-    if share is None or share.is_even:
-        return ()
-    return tuple(count / sum(share.counts) for count in share.counts)
 
 
 def _told(share: BatchShare | None) -> str:

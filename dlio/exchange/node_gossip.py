@@ -131,6 +131,12 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
     def take_assigned(self) -> None:
         self._within.take_assigned()
 
+    def expect_changes(self) -> None:
+        self._within.expect_changes()
+
+    def settle_assigned(self) -> None:
+        self._within.settle_assigned()
+
     def before_step(self) -> None:
         # First complete buckets that others may wait for: a rank without samples joined none.
         self._join_all()

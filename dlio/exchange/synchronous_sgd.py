@@ -137,6 +137,10 @@ class SynchronousSgd(Exchange):
         self._phase = StepPhase.IDLE
         self._held = False
         """Value of the last call of `hold`."""
+        self._has_assigned = False
+        """True once a step had gradients that no backward has made."""
+        self._expects_changes = False
+        """True if such gradients may have been added to means since the last average."""
         self._weights = _GradientWeights()
         self._wait_s = 0.0
         self._ranks = comm.size
@@ -195,11 +199,27 @@ class SynchronousSgd(Exchange):
 
     def take_assigned(self) -> None:
         is_idle = self._phase is StepPhase.IDLE
-        if not self._context.takes_assigned or not (is_idle or self._phase is StepPhase.AVERAGED):
-            return
-        if has_assigned(self._parameters, is_idle):
-            self._average()
+        if self._average_assigned(looks_at_changes=is_idle or self._expects_changes):
             self._phase = StepPhase.AVERAGED
+        self._expects_changes = False
+
+    def expect_changes(self) -> None:
+        self._expects_changes = True
+
+    def settle_assigned(self) -> None:
+        is_idle = self._phase is StepPhase.IDLE
+        # Where backward makes all gradients, changed ones have been set to zero in place.
+        self._average_assigned(looks_at_changes=is_idle and self._has_assigned)
+
+    def _average_assigned(self, looks_at_changes: bool) -> bool:
+        phase = self._phase
+        if not self._context.takes_assigned or phase not in (StepPhase.IDLE, StepPhase.AVERAGED):
+            return False
+        is_found = has_assigned(self._parameters, looks_at_changes)
+        if is_found:
+            self._has_assigned |= phase is StepPhase.IDLE
+            self._average()
+        return is_found
 
     def reshape(self, cuts: Sequence[TensorCut]) -> None:
         before, state = self._buckets, self.state()

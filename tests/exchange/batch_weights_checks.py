@@ -79,6 +79,54 @@ def together(
     return flat(net)
 
 
+def assigned(count: int, weighs: bool, in_place: bool, exchange: str = "allreduce") -> torch.Tensor:
+    """Train with gradients of two batches each that no backward of a parameter has made."""
+    net = model()
+    parameters: list[Any] = list(net.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    with dlio.distribute(net, optimizer, exchange) as ranks:
+        loader = dlio.DataLoader(data(count), BATCH, seed=1)
+        for number, (x, y) in enumerate(loader):
+            if weighs:
+                ranks.weigh(len(x))
+            loss = nn.functional.mse_loss(net(x), y) / 2
+            for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                if in_place and p.grad is not None:
+                    p.grad += g
+                else:
+                    p.grad = g if p.grad is None else p.grad + g
+            if number % 2 or number + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=not in_place)
+        ranks.finish()
+    return flat(net)
+
+
+def added_to_means(clips: bool) -> None:
+    """Gradients that no backward has made are added to those of one, in place."""
+    net = model()
+    parameters: list[Any] = list(net.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    with dlio.distribute(net, optimizer) as ranks:
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = net(torch.ones(1, 4) + world().rank)
+            torch.autograd.backward(out.square().mean(), retain_graph=True)
+            wanted = [p.grad.clone() for p in parameters]
+            more = torch.autograd.grad(out.mean(), parameters)
+            for p, mean, g in zip(parameters, wanted, more, strict=True):
+                p.grad += g
+                everyone = world().allgather(g.tolist())
+                mean += (torch.tensor(everyone[0]) + torch.tensor(everyone[1])) / 2
+            if clips:
+                ranks.take_assigned()
+                nn.utils.clip_grad_value_(parameters, 0.1)
+                wanted = [each.clamp(-0.1, 0.1) for each in wanted]
+            optimizer.step()
+            for p, mean in zip(parameters, wanted, strict=True):
+                torch.testing.assert_close(p.grad, mean)
+
+
 def weighed_by_hand() -> torch.Tensor:
     """A loop that calls `weigh`, as before."""
     net = model()
@@ -127,6 +175,8 @@ def main() -> None:
     assert world().size == 2
     without_samples()
     clipped_with_others()
+    added_to_means(False)
+    added_to_means(True)
     near = torch.testing.assert_close
     for count in (25, 26, 27, 1):
         for accumulated, options in (
@@ -140,6 +190,14 @@ def main() -> None:
             got = together(count, accumulated, False, **options)
             wanted = alone(count, accumulated, False)
             near(got, wanted, rtol=0, atol=1e-5, msg=f"{count} {accumulated} {options}")
+    for count in (25, 27, 31):
+        for weighs, in_place, exchange in (
+            *((False, False, "allreduce"), (False, True, "allreduce"), (True, False, "allreduce")),
+            *((True, True, "allreduce"), (False, False, "local-sgd(1)")),
+        ):
+            wanted = alone(count, 2, False)
+            got = assigned(count, weighs, in_place, exchange)
+            near(got, wanted, rtol=0, atol=1e-5, msg=f"{count} {weighs} {in_place} {exchange}")
     # Two samples, and three, are on one rank: its statistics are one process's.
     for count in (10, 11):
         net, (x, y) = model(True), data(count).tensors

@@ -104,6 +104,21 @@ _FOUND: tuple[tuple[Choices, str, int, str], ...] = (
     ({"habit": "mixed", "optimizer": "adam"}, "run", 2, "said"),
     ({"habit": "centred", "optimizer": "adam", "layout": "time first"}, "run", 3, "said"),
     ({"habit": "branch by data", "optimizer": "adam"}, "run", 2, "said"),
+    # Gradients of batches that ranks share otherwise were added up before they were averaged.
+    (
+        {"samples": "37", "accumulate": "3", "optimizer": "adagrad", "gradient": "autograd.grad"},
+        "distribute",
+        3,
+        "same",
+    ),
+    ({"samples": "37", "accumulate": "3", "gradient": "autograd.grad"}, "slices", 2, "same"),
+    # As many time steps as rank 0's first part has samples: ranks saw other terms.
+    ({"layout": "time first", "batch": "8", "habit": "hardest", "samples": "64"}, "run", 2, "said"),
+    # A part of the samples has the shape of a weight.
+    ({"samples": "49", "batch": "16", "gradient": "penalty"}, "run", 2, "same"),
+    # Assigned gradients of means over tokens were called one process's.
+    ({"loss": "tokens", "several": "gan", "gradient": "autograd.grad"}, "run", 2, "said"),
+    ({"several": "gan", "gradient": "autograd.grad"}, "run", 2, "same"),
     # Whole first batches counted as often as there are ranks in means that were about right.
     (
         {"batch": "8", "optimizer": "adam", "prints": "train loss", "skip": "every third"}

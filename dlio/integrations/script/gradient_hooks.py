@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from dlio.integrations.script.mixed_inputs import REDUCTIONS
+from dlio.integrations.script.script_lines import script_line
 
 
 @dataclass(slots=True)
@@ -31,12 +35,16 @@ class GradientHooks:
     Args:
         waits: tells of a parameter whether its gradient is a mean over all ranks then.
         part: returns the part of the batch's loss that is this rank's, None if it is not known.
+        say: tells the user something.
     """
 
     def __init__(
-        self, waits: Callable[[torch.Tensor], bool], part: Callable[[], float | None]
+        self,
+        waits: Callable[[torch.Tensor], bool],
+        part: Callable[[], float | None],
+        say: Callable[[str], None],
     ) -> None:
-        self._waits, self._part = waits, part
+        self._waits, self._part, self._say = waits, part, say
         self.is_inside = False
         """True within a backward."""
         self._changes: list[_HookCall] = []
@@ -78,13 +86,21 @@ class GradientHooks:
 
     def _scaled(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that gets one process's gradient of a tensor of samples."""
+        line = script_line()
 
         def scaled(gradient: torch.Tensor) -> torch.Tensor | None:
             part = self._part() if self.is_inside else None
             if part is None or part == 1:
                 result: torch.Tensor | None = hook(gradient)
                 return result
-            result = hook(gradient * part)
+            with _Reductions() as reductions:
+                result = hook(gradient * part)
+            if result is not None and reductions.seen:
+                self._say(
+                    f"{line}: the hook changes the gradient of samples by a {reductions.seen} of "
+                    "it, which is that of each rank's part of a batch: unless it is of each sample "
+                    "alone, the training is not one process's"
+                )
             return result if result is None or not part else result / part
 
         return scaled
@@ -108,6 +124,19 @@ class GradientHooks:
                 _change(call)
         for call in after:
             call.hook(call.parameter)
+
+
+class _Reductions(TorchFunctionMode):
+    """Sees whether functions join values of a tensor."""
+
+    seen = ""
+    """Name of the latest one that has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in REDUCTIONS:
+            self.seen = name
+        return func(*args, **(kwargs or {}))
 
 
 def _change(call: _HookCall) -> None:

@@ -14,12 +14,28 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dlio.exchange.distribute import OF_SAMPLES
 from dlio.integrations.script.loss_terms import GraphStates, name_of
 from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext
 
 _NODES: Final = 20_000
 """Most nodes of a graph among which such tensors are looked for."""
+_INPUT_AT: Final = {
+    "MmBackward0": 0,
+    "BmmBackward0": 0,
+    "LinearBackward0": 0,
+    "AddmmBackward0": 1,
+    "BaddbmmBackward0": 1,
+    "ConvolutionBackward0": 0,
+    "MkldnnRnnLayerBackward0": 0,
+    "NativeBatchNormBackward0": 0,
+    "NativeGroupNormBackward0": 0,
+    "NativeLayerNormBackward0": 0,
+}
+"""Places of a network's values, not of its weights, among the inputs of operations."""
+_LEVELS: Final = 8
+"""Operations from a tensor to the first of these, such as the addition of a change."""
 
 
 class InputGradients:
@@ -71,15 +87,23 @@ class InputGradients:
                 if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf:
                     self.is_used |= not isinstance(x, nn.Parameter)
 
-    def is_of_samples(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor has a part for each sample of this rank's, and is none of parameters."""
+    def is_of_samples(self, tensor: torch.Tensor, roots: Sequence[torch.Tensor] = ()) -> bool:
+        """True if a tensor has a part for each sample of this rank's, and is none of parameters.
+
+        One that is as large as a parameter may be a copy of it: what is computed on it, up to
+        `roots`, decides, or, before anything is, whether it has a parameter's values.
+        """
         size = next((len(at) for at, _ in self._context.places() if len(at) in tensor.shape[:2]), 0)
         if not size or hasattr(tensor, "_dlio_place"):
             return False
         if tensor.grad_fn is not None:
             return not GraphStates(size).is_constant(tensor.grad_fn)
-        # A copy of a parameter may have as many rows as there are samples.
-        return all(tensor.shape != each.shape for each in self._exchanged())
+        if getattr(tensor, OF_SAMPLES, False):
+            return True
+        alike = [each for each in self._exchanged() if tensor.shape == each.shape]
+        if alike and roots:
+            return _enters_as_samples(tensor, roots)
+        return not any(each is tensor or torch.equal(each, tensor) for each in alike)
 
     @contextmanager
     def backward(self, roots: Sequence[torch.Tensor], keeps_graph: bool) -> Iterator[None]:
@@ -90,17 +114,23 @@ class InputGradients:
             return
         tensors = [*self._leaves(roots), *(each for each in self._kept if each.requires_grad)]
         before = [each.grad if keeps_graph else _copy(each.grad) for each in tensors]
+        of_samples = {each: self.is_of_samples(each, roots) for each in tensors}
         yield
         with torch.set_grad_enabled(keeps_graph):
             for tensor, old in zip(tensors, before, strict=True):
                 if (new := tensor.grad) is not None and new is not old:
-                    self._scale(tensor, old, new, keeps_graph)
+                    self._scale(tensor, old, new, keeps_graph, of_samples[tensor])
 
     def _scale(
-        self, tensor: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor, keeps_graph: bool
+        self,
+        tensor: torch.Tensor,
+        old: torch.Tensor | None,
+        new: torch.Tensor,
+        keeps_graph: bool,
+        is_of_samples: bool,
     ) -> None:
         part = self._context.part
-        if part is None or not self.is_of_samples(tensor):
+        if part is None or not is_of_samples:
             self._context.say(
                 f"{script_line()}: the gradient that backward leaves there in a tensor of shape "
                 f"{tuple(tensor.shape)}, which no optimizer of the script has, is that of the loss "
@@ -126,6 +156,33 @@ class InputGradients:
             below = [f for f, _ in node.next_functions if f is not None and f not in seen]
             seen.update(below)
             stack += below
+
+
+def _enters_as_samples(leaf: torch.Tensor, roots: Sequence[torch.Tensor]) -> bool:
+    """True if a leaf of a graph is the left factor of the first product that has it, or the input
+    of a layer, and not its weight."""
+    above: dict[Any, list[tuple[Any, int]]] = {}
+    nodes = [getattr(root, "grad_fn", None) for root in roots]  # Not of edges of graphs.
+    stack: list[Any] = [node for node in nodes if node is not None]
+    seen, start = set(stack), None
+    while stack and len(seen) < _NODES:
+        node = stack.pop()
+        if name_of(node) == "AccumulateGrad" and node.variable is leaf:
+            start = node
+        for place, (below, _) in enumerate(node.next_functions):
+            if below is not None:
+                above.setdefault(below, []).append((node, place))
+                if below not in seen:
+                    seen.add(below)
+                    stack.append(below)
+    level = [start]
+    for _ in range(_LEVELS):
+        uses = [use for node in level for use in above.get(node, ())]
+        known = [(_INPUT_AT.get(name_of(node)), place) for node, place in uses]
+        if entered := [place == at for at, place in known if at is not None]:
+            return all(entered)
+        level = [node for node, _ in uses]
+    return False
 
 
 def _is_of_module(tensor: torch.Tensor) -> bool:

@@ -190,6 +190,8 @@ class LossPlans:
     """Lines whose loss a loop adds up, sample by sample."""
     begun: bool = False
     """True once a batch was dealt to the ranks."""
+    dim: int = 0
+    """Dimension of the samples in the tensors of batches, once a part shows it."""
     has_pairs: bool = False
     """True once some rank had two samples of a batch."""
     _constants: set[str] = field(default_factory=set)

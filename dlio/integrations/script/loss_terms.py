@@ -240,16 +240,22 @@ def _shape_below(node: Any) -> tuple[int, ...]:
     return shape_of(*next(each for each in node.next_functions if each[0] is not None))
 
 
-def batch_dim(shape: Sequence[int], samples: int) -> int:
-    """Dimension of the samples: the first of their number, or else the first."""
+def batch_dim(shape: Sequence[int], samples: int, known: int = 0) -> int:
+    """Dimension of the samples: the one that is `known` if it has their number, or the first that
+    has, or else the first."""
+    if known < len(shape) and shape[known] == samples:
+        return known
     return next((dim for dim, size in enumerate(shape) if size == samples), 0)
 
 
 class GraphStates:
-    """Dependences of the tensors of one graph, whose batch has a number of samples."""
+    """Dependences of the tensors of one graph, whose batch has a number of samples.
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    `dim` is the dimension of these, where it has another one's size, too.
+    """
+
+    def __init__(self, samples: int, dim: int = 0) -> None:
+        self.samples, self._dim = samples, dim
         self._known: dict[Any, _State] = {}
 
     def of(self, node: Any) -> _State:
@@ -293,7 +299,7 @@ class GraphStates:
                 return _State.REDUCED if node._saved_reduction else state
             if name in _WHOLE or not shape_of(node):
                 return _State.REDUCED
-            if name in _BY_DIM and _reduces_samples(node, self.samples):
+            if name in _BY_DIM and _reduces_samples(node, self.samples, self._dim):
                 return _State.REDUCED
         return state
 
@@ -332,11 +338,11 @@ def is_parameter(node: Any) -> bool:
     return False
 
 
-def _reduces_samples(node: Any, samples: int) -> bool:
+def _reduces_samples(node: Any, samples: int, dim: int) -> bool:
     """True if a reduction of some dimensions reduces that of the samples."""
     shape = shape_of(*node.next_functions[0])
     dims = dims_of(node, len(shape))
-    at = batch_dim(shape, samples)
+    at = batch_dim(shape, samples, dim)
     return len(dims) == len(shape) or at in dims
 
 

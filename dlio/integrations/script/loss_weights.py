@@ -200,7 +200,7 @@ class ScriptLossWeights:
             yield self._whole_loss(roots[0], None)
             return
         loops = batch.of.use.plans.loops
-        states = GraphStates(max(int(batch.weight), 1))
+        states = _states(batch)
         parts = find_terms(roots, states, line in loops)
         if any(term.each for term in parts.terms):
             loops.add(line)
@@ -247,7 +247,7 @@ class ScriptLossWeights:
             yield
             return
         size, part = int(batch.weight), batch.weight / len(batch.samples)
-        parts = find_terms(roots, GraphStates(max(size, 1)))
+        parts = find_terms(roots, _states(batch))
         means = [
             not term.is_sum or any(_is_count(term, each, size) for each in term.divisors)
             for term in parts.terms
@@ -375,9 +375,10 @@ class ScriptLossWeights:
         if not totals.samples:
             return [], None
         if not totals.alike:
-            if self._agree_on_loop(roots, batch, parts, line):
-                size = max(int(batch.weight), 1)
-                products = learned_products(parts, GraphStates(size))
+            if self._agree_on_dim(roots, batch, parts, line) or self._agree_on_loop(
+                roots, batch, parts, line
+            ):
+                products = learned_products(parts, _states(batch))
                 return self._together(roots, batch, parts, line, products)
             batch.of.use.plans.divergent.add(line)
             self._context.say(
@@ -444,6 +445,34 @@ class ScriptLossWeights:
                 "by the weight before they are added up"
             )
 
+    def _agree_on_dim(
+        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, line: str
+    ) -> bool:
+        """Have all ranks take the samples' dimension for the same one, if a rank's part has as many
+        samples as another dimension, such as time. Returns True if one of them has erred.
+        Collective."""
+        plans = batch.of.use.plans
+        if line in plans.divergent:
+            return False
+        before, first = plans.dim, _structure(parts)
+        seen: dict[str, LossTerms] = {}
+        for plans.dim in (before, 1 - before):
+            each = find_terms(roots, _states(batch), line in plans.loops)
+            seen.setdefault(_structure(each), each)
+        mine = list(seen)
+        every = uniform(self._comm, lambda: self._comm.allgather([first, *mine]))
+        common = next((key for key in every[0][1:] if all(key in each[1:] for each in every)), None)
+        plans.dim = before
+        if common is None or all(each[0] == common for each in every):
+            return False
+        plans.dim = before if mine[0] == common else 1 - before
+        parts.terms, parts.unknown = seen[common].terms, seen[common].unknown
+        parts.hidden, parts.has_constants = seen[common].hidden, seen[common].has_constants
+        parts.learned = seen[common].learned
+        self._plan = plans.plan(line, common)
+        self._tell(roots, batch, parts, line)
+        return True
+
     def _agree_on_loop(
         self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, line: str
     ) -> bool:
@@ -457,7 +486,7 @@ class ScriptLossWeights:
         if not any(sees):
             return False
         plans.loops.add(line)
-        of_loop = find_terms(roots, GraphStates(max(int(batch.weight), 1)), has_loop=True)
+        of_loop = find_terms(roots, _states(batch), has_loop=True)
         parts.terms = of_loop.terms
         self._plan = plans.plan(line, _structure(parts))
         mine = any(term.each for term in parts.terms) and not mine
@@ -644,7 +673,7 @@ class ScriptLossWeights:
                 "rank adds its own, as if it were of its part of the batch: use a mean, which "
                 "counts as in one process"
             )
-        mixed = mixed_samples(roots, size, parts)
+        mixed = mixed_samples(roots, size, parts, batch.of.use.plans.dim)
         # In a part of few samples it may not be seen.
         if mixed is not None and self._comm.rank == teller:
             context.say(
@@ -754,6 +783,10 @@ def _likely_count(parts: LossTerms, counts: Callable[[LossTerm, int], bool]) -> 
         if not each.is_factor and (each.is_tensor or counts(term, number))
     ]
     return by[0] if by and term.is_sum else term.count
+
+
+def _states(batch: ScriptBatch) -> GraphStates:
+    return GraphStates(max(len(batch.place), 1), batch.of.use.plans.dim)
 
 
 def _structure(parts: LossTerms) -> str:

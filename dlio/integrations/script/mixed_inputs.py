@@ -25,11 +25,12 @@ from dlio.integrations.script.loss_terms import GraphStates, name_of, operation,
 from dlio.integrations.script.script_lines import script_line
 
 _Order: TypeAlias = tuple[int, ...]
-_REDUCTIONS: Final = frozenset(
+REDUCTIONS: Final = frozenset(
     "mean nanmean sum nansum prod std var std_mean var_mean max min amax amin aminmax median "
     "nanmedian quantile nanquantile norm vector_norm logsumexp any all count_nonzero bincount "
     "histc".split()
 )
+"""Functions of torch whose result joins values of several samples, or of parts of one."""
 _PICKS: Final = frozenset(
     "__getitem__ select narrow split chunk unbind tensor_split topk unique masked_select "
     "nonzero".split()
@@ -321,7 +322,7 @@ class MixedInputs(TorchFunctionMode):
                 )
         plain = name.strip("_")
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if tensor is not None and plain in _REDUCTIONS and self._reduces(tensor, args, options):
+        if tensor is not None and plain in REDUCTIONS and self._reduces(tensor, args, options):
             return _Knowledge(_Kind.STATISTIC, None, plain, script_line())
         orders = {state.order for state in known}
         if len(orders) > 1:

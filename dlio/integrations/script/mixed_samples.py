@@ -49,10 +49,12 @@ _BY_ORDER: Final = {
 }
 
 
-def mixed_samples(roots: Sequence[torch.Tensor], samples: int, found: LossTerms) -> str | None:
+def mixed_samples(
+    roots: Sequence[torch.Tensor], samples: int, found: LossTerms, dim: int = 0
+) -> str | None:
     """Return how a loss of `samples` samples compares them; None if it does not, as far as is seen.
 
-    Takes time in proportion to the graph.
+    `dim` is the dimension of samples in the batch's tensors. Takes time in proportion to the graph.
     """
     if samples < _FEWEST:
         return None
@@ -61,7 +63,11 @@ def mixed_samples(roots: Sequence[torch.Tensor], samples: int, found: LossTerms)
         name = name_of(node)
         if name in _OVER_SAMPLES and any(node is each for each in reduced):
             continue
-        if (said := _TESTS.get(name, _broadcast)(node, samples)) is not None:
+        if name in _BY_DIM:
+            said = _BY_DIM[name](node, samples, dim)
+        else:
+            said = _TESTS.get(name, _broadcast)(node, samples)
+        if said is not None:
             return said
     return None
 
@@ -129,26 +135,26 @@ def _distances(node: Any, samples: int) -> str | None:
     return "distances of all pairs of samples" if _is_pairs(first, second, samples) else None
 
 
-def _reduction(node: Any, samples: int) -> str | None:
+def _reduction(node: Any, samples: int, dim: int) -> str | None:
     below = node.next_functions[0][0]
     if below is None or is_parameter(below):
         return None
     shape = shape_of(below)
-    over = len(shape) > 1 and dims_of(node, len(shape)) == (0,) and shape[0] == samples
+    over = len(shape) > 1 and dims_of(node, len(shape)) == (dim,) and shape[dim] == samples
     return f"{_OVER_SAMPLES[name_of(node)]} over the batch" if over else None
 
 
-def _order(node: Any, samples: int) -> str | None:
+def _order(node: Any, samples: int, dim: int) -> str | None:
     below = node.next_functions[0][0]
     if below is None or is_parameter(below):
         return None
     shape = shape_of(below)
-    over = 0 in dims_of(node, len(shape))
+    over = dim in dims_of(node, len(shape)) or len(shape) <= dim
     if len(shape) == 1 and name_of(below).startswith(("View", "Reshape", "UnsafeView")):
         # Flattened elements of all samples.
         below = below.next_functions[0][0]
         shape = shape_of(below) if below is not None else shape
-    is_of_batch = over and shape[:1] == (samples,)
+    is_of_batch = over and shape[min(dim, len(shape) - 1)] == samples
     return f"{_BY_ORDER[name_of(node)]} of the batch" if is_of_batch else None
 
 
@@ -191,6 +197,8 @@ _TESTS: Final[dict[str, Callable[[Any, int], str | None]]] = {
     "CdistBackward0": _distances,
     "EuclideanDistBackward0": _distances,
     "IndexBackward0": _selection,
+}
+_BY_DIM: Final[dict[str, Callable[[Any, int, int], str | None]]] = {
     **dict.fromkeys(_OVER_SAMPLES, _reduction),
     **dict.fromkeys(_BY_ORDER, _order),
 }

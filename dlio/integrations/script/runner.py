@@ -150,7 +150,7 @@ class _ScriptTakeover:
         context.guard.unowned = self._unowned
         context.guard.buffers = self._script_buffers
         self._losses = ScriptLossWeights(comm, context, lambda: self._ranks.exchanges)
-        self._hooks = GradientHooks(self._has_means, lambda: context.part)
+        self._hooks = GradientHooks(self._has_means, lambda: context.part, context.say)
         self._inputs = InputGradients(context, lambda: self._ranks.parameters)
         context.mixed_inputs.requires_gradient = self._inputs.require
         self._readings = Readings(context)
@@ -464,16 +464,24 @@ class _ScriptTakeover:
             if self._hooks.is_inside:
                 return original(outputs, several, *args, **options)
             if any(self._context.places()) and any(map(self._has_means, several)):
+                self._ranks.expect_changes(several)
                 self._context.say(
                     f"{script_line()}: torch.autograd.grad gives the gradient of each rank's part "
-                    "of a batch there. Ranks average what is assigned to .grad, and the gradients "
-                    "of losses that are made of it: one process's, where all between is linear; "
+                    "of a batch there. Ranks average what is added to .grad, by their samples of "
+                    "the latest batch, and the gradients of losses that are made of it: one "
+                    "process's, where the loss is a mean over samples, of one batch for each step, "
+                    "and all between is linear; sums, means over tokens or by class weights, and "
                     "lengths, signs and angles of such gradients are those of the parts"
                 )
-            elif all(map(self._inputs.is_of_samples, several)) and not _is_transformed():
+            else:
                 roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-                with self._losses.of_samples(roots):
-                    return original(outputs, several, *args, **options)
+                of_samples = all(
+                    isinstance(each, torch.Tensor) and self._inputs.is_of_samples(each, roots)
+                    for each in several
+                )
+                if of_samples and not _is_transformed():
+                    with self._losses.of_samples(roots):
+                        return original(outputs, several, *args, **options)
             return original(outputs, several, *args, **options)
 
         return grad

@@ -227,7 +227,10 @@ class ScriptContext:
                     "samples, or divides by a constant, cannot be seen in that; --batch per-rank, "
                     "or larger batches, or fewer ranks"
                 )
-            dim = batch_dim(tensors[0].shape, len(batch.place)) if tensors else 0
+            shape = tensors[0].shape if tensors else ()
+            dim = batch_dim(shape, len(batch.place), use.plans.dim)
+            if list(shape[:2]).count(len(batch.place)) == 1:
+                use.plans.dim = dim
             # The loop that asks for a batch: the pass may have begun on another line.
             place = self.guard.place
             for line in size_lines(*place, dim):

@@ -57,8 +57,7 @@ def render(choices: Choices, way: str = "run") -> str:
 
 def _weigh_at_once(chosen: dict[str, str]) -> None:
     """Take choices away for which one call of `weigh` does not do: terms of a loss that are means
-    over other elements, and gradients of several batches that are added up before an exchange. Nor
-    can a loop of its own decide by the loss of a part."""
+    over other elements. Nor can a loop of its own decide by the loss of a part."""
     chosen["skip"] = "none" if chosen["skip"] in ("nan", "loss") else chosen["skip"]
     if chosen["loss"] == "masked" and chosen["dropout"] == "half":
         chosen["dropout"] = "zero"  # Else another forward pass counts other elements.
@@ -67,8 +66,6 @@ def _weigh_at_once(chosen: dict[str, str]) -> None:
             chosen["gradient"] = FEATURES["gradient"][0]
         if chosen["several"] == "teacher":
             chosen["several"] = FEATURES["several"][0]
-    if chosen["gradient"] == "autograd.grad":
-        chosen["accumulate"] = FEATURES["accumulate"][0]
     if chosen["stage"] == "optimizer":
         chosen["stage"] = FEATURES["stage"][0]
 

@@ -102,6 +102,16 @@ def _read_single(text: str, choices: Choices, script: str, said: Said) -> None:
         said.excused |= {WEIGHTS, "train loss", "last loss", "step loss"}
 
 
+def _read_assigned(text: str, choices: Choices, script: str, said: Said) -> None:
+    """Take the notice that gradients without a backward are of parts: weights follow from it where
+    the loss is not a mean over samples, or several batches make a step."""
+    if choices.get("gradient") != "autograd.grad":
+        said.untrue.append(text)
+    means = ("mean", "smooth", "penalty", "two terms", "by hand")
+    if choices.get("loss", "mean") not in means or choices.get("accumulate", "1") != "1":
+        said.excused.add(WEIGHTS)
+
+
 def is_true_stop(text: str, choices: Choices, script: str) -> bool:
     """True if a script is rightly stopped: its ranks decide by numbers of their own parts, and the
     lines that the error names make the calls that it names."""
@@ -232,6 +242,11 @@ _KNOWN: Final = (
             choices.get("loader") in ("fetch ahead", "slices")
             or choices.get("gradient") == "autograd.grad"
         ),
+    ),
+    _Notice(
+        re.compile("torch.autograd.grad gives the gradient of each rank's part of a batch there"),
+        lambda choices: True,
+        reads=_read_assigned,
     ),
     _Notice(
         # Each script writes its weights at the end.

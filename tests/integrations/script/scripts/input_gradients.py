@@ -1,5 +1,6 @@
 """Uses of the gradients of samples and activations: adversarial samples, penalties."""
 
+import itertools
 import sys
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(3)
-x = torch.randn(45, 6)
+x = torch.randn(77, 6)
 y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
 model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,13 +54,14 @@ def by_activation(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a + (first.grad @ model[0].weight + kept["hidden"][:, :6]).detach()
 
 
-for make in (by_backward, by_grad, by_optimizer, by_activation):
-    for a, b in DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True):
+# A half of 24 has the first layer's 12 rows.
+for size, make in itertools.product((7, 24), (by_backward, by_grad, by_optimizer, by_activation)):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=size, shuffle=True):
         changed = make(a.clone(), b)
         optimizer.zero_grad()
         loss_of(changed, b).backward()
         optimizer.step()
-for a, b in DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True):
+for a, b in DataLoader(TensorDataset(x, y), batch_size=24, shuffle=True):
     a.requires_grad_()
     loss = loss_of(a, b)
     (gradient,) = torch.autograd.grad(loss, a, create_graph=True)
