@@ -161,9 +161,11 @@ class ScriptLossWeights:
                 original(tensors, *args, **options)
                 return
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            given = args[0] if args else options.get("grad_tensors")
+            gradients = [given] if isinstance(given, torch.Tensor) else list(given or ())
             self.is_inside = True
             try:
-                with self._weighed(roots, lead) as loss:
+                with self._weighed(roots, gradients, lead) as loss:
                     original(tensors, *args, **options)
             finally:
                 self.is_inside = False
@@ -187,10 +189,14 @@ class ScriptLossWeights:
 
     @contextmanager
     def _weighed(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch
+        self,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        batch: ScriptBatch,
     ) -> Iterator["_WholeLoss | None"]:
-        """Weigh the terms of a loss inside the `with` block. Yields what makes it the loss of the
-        whole batch after that, or None if that is unknown."""
+        """Weigh the terms of a loss, and of the gradients that backward is given, inside the `with`
+        block. Yields what makes it the loss of the whole batch after that, or None if that is
+        unknown."""
         line = self._context.guard.line
         whole = len(batch.samples) if self._context.batch == "global" else batch.weight
         self._context.part = batch.weight / whole if whole else 0.0
@@ -200,8 +206,8 @@ class ScriptLossWeights:
             yield self._whole_loss(roots[0], None)
             return
         loops = batch.of.use.plans.loops
-        states = GraphStates(max(int(batch.weight), 1))
-        parts = find_terms(roots, states, line in loops)
+        states = GraphStates(max(len(batch.place), 1))
+        parts = find_terms(roots, states, line in loops, gradients)
         if any(term.each for term in parts.terms):
             loops.add(line)
         self._tell(roots, batch, parts, line)
@@ -457,7 +463,7 @@ class ScriptLossWeights:
         if not any(sees):
             return False
         plans.loops.add(line)
-        of_loop = find_terms(roots, GraphStates(max(int(batch.weight), 1)), has_loop=True)
+        of_loop = find_terms(roots, GraphStates(max(len(batch.place), 1)), has_loop=True)
         parts.terms = of_loop.terms
         self._plan = plans.plan(line, _structure(parts))
         mine = any(term.each for term in parts.terms) and not mine
@@ -629,6 +635,13 @@ class ScriptLossWeights:
                 "clamp(min=1) makes of a part without any element that counts, too: if so, the "
                 "loss and the gradient of such a step are not those of one process",
                 any_rank=True,
+            )
+        if parts.is_given:
+            context.say(
+                f"{where}: backward is given a gradient of each sample there, which is taken as it "
+                "is, as of a sum over samples: if it was divided by the number of samples, that is "
+                "the number of those of the rank's part, and it is too large: divide by the size "
+                "of the whole batch"
             )
         if len(parts.terms) > _TERMS:
             context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")

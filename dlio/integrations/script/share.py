@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
-from dlio.comm.survival.recovery import uniform
+from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.exchange.batch_share import tensors_of
 from dlio.exchange.tensor_notes import TensorNotes
 from dlio.integrations.script.batch_origins import BatchOrigins
@@ -237,6 +237,11 @@ class ScriptContext:
             # Steps 1, 2, 4, 8...: in a `for` loop, whose body opens and closes modes of its own.
             if self._steps[place].bit_count() == 1 and loops_at(*place):
                 self.mixed_inputs.start(tensors, len(batch.place))
+
+    def got_as_drawn(self, follows: FollowingSampler) -> bool:
+        """True if the latest batch is the one that the script's own sampler has drawn."""
+        is_same = self._latest is None or follows.gets(self._latest.samples)
+        return is_same or recovery_of(self.comm) is not None  # Lost ranks' samples come, too.
 
     def take_samples(self) -> float:
         """Return the number of samples that this rank has got since this was called last; 1 for
@@ -474,13 +479,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
     def _pass(self) -> Iterator[Any]:
         context = self._context
         self._is_shared = False
-        if context.comm.size > 1 and threading.current_thread() is not threading.main_thread():
-            # Its batches come at other moments of the training on each rank.
-            context.undivided = True
-            context.note(
-                "a thread of the script takes batches of a loader: every rank computed all of "
-                "them; the result is correct, but no faster than one process"
-            )
+        if self._is_taken_by_thread():
             return _alone(self)
         if context.comm.size == 1 or not torch.is_grad_enabled() or not context.divides:
             return self._whole()
@@ -513,6 +512,18 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         # there are workers, and else with the first batch: after another loader's seed.
         drawn = self._drawn_seed()
         return self._shares(use, before, drawn, self._begun() if self.num_workers else None)
+
+    def _is_taken_by_thread(self) -> bool:
+        """True if a thread of the script takes batches of a pass: they come at other moments of the
+        training on each rank."""
+        if self._context.comm.size == 1 or threading.current_thread() is threading.main_thread():
+            return False
+        self._context.undivided = True
+        self._context.note(
+            "a thread of the script takes batches of a loader: every rank computed all of "
+            "them; the result is correct, but no faster than one process"
+        )
+        return True
 
     def follows_formula(self) -> bool:
         """False, as the script's sampler makes the order, until a framework distributes."""
@@ -564,6 +575,9 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         `before` is the generator's state as the pass began, `drawn` the workers' seed, and
         `batches` those of the pass if they were drawn then.
         """
+        if self._is_taken_by_thread():  # Of a pass that the script's own thread has begun.
+            yield from self._whole_of_thread(use, batches)
+            return
         generator = self.generator
         taken, is_over = 0, False
         batches = self._begun() if batches is None else batches
@@ -579,6 +593,13 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
                 except StopIteration:
                     break
                 taken += 1
+                if follows is not None and not self._context.got_as_drawn(follows):
+                    self._context.say(
+                        f"{type(self.batch_sampler).__name__} draws from random numbers from which "
+                        "the script has drawn, too, since the batches were drawn ahead: they come "
+                        "in another order than in one process, each sample as often; with a "
+                        "generator of its own the order is that of one process"
+                    )
                 yield data
             is_over = True
         finally:
@@ -589,6 +610,17 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             if ends_early and generator is not None and before is not None:
                 generator.set_state(before)
                 self._draw_some(taken)
+
+    def _whole_of_thread(self, use: PassUse, batches: "_PassBatches | None") -> Iterator[Any]:
+        """Yield whole batches, for which the seed of the pass has been drawn, to a thread."""
+        self._context.ended(use)
+        self._context.took_whole()
+        drawn = self.batch_sampler or () if batches is None else batches.first
+        inner = _with_batches(self, [list(each) for each in drawn], self.collate_fn)
+        before = _random_states(self.generator)
+        parts = _alone(inner)
+        _set_random_states(self.generator, before)
+        yield from parts
 
     def _draw_some(self, batches: int) -> None:
         """Leave the loader's generator as a pass does in one process that the script ends early:

@@ -56,7 +56,9 @@ def alone(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.daily(
     "accumulation-2",
+    "given_gradients-2",
     "gradient_hooks-2",
+    "loader_subclasses-2",
     "loss_terms-2",
     "noise-2",
     "own_samplers-2",
