@@ -3,12 +3,14 @@
 import contextlib
 import inspect
 import os
+import re
 import sys
 import threading
 from abc import ABCMeta
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from itertools import islice
 from typing import Any, Final, cast
 
@@ -238,6 +240,20 @@ class ScriptContext:
             if self._steps[place].bit_count() == 1 and loops_at(*place):
                 self.mixed_inputs.start(tensors, len(batch.place))
 
+    def sizes_in(self, error: Exception) -> str:
+        """Return what to say of an error that names the size of a batch, or of the rank's part of
+        it; empty for others."""
+        batch = self.last_divided
+        if batch is None or not self.divides_now or self.batch == "per-rank":
+            return ""
+        part, whole = len(batch.place), len(batch.samples)
+        if not {part, whole} & {int(each) for each in re.findall(r"\d+", str(error))}:
+            return ""
+        return (
+            f" (this rank has {part} of the batch's {whole} samples, and other parts may have "
+            "other sizes: take sizes from the batch, such as len(x), or use --batch per-rank)"
+        )
+
     def got_as_drawn(self, follows: FollowingSampler) -> bool:
         """True if the latest batch is the one that the script's own sampler has drawn."""
         is_same = self._latest is None or follows.gets(self._latest.samples)
@@ -264,6 +280,30 @@ class ScriptContext:
             yield
         finally:
             self.divides_now, self.is_outside = before, False
+
+    def fetched(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches; what their data set reads from tensors meanwhile is of single samples."""
+        several = iter(batches)
+        while True:
+            with self.outside():
+                try:
+                    data = next(several)
+                except StopIteration:
+                    return
+            yield data
+
+    def collating(self, collate: CollateFn) -> CollateFn:
+        """Wrap a function of the samples of a part, within `fetched`."""
+
+        @wraps(collate)
+        def run(samples: list[Any]) -> Any:
+            before, self.is_outside = self.is_outside, False
+            try:
+                return collate(samples)
+            finally:
+                self.is_outside = before
+
+        return run
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
@@ -462,7 +502,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         self._collates = (
             self.collate_fn
             if self.collate_fn is default_collate
-            else _context.mixed_inputs.around_collate(self.collate_fn)
+            else _context.collating(_context.mixed_inputs.around_collate(self.collate_fn))
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -682,7 +722,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             parts = _alone(inner)
             _set_random_states(self.generator, before)
             if deal.divided:
-                parts = randoms.around(parts)
+                parts = context.fetched(randoms.around(parts))
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch(use)
                 if randoms.drawn_from:
