@@ -636,6 +636,14 @@ class ScriptLossWeights:
                 "loss and the gradient of such a step are not those of one process",
                 any_rank=True,
             )
+        if context.has_unlike and any(map(self._counts_more, parts.terms)):
+            context.say(
+                f"{where}: a sum is divided there by a count over several batches: in a step for "
+                "which a rank has one of them whole, as may be in a first pass, or a stand-in for "
+                "none of its samples, as at the end of a pass, the ranks count more than one "
+                "process, and the gradient is not quite that of one process",
+                any_rank=True,
+            )
         if parts.is_given:
             context.say(
                 f"{where}: backward is given a gradient of each sample there, which is taken as it "
@@ -666,6 +674,12 @@ class ScriptLossWeights:
                 "--batch per-rank gives each rank a whole batch",
                 any_rank=True,
             )
+
+    def _counts_more(self, term: LossTerm) -> bool:
+        """True if a sum is divided by a number of the data that its batch has not."""
+        read = self._context.numbers_read
+        numbers = [each.value for each in term.divisors if each.is_tensor or each.value in read]
+        return term.is_sum and any(each > math.prod(term.shape) for each in numbers)
 
     def _is_slice(self, term: LossTerm, batch: ScriptBatch, key: str) -> bool:
         """True if a mean at a line has counted another number of samples of the same batch."""

@@ -54,6 +54,8 @@ from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
 
+_RECENT: Final = 4
+"""Batches that a script may accumulate with one that is dealt otherwise."""
 _TAKEN: Final = 64
 """Most batches that a script takes ahead."""
 _T_co = TypeVar("_T_co", covariant=True, default=Sample)
@@ -95,6 +97,9 @@ class ScriptContext:
         """The batch that the script got last, until it computes on one."""
         self._taken: deque[ScriptBatch] = deque(maxlen=_TAKEN)
         """The batches that the script got since it computed on one, the first of them first."""
+        self._recent: deque[bool] = deque(maxlen=_RECENT)
+        """Of the latest batches, whether this rank got its part of it, and not all or a
+        stand-in."""
         self._of_tensor: TensorNotes[ScriptBatch] = TensorNotes()
         """The batch that a tensor is from."""
         self._used: ScriptBatch | None = None
@@ -201,10 +206,17 @@ class ScriptContext:
         batches = self._under_way.batches.values()
         return len(batches) > 1 and any(not each.weight or not each.divided for each in batches)
 
+    @property
+    def has_unlike(self) -> bool:
+        """True if of the latest batches this rank has got parts of some, and whole ones or
+        stand-ins for none of it of others."""
+        return any(self._recent) and not all(self._recent)
+
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = batch
         self._taken.append(batch)
+        self._recent.append(bool(batch.divided and batch.weight))
         self._under_way.took(use, batch)
         use.takes()
         use.was_whole |= not batch.divided

@@ -563,3 +563,32 @@ def test_what_is_of_single_samples_or_of_whole_batches_is_not_told(tmp_path: Pat
     last = ended.stderr.splitlines()[-1]
     assert re.search(r"this rank has \d of the batch's 8 samples, and other parts may have", last)
     assert "or use --batch per-rank)" in last
+
+
+_COUNTED = """
+import torch
+from itertools import islice
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(25, 6), torch.arange(25) % 4)
+net = nn.Linear(6, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for epoch in range(2):
+    batches = iter(DataLoader(data, 4, shuffle=True))
+    while several := list(islice(batches, 4)):
+        count = sum(y.ne(3).sum() for _, y in several)
+        for x, y in several:
+            loss = nn.functional.cross_entropy(net(x), y, ignore_index=3, reduction="sum")
+            (loss / count).backward()  # of several batches
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.mpi
+def test_a_count_over_batches_of_which_a_rank_has_a_stand_in_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_COUNTED)
+    errors = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr
+    assert "script.py:16: a sum is divided there by a count over several batches" in errors
