@@ -20,6 +20,7 @@ from tests.conftest import MpiRun
 
 _numpy: Any = np.random
 """Its global generator, from which data sets draw."""
+_distributions: Any = torch.distributions
 
 
 class _HalfBatch:
@@ -85,8 +86,8 @@ def test_tensors_of_samples_are_parts_of_one_process_s() -> None:
             torch.normal(x, torch.ones(3)),
             torch.bernoulli(x + 0.5),
             torch.multinomial(x + 1, 2),
-            torch.distributions.Normal(x, 1.0).sample(),
-            torch.distributions.Categorical(logits=x).sample(),
+            _distributions.Normal(x, 1.0).sample(),
+            _distributions.Categorical(logits=x).sample(),
             torch.randn(count, 2),
         ]
 
