@@ -26,7 +26,7 @@ def telling_failures(
     path: str, rank: int, hint: Callable[[Exception], str] = lambda _: ""
 ) -> Iterator[None]:
     """Tell how a script ends inside the `with` block, if by an error or an exit code. `hint`
-    returns what the user should know about an error besides.
+    returns a remark on an error.
 
     An error of one rank ends the others, so the launcher prints it, last, and their errors not at
     all. Raises SystemExit in place of the error then; an end by `sys.exit()` or

@@ -253,7 +253,7 @@ class ScriptContext:
                 self.mixed_inputs.start(tensors, len(batch.place))
 
     def sizes_in(self, error: Exception) -> str:
-        """Return what to say of an error that names the size of a batch, or of the rank's part of
+        """Return a remark on an error that names the size of a batch, or of the rank's part of
         it; empty for others."""
         batch = self.last_divided
         if batch is None or not self.divides_now or self.batch == "per-rank":
@@ -294,7 +294,7 @@ class ScriptContext:
             self.divides_now, self.is_outside = before, False
 
     def fetched(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches; what their data set reads from tensors meanwhile is of single samples."""
+        """Yield batches; numbers that their data set reads meanwhile are of single samples."""
         several = iter(batches)
         while True:
             with self.outside():
