@@ -53,6 +53,7 @@ from dlio.loader.third_party import accelerate
 from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
+from dlio.util.units import counted
 
 _RECENT: Final = 4
 """Batches that a script may accumulate with one that is dealt otherwise."""
@@ -262,7 +263,7 @@ class ScriptContext:
         if not {part, whole} & {int(each) for each in re.findall(r"\d+", str(error))}:
             return ""
         return (
-            f" (this rank has {part} of the batch's {whole} samples, and other parts may have "
+            f" (this rank has {part} of the batch's {counted(whole, 'sample')}; other parts may have "
             "other sizes: take sizes from the batch, such as len(x), or use --batch per-rank)"
         )
 

@@ -561,7 +561,7 @@ def test_what_is_of_single_samples_or_of_whole_batches_is_not_told(tmp_path: Pat
     ended = _run(*run, "fixed", check=False)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert re.search(r"this rank has \d of the batch's 8 samples, and other parts may have", last)
+    assert re.search(r"this rank has \d of the batch's 8 samples; other parts may have", last)
     assert "or use --batch per-rank)" in last
 
 
