@@ -263,8 +263,8 @@ class ScriptContext:
         if not {part, whole} & {int(each) for each in re.findall(r"\d+", str(error))}:
             return ""
         return (
-            f" (this rank has {part} of the batch's {counted(whole, 'sample')}; other parts may have "
-            "other sizes: take sizes from the batch, such as len(x), or use --batch per-rank)"
+            f" (this rank has {part} of the batch's {counted(whole, 'sample')}; other parts may "
+            "have other sizes: take sizes from the batch, such as len(x), or use --batch per-rank)"
         )
 
     def got_as_drawn(self, follows: FollowingSampler) -> bool:
