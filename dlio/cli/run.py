@@ -1,10 +1,14 @@
 """`dlio run`: run a single-process training script on many ranks."""
 
+import os
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import RankOptions
+from dlio.comm.launch_detection import under_torchrun
+from dlio.comm.launch_environment import under_mpi
 from dlio.integrations.script.run_options import CheckPlan, RunOptions
 from dlio.launch.command_ranks import on_ranks
 from dlio.util.options import CheckedOptions, Option
@@ -61,6 +65,7 @@ def command(
     """
     from dlio.storage.tier_spec import choose_tiers
 
+    _hash_alike()
     choose_tiers(options.tiers, 0)  # An invalid one is reported before ranks are started.
     if checking.check is not None:
         from dlio.integrations.script.check import check_script
@@ -76,6 +81,14 @@ def command(
         return
     least = None if options.fault_tolerance == "off" else options.min_ranks
     on_ranks(ranks.ranks, run_rank, script, options, min_ranks=least, backend=ranks.backend)
+
+
+def _hash_alike() -> None:
+    """Start this rank again with the hashes of texts that all ranks have, if another launcher than
+    dlio's has started it: sets of texts would have another order on each."""
+    if "PYTHONHASHSEED" not in os.environ and (under_mpi() or under_torchrun()):
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
 
 
 def run_rank(script: Script, options: RunOptions) -> None:

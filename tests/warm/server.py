@@ -79,6 +79,7 @@ _NAMESPACES = ("net", "mnt", "pid", "user", "ipc")
 _READ_AT_IMPORT = (b"PYTHON", b"TORCH", b"MKL", b"KMP", b"NUMPY", b"OPENCV", b"DLIO_MAX_PIXELS")
 """Prefixes of variables that the interpreter or a preloaded module reads when it starts."""
 _TAKEN_OVER = (
+    b"PYTHONHASHSEED",  # Their sets have one order per server: scripts of tests do not use it.
     b"PYTHONPATH",
     b"PYTHONUNBUFFERED",
     b"TORCHINDUCTOR_CACHE_DIR",
@@ -296,6 +297,7 @@ def _become(command: _Command) -> None:
     os.chdir(command.folder)
     _take_limits_and_signals(client)
     sys.executable = command.arguments[0]
+    sys.orig_argv[:] = command.arguments
     if "dlio_readers.rehearsal" in command.arguments:
         # It compares its parent, which is this server, with the one that it is told.
         parent = os.getppid()

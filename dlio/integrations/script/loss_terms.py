@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -93,6 +94,8 @@ class LossTerms:
     """Custom autograd functions and compiled graphs that make a part of the loss."""
     has_constants: bool = False
     """True if a part depends on parameters alone, such as a penalty."""
+    is_given: bool = False
+    """True if backward is given a gradient whose elements differ."""
     learned: list[tuple[Any, int]] = field(default_factory=list)
     """Products of parameters and of a value of samples, with the place of the latter."""
 
@@ -213,6 +216,8 @@ _MASKS: Final = {
     "MulBackward0": ("_saved_self", "_saved_other"),
     "WhereBackward0": ("_saved_condition",),
 }
+_EQUAL: Final = 1e-6
+"""Largest relative difference of equal numbers."""
 _STEPS: Final = 6
 """Operations, back from a reduction, among which a mask is looked for."""
 
@@ -389,22 +394,30 @@ def count_along(root: torch.Tensor, chain: Sequence[str]) -> float | None:
 
 
 def find_terms(
-    roots: Sequence[torch.Tensor], states: GraphStates, has_loop: bool = False
+    roots: Sequence[torch.Tensor],
+    states: GraphStates,
+    has_loop: bool = False,
+    gradients: Sequence[torch.Tensor | None] = (),
 ) -> LossTerms:
     """Return the terms of a loss, or of several: the tensors on which backward is called.
 
     Those of single samples, one by one, are joined to one term: a sum over samples. Of one sample
     alone, only if `has_loop` says that a loop adds them up.
+
+    Args:
+        gradients: those that backward is given, of the first roots.
     """
     terms = LossTerms()
     stack: list[tuple[Any, Any, tuple[Divisor, ...]]] = []
-    for root in roots:
+    for root, gradient in zip_longest(roots, gradients):
         node = root.grad_fn
         if node is None:
             continue
         if root.ndim and states.of(node) is _State.SAMPLES:
-            # Backward of a vector is that of its sum.
-            terms.terms.append(LossTerm(node, node, "sum", True, 0.0, tuple(root.shape)))
+            # Backward of a vector is that of its sum, or that divided by a number.
+            by = () if gradient is None else _divisor_given(gradient)
+            terms.is_given |= by is None
+            terms.terms.append(LossTerm(node, node, "sum", True, 0.0, tuple(root.shape), by or ()))
         else:
             stack.append((node, node, ()))
     while stack:
@@ -416,6 +429,17 @@ def find_terms(
             )
     terms.terms = _joined(terms.terms, states.samples, has_loop)
     return terms
+
+
+def _divisor_given(gradient: torch.Tensor) -> tuple[Divisor, ...] | None:
+    """Return the number that a gradient of a vector divides each of its elements by; None for a
+    gradient whose elements differ."""
+    if not gradient.numel():
+        return ()
+    least, most = (float(each) for each in gradient.detach().aminmax())
+    if not most - least <= _EQUAL * abs(most):
+        return None
+    return (Divisor(float(f"{1 / most:.6g}")),) if most else ()
 
 
 def _joined(terms: Sequence[LossTerm], samples: int, has_loop: bool) -> list[LossTerm]:

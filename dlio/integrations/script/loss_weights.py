@@ -161,9 +161,11 @@ class ScriptLossWeights:
                 original(tensors, *args, **options)
                 return
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            given = args[0] if args else options.get("grad_tensors")
+            gradients = [given] if isinstance(given, torch.Tensor) else list(given or ())
             self.is_inside = True
             try:
-                with self._weighed(roots, lead) as loss:
+                with self._weighed(roots, gradients, lead) as loss:
                     original(tensors, *args, **options)
             finally:
                 self.is_inside = False
@@ -187,10 +189,14 @@ class ScriptLossWeights:
 
     @contextmanager
     def _weighed(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch
+        self,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        batch: ScriptBatch,
     ) -> Iterator["_WholeLoss | None"]:
-        """Weigh the terms of a loss inside the `with` block. Yields what makes it the loss of the
-        whole batch after that, or None if that is unknown."""
+        """Weigh the terms of a loss, and of the gradients that backward is given, inside the `with`
+        block. Yields what makes it the loss of the whole batch after that, or None if that is
+        unknown."""
         line = self._context.guard.line
         whole = len(batch.samples) if self._context.batch == "global" else batch.weight
         self._context.part = batch.weight / whole if whole else 0.0
@@ -201,7 +207,7 @@ class ScriptLossWeights:
             return
         loops = batch.of.use.plans.loops
         states = _states(batch)
-        parts = find_terms(roots, states, line in loops)
+        parts = find_terms(roots, states, line in loops, gradients)
         if any(term.each for term in parts.terms):
             loops.add(line)
         self._tell(roots, batch, parts, line)
@@ -659,6 +665,21 @@ class ScriptLossWeights:
                 "loss and the gradient of such a step are not those of one process",
                 any_rank=True,
             )
+        if context.has_unlike and any(map(self._counts_more, parts.terms)):
+            context.say(
+                f"{where}: a sum is divided there by a count over several batches: in a step for "
+                "which a rank has one of them whole, as may be in a first pass, or a stand-in for "
+                "none of its samples, as at the end of a pass, the ranks count more than one "
+                "process, and the gradient is not quite that of one process",
+                any_rank=True,
+            )
+        if parts.is_given:
+            context.say(
+                f"{where}: backward is given a gradient of each sample there, which is taken as it "
+                "is, as of a sum over samples: if it was divided by the number of samples, that is "
+                "the number of those of the rank's part, and it is too large: divide by the size "
+                "of the whole batch"
+            )
         if len(parts.terms) > _TERMS:
             context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")
         look = "/".join([where, *(term.key for term in parts.terms), *parts.unknown])
@@ -682,6 +703,12 @@ class ScriptLossWeights:
                 "--batch per-rank gives each rank a whole batch",
                 any_rank=True,
             )
+
+    def _counts_more(self, term: LossTerm) -> bool:
+        """True if a sum is divided by a number of the data that its batch has not."""
+        read = self._context.numbers_read
+        numbers = [each.value for each in term.divisors if each.is_tensor or each.value in read]
+        return term.is_sum and any(each > math.prod(term.shape) for each in numbers)
 
     def _is_slice(self, term: LossTerm, batch: ScriptBatch, key: str) -> bool:
         """True if a mean at a line has counted another number of samples of the same batch."""

@@ -8,16 +8,19 @@ by batch, as torch's loader would have drawn from it.
 
 import copy
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
 from dlio.loader.dataloader import DataLoader
+
+_States: TypeAlias = tuple[Any, Any, torch.Tensor]
 
 
 def has_own_sampler(loader: DataLoader[Any]) -> bool:
@@ -49,10 +52,14 @@ class DrawnAhead:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self._batches: Iterator[Any] | None = None
+        self._states: _States | None = None
+        """Of the generators of all, as the latest run has left them for itself."""
 
     def run(self, most: int) -> list[list[int]]:
         """Return the next batches, until they have `most` samples; none at the end."""
         with _states_kept():
+            if self._states is not None:
+                _set_states(self._states)
             if self._batches is None:
                 self._batches = iter(self._sampler)
             drawn: list[list[int]] = []
@@ -62,6 +69,7 @@ class DrawnAhead:
                 count += max(1, len(drawn[-1]))
                 if count >= most:
                     break
+            self._states = _present_states()
             return drawn
 
 
@@ -77,24 +85,38 @@ class FollowingSampler:
         sampler: Any = loader.batch_sampler  # It may have no length.
         self._batches = iter(sampler)
         self._each = each
+        self._drawn: deque[int] = deque()
         self._take(loader.num_workers * (loader.prefetch_factor or 0))
 
     def _take(self, count: int) -> None:
-        for _ in islice(self._batches, count):
-            pass
+        for batch in islice(self._batches, count):
+            self._drawn.extend(batch)
 
     def step(self) -> None:
         """Draw for the next batch that the script gets, or to find that there is none."""
         self._take(self._each)
 
+    def gets(self, batch: Sequence[int]) -> bool:
+        """Note the batch that the script gets. False if the sampler has drawn another one: it draws
+        from generators of which others have drawn, too, since the batch was drawn ahead."""
+        return [self._drawn.popleft() for _ in batch if self._drawn] == list(batch)
+
 
 @contextmanager
 def _states_kept() -> Iterator[None]:
     """Leave the generators that all share as they were before the `with` block."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    states = _present_states()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002 - scripts draw from the global generator
-        torch.set_rng_state(states[2])
+        _set_states(states)
+
+
+def _present_states() -> _States:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+
+
+def _set_states(states: _States) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002 - scripts draw from the global generator
+    torch.set_rng_state(states[2])

@@ -86,7 +86,8 @@ def run_script(
     around = observed(comm.rank, lambda: context.weight) if observed else contextlib.nullcontext()
     try:
         with guard.watching(recovery_of(comm) is not None):
-            with takeover.installed(), telling_failures(script, comm.rank), around:
+            failures = telling_failures(script, comm.rank, context.sizes_in)
+            with takeover.installed(), failures, around:
                 runpy.run_path(script, run_name="__main__")
             with telling_failures(script, comm.rank):
                 takeover.finish()
@@ -142,6 +143,7 @@ class _ScriptTakeover:
         self._steps = 0
         """Number of optimizer steps so far."""
         self._losses_told = 0
+        self._has_told_norm = False
         if (recovery := recovery_of(comm)) is not None:
             nodes = find_nodes(comm, options.pretend_nodes)
             names = [nodes.names[node] for node in nodes.node_of]
@@ -561,6 +563,12 @@ class _ScriptTakeover:
             self._ranks.samples = self._context.weight
         if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
             self._unlike.add(module)
+            if self._context.divides_now and not self._has_told_norm:
+                self._has_told_norm = True
+                self._context.note(
+                    "batch norm uses the statistics of each rank's share of a batch, and rank 0's "
+                    "are saved: the loss curve differs slightly from that of one process"
+                )
         if exchanges is None:
             exchanges = self._look_at(module)
         if exchanges:
@@ -580,11 +588,6 @@ class _ScriptTakeover:
                 kind = type(module).__name__
                 number = sum(name.partition(" ")[0] == kind for name in self._holders.values())
                 self._holders.setdefault(module, f"{kind} {number + 1}" if number else kind)
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            self._context.note(
-                "batch norm uses the statistics of each rank's share of a batch, and rank 0's are "
-                "saved: the loss curve differs slightly from that of one process"
-            )
         mine = list(module.parameters(recurse=False))
         if mine:
             self._computed.add(module)

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
@@ -22,8 +22,11 @@ _USERS_FAULT: Final = 2
 
 
 @contextmanager
-def telling_failures(path: str, rank: int) -> Iterator[None]:
-    """Tell how a script ends inside the `with` block, if by an error or an exit code.
+def telling_failures(
+    path: str, rank: int, hint: Callable[[Exception], str] = lambda _: ""
+) -> Iterator[None]:
+    """Tell how a script ends inside the `with` block, if by an error or an exit code. `hint`
+    returns a remark on an error.
 
     An error of one rank ends the others, so the launcher prints it, last, and their errors not at
     all. Raises SystemExit in place of the error then; an end by `sys.exit()` or
@@ -61,7 +64,8 @@ def telling_failures(path: str, rank: int) -> Iterator[None]:
             raise
         raise SystemExit(_USERS_FAULT) from None
     except BaseException as error:
-        line = f"ended{_place(error.__traceback__)}: {_short_error(error)}"
+        more = hint(error) if isinstance(error, Exception) else ""
+        line = f"ended{_place(error.__traceback__)}: {_short_error(error)}{more}"
         _tell(RankFailure(rank, time.monotonic(), _text(error, path), line), prints=True)
         raise SystemExit(1) from None
 

@@ -9,9 +9,11 @@ numbers of their own all the same, as in one process:
 - Other draws by the number of samples, such as one for each sample in a loop, are told.
 - Threads of a loader, which stand for torch's worker processes, draw from generators of their own,
   also by Python's `random` and by NumPy.
-- Operations that draw inside (dropout, a distribution's parameters) draw from a state of the rank,
-  and leave all ranks with equal states. Their numbers are not one process's. So do calls of
-  functions that TorchScript or `torch.compile` has made.
+- So are numbers that `normal`, `bernoulli` and `multinomial` draw by the values of tensors.
+- Generators without a seed have the same one on all ranks.
+- Operations that draw inside (dropout, `poisson`) draw from a state of the rank,
+  and leave all ranks with equal states. Their numbers are not one process's, which is told. So do
+  calls of functions that TorchScript or `torch.compile` has made.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ from torch import nn
 
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.fetch_randoms import rank_seed
-from dlio.integrations.script.script_lines import line_of, script_frame, takes_size
+from dlio.integrations.script.script_lines import line_of, script_frame, script_line, takes_size
 from dlio.integrations.script.share import ScriptContext
 
 _BY_SIZE: Final = ("rand", "randn")
@@ -120,6 +122,10 @@ def _is_sequence(value: Any, count: int) -> bool:
     return isinstance(value, list | np.ndarray) and len(value) == count
 
 
+def _has_no_seed(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    return all(each is None for each in (*args, *options.values()))
+
+
 class _ThreadGenerators(threading.local):
     """Generators of one thread of a loader, seeded as torch seeds a worker process."""
 
@@ -156,6 +162,9 @@ class ScriptRandoms:
         much."""
         self._by_size: set[tuple[CodeType, int]] = set()
         """Calls of the script that have drawn a number for each sample of a part."""
+        self._seeds = 0
+        """Generators that had no seed of the script's so far."""
+        self._has_told_inside = False
         self._all = list(self._replacements())
         self._originals = _present(self._all)
 
@@ -191,7 +200,12 @@ class ScriptRandoms:
 
     def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function of tensors that draws numbers of its own."""
-        return self._inside(call, by_shape=False)
+        return self._inside(call)
+
+    def _next_seed(self) -> int:
+        """Return a seed that all ranks have, for a generator that the script gives none."""
+        self._seeds += 1
+        return rank_seed(0, torch.initial_seed(), self._seeds) % 2**32
 
     def _is_worker(self) -> bool:
         """True in a thread of a loader."""
@@ -248,6 +262,13 @@ class ScriptRandoms:
 
         names = [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
         methods = {name: method(name) for name in names if name not in _STATES}
+
+        def made(generator: Any, *args: Any, **options: Any) -> None:
+            if _has_no_seed(args, options) and kind is not np.random.Generator:
+                args, options = (self._next_seed(),), {}
+            kind.__init__(generator, *args, **options)
+
+        methods["__init__"] = made
         about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
         return SubclassOfGenerators(kind.__name__, (kind,), {**methods, **about})
 
@@ -257,6 +278,8 @@ class ScriptRandoms:
         """Call a method of a generator of Python or NumPy: for the whole batch if it draws for this
         rank's samples, which get their part."""
         name = original.__name__
+        if name == "seed" and _has_no_seed(args, options):
+            return original(self._next_seed())
         if self._is_left() or name in _STATES or not any(self._context.places()):
             return original(*args, **options)
         self._is_inside = True  # Methods call others.
@@ -395,7 +418,7 @@ class ScriptRandoms:
         made["randint"] = self._integers(made["randint"])
         made["randperm"] = self._permutation(made["randperm"])
         for name in _OF_TENSORS:
-            made[name] = self._inside(made[name], by_shape=True)
+            made[name] = self._by_values(made[name])
         for name in _LIKE:
             made[name] = self._like(getattr(torch, name))
         for name, function in made.items():
@@ -412,6 +435,8 @@ class ScriptRandoms:
 
         @wraps(np.random.default_rng)
         def default_rng(*args: Any, **options: Any) -> np.random.Generator:
+            if _has_no_seed(args, options):
+                args, options = (self._next_seed(),), {}
             made = original_rng(*args, **options)
             is_plain = type(made) is np.random.Generator
             return generators(made.bit_generator) if is_plain else made
@@ -420,8 +445,21 @@ class ScriptRandoms:
         yield np.random, "default_rng", default_rng
         yield np.random, "RandomState", self._of_class(np.random.RandomState)
         yield random, "Random", self._of_class(random.Random)
+        seed = np.random.seed
+        yield (
+            np.random,
+            "seed",
+            wraps(seed)(
+                lambda *args, **options: (
+                    seed(self._next_seed())
+                    if _has_no_seed(args, options)
+                    else seed(*args, **options)
+                )
+            ),
+        )
+        yield torch, "seed", lambda: torch.manual_seed(self._next_seed()).initial_seed()
         for owner, name in _DROPS:
-            yield owner, name, self._inside(getattr(owner, name), by_shape=False)
+            yield owner, name, self._inside(getattr(owner, name))
 
     def _permutation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `torch.randperm`."""
@@ -546,24 +584,70 @@ class ScriptRandoms:
 
         return draw
 
-    def _inside(self, original: Callable[..., Any], by_shape: bool) -> Callable[..., Any]:
-        """Wrap an operation that draws numbers of its own.
+    def _by_values(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Wrap a function of torch that draws numbers by the values of tensors, or `torch.normal`
+        by numbers and a size."""
 
-        Args:
-            by_shape: it does so for samples only if a tensor has a dimension of them.
-        """
+        @wraps(original)
+        def draw(*args: Any, **options: Any) -> torch.Tensor:
+            given = (*args, *options.values())
+            tensors = [x for x in given if isinstance(x, torch.Tensor)]
+            if self._is_left() or not any(self._context.places()):
+                return original(*args, **options)
+            if not tensors:
+                sized = self._whole(options.get("size", args[-1]))
+                if sized is None:
+                    return self._noted(original(*args, **options))
+                dim, place, whole = sized
+                args, options = _with_size(args, options, len(args) - 1, whole)
+                return self._part(original(*args, **options), dim, place)
+            several = [(x, self._whole_of(x)) for x in tensors]
+            dims = {sized[0] - x.dim() for x, sized in several if sized is not None}
+            if not dims:
+                return self._noted(original(*args, **options))
+            is_counted = original.__name__ != "poisson" and options.get("out") is None
+            is_counted &= len(dims) == 1 and (original.__name__ != "multinomial" or dims == {-2})
+            if not is_counted:  # How many numbers it draws depends on values of other ranks.
+                with self._own_state(tensors[0].device):
+                    return original(*args, **options)
+            # Values of 1 stand for the samples of other ranks: they take as many numbers.
+            dim, place, _ = next(sized for _, sized in several if sized is not None)
+            wholes = {id(x): self._padded(x, *sized) for x, sized in several if sized is not None}
+            args = tuple(wholes.get(id(x), x) for x in args)
+            options = {name: wholes.get(id(x), x) for name, x in options.items()}
+            drawn = original(*args, **options)
+            return self._part(drawn, drawn.dim() + dims.pop(), place)
+
+        return draw
+
+    def _padded(
+        self, tensor: torch.Tensor, dim: int, place: range, whole: list[int]
+    ) -> torch.Tensor:
+        values = tensor.detach().new_ones(whole)
+        values.narrow(dim, place.start, len(place)).copy_(tensor.detach())
+        return values
+
+    def _inside(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap an operation that draws numbers of its own."""
 
         @wraps(original)
         def run(*args: Any, **options: Any) -> Any:
             tensors = [x for x in (*args, *options.values()) if isinstance(x, torch.Tensor)]
             if self._is_left() or not tensors or not any(self._context.places()):
                 return original(*args, **options)
-            if by_shape and all(self._whole_of(each) is None for each in tensors):
-                return self._noted(original(*args, **options))
             with self._own_state(tensors[0].device):
                 return original(*args, **options)
 
         return run
+
+    def _tell_inside(self) -> None:
+        if not self._has_told_inside:
+            self._has_told_inside = True
+            self._context.note(
+                f"{script_line()}: dropout, or another operation that draws random numbers inside, "
+                "draws others on each rank than in one process: the training is as that of one "
+                "process with another seed"
+            )
 
     @contextlib.contextmanager
     def _own_state(self, device: torch.device) -> Iterator[None]:
@@ -592,6 +676,8 @@ class ScriptRandoms:
         finally:
             draws = not torch.equal(own, generator.get_state())
             generator.set_state(after if draws else before)
+            if draws:
+                self._tell_inside()
 
     @contextlib.contextmanager
     def _own_cuda_state(self, device: torch.device) -> Iterator[None]:
@@ -606,6 +692,8 @@ class ScriptRandoms:
             draws = generator.get_offset() > 0
             generator.manual_seed(seed)
             generator.set_offset(offset + 4 * draws)
+            if draws:
+                self._tell_inside()
 
 
 def _present(places: Sequence[_Place]) -> list[_Place]:

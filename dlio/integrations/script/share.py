@@ -3,12 +3,14 @@
 import contextlib
 import inspect
 import os
+import re
 import sys
 import threading
 from abc import ABCMeta
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from itertools import islice
 from typing import Any, Final, cast
 
@@ -19,7 +21,7 @@ from typing_extensions import TypeVar
 
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
-from dlio.comm.survival.recovery import uniform
+from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.exchange.batch_share import tensors_of
 from dlio.exchange.tensor_notes import TensorNotes
 from dlio.integrations.script.batch_origins import BatchOrigins
@@ -51,7 +53,10 @@ from dlio.loader.third_party import accelerate
 from dlio.loader.third_party.adapters import adapted
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
+from dlio.util.units import counted
 
+_RECENT: Final = 4
+"""Batches that a script may accumulate with one that is dealt otherwise."""
 _TAKEN: Final = 64
 """Most batches that a script takes ahead."""
 _T_co = TypeVar("_T_co", covariant=True, default=Sample)
@@ -93,6 +98,9 @@ class ScriptContext:
         """The batch that the script got last, until it computes on one."""
         self._taken: deque[ScriptBatch] = deque(maxlen=_TAKEN)
         """The batches that the script got since it computed on one, the first of them first."""
+        self._recent: deque[bool] = deque(maxlen=_RECENT)
+        """Of the latest batches, whether this rank got its part of it, and not all or a
+        stand-in."""
         self._of_tensor: TensorNotes[ScriptBatch] = TensorNotes()
         """The batch that a tensor is from."""
         self._used: ScriptBatch | None = None
@@ -199,10 +207,17 @@ class ScriptContext:
         batches = self._under_way.batches.values()
         return len(batches) > 1 and any(not each.weight or not each.divided for each in batches)
 
+    @property
+    def has_unlike(self) -> bool:
+        """True if of the latest batches this rank has got parts of some, and whole ones or
+        stand-ins for none of it of others."""
+        return any(self._recent) and not all(self._recent)
+
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = batch
         self._taken.append(batch)
+        self._recent.append(bool(batch.divided and batch.weight))
         self._under_way.took(use, batch)
         use.takes()
         use.was_whole |= not batch.divided
@@ -241,6 +256,25 @@ class ScriptContext:
             if self._steps[place].bit_count() == 1 and loops_at(*place):
                 self.mixed_inputs.start(tensors, len(batch.place))
 
+    def sizes_in(self, error: Exception) -> str:
+        """Return a remark on an error that names the size of a batch, or of the rank's part of
+        it; empty for others."""
+        batch = self.last_divided
+        if batch is None or not self.divides_now or self.batch == "per-rank":
+            return ""
+        part, whole = len(batch.place), len(batch.samples)
+        if not {part, whole} & {int(each) for each in re.findall(r"\d+", str(error))}:
+            return ""
+        return (
+            f" (this rank has {part} of the batch's {counted(whole, 'sample')}; other parts may "
+            "have other sizes: take sizes from the batch, such as len(x), or use --batch per-rank)"
+        )
+
+    def got_as_drawn(self, follows: FollowingSampler) -> bool:
+        """True if the latest batch is the one that the script's own sampler has drawn."""
+        is_same = self._latest is None or follows.gets(self._latest.samples)
+        return is_same or recovery_of(self.comm) is not None  # Lost ranks' samples come, too.
+
     def take_samples(self) -> float:
         """Return the number of samples that this rank has got since this was called last; 1 for
         none."""
@@ -262,6 +296,30 @@ class ScriptContext:
             yield
         finally:
             self.divides_now, self.is_outside = before, False
+
+    def fetched(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches; numbers that their data set reads meanwhile are of single samples."""
+        several = iter(batches)
+        while True:
+            with self.outside():
+                try:
+                    data = next(several)
+                except StopIteration:
+                    return
+            yield data
+
+    def collating(self, collate: CollateFn) -> CollateFn:
+        """Wrap a function of the samples of a part, within `fetched`."""
+
+        @wraps(collate)
+        def run(samples: list[Any]) -> Any:
+            before, self.is_outside = self.is_outside, False
+            try:
+                return collate(samples)
+            finally:
+                self.is_outside = before
+
+        return run
 
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
@@ -460,7 +518,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         self._collates = (
             self.collate_fn
             if self.collate_fn is default_collate
-            else _context.mixed_inputs.around_collate(self.collate_fn)
+            else _context.collating(_context.mixed_inputs.around_collate(self.collate_fn))
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -477,13 +535,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
     def _pass(self) -> Iterator[Any]:
         context = self._context
         self._is_shared = False
-        if context.comm.size > 1 and threading.current_thread() is not threading.main_thread():
-            # Its batches come at other moments of the training on each rank.
-            context.undivided = True
-            context.note(
-                "a thread of the script takes batches of a loader: every rank computed all of "
-                "them; the result is correct, but no faster than one process"
-            )
+        if self._is_taken_by_thread():
             return _alone(self)
         if context.comm.size == 1 or not torch.is_grad_enabled() or not context.divides:
             return self._whole()
@@ -516,6 +568,18 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         # there are workers, and else with the first batch: after another loader's seed.
         drawn = self._drawn_seed()
         return self._shares(use, before, drawn, self._begun() if self.num_workers else None)
+
+    def _is_taken_by_thread(self) -> bool:
+        """True if a thread of the script takes batches of a pass: they come at other moments of the
+        training on each rank."""
+        if self._context.comm.size == 1 or threading.current_thread() is threading.main_thread():
+            return False
+        self._context.undivided = True
+        self._context.note(
+            "a thread of the script takes batches of a loader: every rank computed all of "
+            "them; the result is correct, but no faster than one process"
+        )
+        return True
 
     def follows_formula(self) -> bool:
         """False, as the script's sampler makes the order, until a framework distributes."""
@@ -567,6 +631,9 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         `before` is the generator's state as the pass began, `drawn` the workers' seed, and
         `batches` those of the pass if they were drawn then.
         """
+        if self._is_taken_by_thread():  # Of a pass that the script's own thread has begun.
+            yield from self._whole_of_thread(use, batches)
+            return
         generator = self.generator
         taken, is_over = 0, False
         batches = self._begun() if batches is None else batches
@@ -582,6 +649,13 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
                 except StopIteration:
                     break
                 taken += 1
+                if follows is not None and not self._context.got_as_drawn(follows):
+                    self._context.say(
+                        f"{type(self.batch_sampler).__name__} draws from random numbers from which "
+                        "the script has drawn, too, since the batches were drawn ahead: they come "
+                        "in another order than in one process, each sample as often; with a "
+                        "generator of its own the order is that of one process"
+                    )
                 yield data
             is_over = True
         finally:
@@ -592,6 +666,17 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             if ends_early and generator is not None and before is not None:
                 generator.set_state(before)
                 self._draw_some(taken)
+
+    def _whole_of_thread(self, use: PassUse, batches: "_PassBatches | None") -> Iterator[Any]:
+        """Yield whole batches, for which the seed of the pass has been drawn, to a thread."""
+        self._context.ended(use)
+        self._context.took_whole()
+        drawn = self.batch_sampler or () if batches is None else batches.first
+        inner = _with_batches(self, [list(each) for each in drawn], self.collate_fn)
+        before = _random_states(self.generator)
+        parts = _alone(inner)
+        _set_random_states(self.generator, before)
+        yield from parts
 
     def _draw_some(self, batches: int) -> None:
         """Leave the loader's generator as a pass does in one process that the script ends early:
@@ -653,7 +738,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             parts = _alone(inner)
             _set_random_states(self.generator, before)
             if deal.divided:
-                parts = randoms.around(parts)
+                parts = context.fetched(randoms.around(parts))
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch(use)
                 if randoms.drawn_from:

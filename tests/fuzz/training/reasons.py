@@ -198,6 +198,11 @@ _KNOWN: Final = (
         (WEIGHTS,),
     ),
     _Notice(
+        re.compile("dropout, or another operation that draws random numbers inside, draws others"),
+        _is("dropout", "half"),
+        (WEIGHTS,),
+    ),
+    _Notice(
         re.compile(
             "numbers that the script reads there are from rank 0's part of training batches"
         ),

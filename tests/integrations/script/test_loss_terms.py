@@ -242,6 +242,20 @@ def test_a_divisor_of_all_elements_is_one_of_their_sum() -> None:
     assert term.divisors == ()  # It is not one of the sum.
 
 
+def test_a_gradient_that_backward_is_given_divides_a_sum_by_a_number_or_is_told() -> None:
+    each = functional.mse_loss(_out(), _t, reduction="none")
+    for given, divisors in (
+        (torch.ones_like(each), [1.0]),
+        (torch.full_like(each, 1 / 7), [7.0]),
+        (torch.zeros_like(each), []),
+        (None, []),
+    ):
+        parts = find_terms([each], GraphStates(_N), gradients=[given])
+        assert [divisor.value for divisor in parts.terms[0].divisors] == divisors
+        assert not parts.is_given
+    assert find_terms([each], GraphStates(_N), gradients=[torch.rand_like(each)]).is_given
+
+
 def test_learned_weights_get_gradients_of_values_times_the_factors_of_terms() -> None:
     out = torch.nn.Linear(3, 2)(torch.randn(4, 3))
     s, mask = torch.nn.Parameter(torch.tensor([0.5, 0.2])), torch.tensor([True, False, True, True])

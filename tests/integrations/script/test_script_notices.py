@@ -519,3 +519,76 @@ def test_a_learned_weight_of_a_sum_of_terms_that_count_otherwise_is_refused(tmp_
     assert done.returncode != 0
     assert done.stdout == ""
     assert f"dlio: error: script.py:{line}: a learned weight multiplies there" in done.stderr
+
+
+_TRUE_NOTICES = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(0)
+x = torch.randn(40, 4)
+class Read(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, i):
+        return x[i], float(x[i].sum())  # of a single sample
+white, net = nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+loader = DataLoader(Read(), 8, shuffle=True)
+ones = torch.ones(8, 1)
+for a, b in loader:
+    out = net(a)[:, 0]
+    loss = nn.functional.mse_loss(out, b.float())
+    if sys.argv[1:]:
+        loss = nn.functional.binary_cross_entropy(out[:, None].sigmoid(), ones)  # of a whole batch
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+for a, _ in loader:  # It trains nothing: whole batches.
+    white(a)
+print(white.running_mean)
+"""
+
+
+@pytest.mark.mpi
+def test_what_is_of_single_samples_or_of_whole_batches_is_not_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_TRUE_NOTICES)
+    run = ("-m", "dlio.cli", "run", "-n", "2", str(script))
+    done = _run(*run)
+    assert done.stderr == ""
+    assert done.stdout == _run(str(script)).stdout
+    ended = _run(*run, "fixed", check=False)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert re.search(r"this rank has \d of the batch's 8 samples; other parts may have", last)
+    assert "or use --batch per-rank)" in last
+
+
+_COUNTED = """
+import torch
+from itertools import islice
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(25, 6), torch.arange(25) % 4)
+net = nn.Linear(6, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for epoch in range(2):
+    batches = iter(DataLoader(data, 4, shuffle=True))
+    while several := list(islice(batches, 4)):
+        count = sum(y.ne(3).sum() for _, y in several)
+        for x, y in several:
+            loss = nn.functional.cross_entropy(net(x), y, ignore_index=3, reduction="sum")
+            (loss / count).backward()  # of several batches
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.mpi
+def test_a_count_over_batches_of_which_a_rank_has_a_stand_in_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_COUNTED)
+    errors = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr
+    assert "script.py:16: a sum is divided there by a count over several batches" in errors

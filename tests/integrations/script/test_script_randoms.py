@@ -20,6 +20,7 @@ from tests.conftest import MpiRun
 
 _numpy: Any = np.random
 """Its global generator, from which data sets draw."""
+_distributions: Any = torch.distributions
 
 
 class _HalfBatch:
@@ -28,6 +29,8 @@ class _HalfBatch:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.mixed_inputs, self.batches = MixedInputs(print), 1
+        self.notes: list[str] = []
+        self.note = self.notes.append
 
     def places(self) -> Iterator[tuple[range, int]]:
         yield range(4 * self._rank, 4 * self._rank + 4), 8
@@ -35,6 +38,11 @@ class _HalfBatch:
 
 def _installed(rank: int, *parameters: torch.Tensor) -> ScriptRandoms:
     return ScriptRandoms(rank, _HalfBatch(rank), lambda: parameters)  # type: ignore[arg-type]
+
+
+def _installed_with(rank: int) -> tuple[ScriptRandoms, _HalfBatch]:
+    context = _HalfBatch(rank)
+    return ScriptRandoms(rank, context), context  # type: ignore[arg-type]
 
 
 def test_noise_of_weights_and_gradients_is_the_same_on_all_ranks() -> None:
@@ -72,6 +80,15 @@ def test_tensors_of_samples_are_parts_of_one_process_s() -> None:
             torch.empty(2, count, 3).exponential_().transpose(0, 1),
             torch.rand(1).expand(count),
             torch.randn(5).expand(count, 5),
+            torch.normal(0.0, 0.1, x.shape),
+            torch.normal(0.0, 0.1, size=(count, 3)),
+            torch.normal(x, 2.0),
+            torch.normal(x, torch.ones(3)),
+            torch.bernoulli(x + 0.5),
+            torch.multinomial(x + 1, 2),
+            _distributions.Normal(x, 1.0).sample(),
+            _distributions.Categorical(logits=x).sample(),
+            torch.randn(count, 2),
         ]
 
     whole, parts = drawn(8), []
@@ -230,6 +247,26 @@ def test_draws_by_the_number_of_samples_are_told(tmp_path: Path, mpirun: MpiRun)
     assert "train.py:13: samples of a batch meet there (a random choice" in done.stderr
 
 
+def test_generators_without_a_seed_have_the_same_on_all_ranks() -> None:
+    drawn = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        with _installed(rank).installed():
+            own = (np.random.default_rng(), np.random.RandomState(), random.Random())
+            drawn.append([each.random() for each in own])
+            for seed, draw in (
+                (random.seed, random.random),
+                (_numpy.seed, _numpy.rand),
+                (torch.seed, lambda: torch.rand(()).item()),
+            ):
+                seed()
+                drawn[-1].append(draw())
+            drawn[-1].append(random.Random(5).random())
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0]}) == 7
+    assert drawn[0][-1] == random.Random(5).random()
+
+
 def test_a_parameter_has_no_dimension_of_samples() -> None:
     drawn = []
     for rank in range(2):
@@ -273,24 +310,29 @@ def test_dropout_differs_by_rank_and_leaves_equal_states() -> None:
         lambda: functional.dropout(torch.ones(12, 3)),
         lambda: attention(*[torch.ones(4, 4)] * 3, need_weights=False)[0],
         lambda: recurrent(torch.ones(5, 4, 3))[0],
-        lambda: torch.bernoulli(torch.full((4, 9), 0.5)),
-        lambda: torch.normal(torch.zeros(4, 2), 1.0),
+        lambda: torch.poisson(torch.full((4, 9), 3.0)),
     ):
         masks, after = [], []
         for rank in range(2):
             torch.manual_seed(0)
-            with _installed(rank).installed():
+            randoms, context = _installed_with(rank)
+            with randoms.installed():
                 masks.append(drop().detach())
+            (note,) = context.notes
+            assert "test_script_randoms.py:" in note
+            assert "dropout, or another operation that draws random numbers inside" in note
             after.append(torch.get_rng_state())
         assert not torch.equal(*masks)
         assert torch.equal(*after)
     network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), _Dropping())
     before = torch.get_rng_state()
-    with _installed(1).installed():
+    randoms, context = _installed_with(1)
+    with randoms.installed():
         functional.dropout(torch.ones(4, 3), 0.0)
         functional.dropout(torch.ones(4, 3), training=False)
         assert torch.jit.script(network)(torch.ones(4, 3)).shape == (4, 3)
     assert torch.equal(before, torch.get_rng_state())
+    assert not context.notes
 
 
 def test_a_data_set_draws_other_numbers_on_each_rank() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import MpiRun
+
 SCRIPTS = Path(__file__).with_name("scripts")
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
@@ -56,7 +58,9 @@ def alone(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.daily(
     "accumulation-2",
+    "given_gradients-2",
     "gradient_hooks-2",
+    "loader_subclasses-2",
     "loss_terms-2",
     "noise-2",
     "own_samplers-2",
@@ -342,3 +346,29 @@ def test_crops_follow_torchs_seed_on_any_number_of_ranks(pictures: Path, tmp_pat
         saved.append(_flat(torch.load(out)))
     for key, tensor in saved[0].items():
         assert torch.allclose(tensor, saved[1][key], atol=1e-5, rtol=0), key
+
+
+_SETS = """
+import os
+words = {"one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"}
+os.write(2, f"order {list(words)}\\n".encode())
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.cold  # A server of forked interpreters has its own order.
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["dlio", "mpirun"])
+def test_sets_of_texts_have_one_order_on_all_ranks(
+    launcher: str, mpirun: MpiRun, tmp_path: Path
+) -> None:
+    script = tmp_path / "words.py"
+    script.write_text(_SETS)
+    if launcher == "dlio":
+        done = _run("-m", "dlio.cli", "run", "-n", "3", str(script))
+    else:
+        done = mpirun(3, "-m", "dlio.cli", "run", str(script))
+    assert done.returncode == 0, done.stderr
+    orders = re.findall(r"order \[.*?\]", done.stderr)
+    assert len(orders) == 3
+    assert len(set(orders)) == 1
