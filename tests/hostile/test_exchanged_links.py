@@ -5,6 +5,7 @@ The kernel notes whatever is opened outside: nothing may be.
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import struct
@@ -18,6 +19,7 @@ import pytest
 import dlio
 from dlio.cli import main
 from dlio.errors import DlioError
+from dlio_staging.verify import find_folders
 from tests.conftest import examples
 from tests.hostile.linked_sets import FORMATS, Options, parts_of
 
@@ -154,3 +156,25 @@ def test_nothing_outside_is_opened_while_links_are_exchanged(
             _load(str(root), options)
             assert watch.seen() == [], "loader"
     watch.close()
+
+
+# SECURITY.md: S10
+def test_a_folder_that_is_exchanged_while_blocks_are_sought_is_not_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tier" / "node").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "00000001.blk").touch()
+    own, calls = os.scandir, itertools.count()
+
+    def scandir(place: int | str) -> object:
+        if next(calls) == 1:
+            (tmp_path / "tier" / "node").rename(tmp_path / "hidden")
+            (tmp_path / "tier" / "node").symlink_to(tmp_path / "outside")
+        return own(place)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert find_folders(str(tmp_path / "tier")) == []
+    assert next(calls) == 2
+    monkeypatch.undo()
+    assert find_folders(str(tmp_path / "outside")) == [str(tmp_path / "outside")]
