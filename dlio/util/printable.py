@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, TextIO
 
-from dlio.errors import printable
+from dlio.errors import printable, shortened
 
 
 def first_line(error: BaseException) -> str:
@@ -61,7 +61,8 @@ def log_line(level: int, text: str, *values: object) -> None:
     """Log a line of dlio's of a level, with names in it escaped."""
     log = logging.getLogger("dlio")
     if log.isEnabledFor(level):
-        log.log(level, "%s", printable(text % values if values else text), stacklevel=3)
+        line = shortened(printable(text % values if values else text))
+        log.log(level, "%s", line, stacklevel=3)
 
 
 def warn_user(text: str, kind: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
