@@ -210,7 +210,7 @@ def kept_index(
 
 
 def peek_index(kind: str, version: int, key: str) -> Arrays | None:
-    """Return what `keep_index` has kept; None without, or if it is damaged. Makes nothing."""
+    """Return the arrays that `keep_index` has kept; None without, or if damaged. Makes nothing."""
     name = f"{kind}.{_key_of(version, key)}"
     with (
         contextlib.suppress(OSError),

@@ -73,14 +73,14 @@ def path_of_user() -> str | None:
 
 @dataclass(slots=True)
 class Looks:
-    """What is looked at of a data set to understand it."""
+    """Folders and files of a data set that are looked at to understand it."""
 
     states: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     """Of folders and files by their paths, as they were before they were looked at."""
     names: int = 0
     """Names in the folders that were listed."""
     has_links: bool = False
-    """True if one of these is a link: what it leads to may change with no change here."""
+    """True if one of these is a link: its target may change with no change here."""
 
 
 def state_of(path: str) -> tuple[int, ...] | None:
@@ -95,7 +95,7 @@ def state_of(path: str) -> tuple[int, ...] | None:
 
 @contextmanager
 def noting(looks: Looks) -> Iterator[None]:
-    """Note what is looked at below the path of the enclosing `opened_by_user`, and next to it."""
+    """Note all that is looked at below the path of the enclosing `opened_by_user`, or next to it."""
     root = _named.get()
     assert root is not None
     root.looks = looks

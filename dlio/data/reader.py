@@ -29,11 +29,11 @@ from dlio.data.interpretation import (
     other_folders,
     split_folder,
 )
+from dlio.data.kept_interpretation import understood
 from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
-from dlio.data.remembered import understood
 from dlio.data.source import (
     Source,
     expand,

@@ -284,9 +284,9 @@ class Source(FsspecHandle):
             rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
             looks = self._place.looks
-            with ReadErrors(self.path(name)), self._scanned(name) as found:
+            with ReadErrors(self.path(name)), self._scanned(name) as entries:
                 rows = []
-                for each in found:
+                for each in entries:
                     if not is_hidden(each.name):
                         rows.append((each.name, each.is_dir()))
                         if looks is not None:

@@ -63,7 +63,7 @@ class Watch:
         self.seen()
 
     def seen(self) -> list[str]:
-        """Return what was opened or read since the last call."""
+        """Return the files and folders that were opened or read since the last call."""
         events = b""
         with contextlib.suppress(BlockingIOError):
             events = os.read(self._file, 1 << 16)

@@ -46,7 +46,7 @@ def faults(trace: str, room: str) -> list[str]:
             opens = name.startswith("open")
             changes = not opens or "O_WRONLY" in arguments or "O_RDWR" in arguments
             by_path = base in ("", "AT_FDCWD") or "/" in path
-            follows = opens and "O_NOFOLLOW" not in arguments and path != "."  # It is no link.
+            follows = opens and "O_NOFOLLOW" not in arguments and path != "."  # The folder.
             if changes and (by_path or follows):
                 wrong.append(line)
     return wrong

@@ -1,11 +1,11 @@
 """A listener that lets few strangers in at a time, and those for seconds.
 
 A connection is a stranger's until its greeting is over. Beyond a fixed number of them, the oldest
-is closed for a new one if it had time to begin a greeting, and otherwise the new one: on a busy
-machine this is no matter of seconds alone, as its owner must have looked at it. One that has proved
-by its first message to know the secret has more time. A rank whose connection was closed connects
-again. If this process has no descriptor left, a reserve serves to
-accept a connection and close it, so that the listener does not stay readable for ever.
+is closed for a new one if it had time to begin a greeting, and if its owner, which may be slow on a
+busy machine, has looked at it since; otherwise the new one is. One that has proved by its first
+message to know the secret has more time. A rank whose connection was closed connects again. If this
+process has no descriptor left, a reserve serves to accept a connection and close it, so that the
+listener does not stay readable for ever.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlio.data import reader, remembered
+from dlio.data import kept_interpretation, reader
 from dlio.data.reader import open_reading
 from dlio.errors import UsageError
 from dlio.util import printable
@@ -16,8 +16,8 @@ from dlio.util import printable
 @pytest.fixture(autouse=True)
 def _keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remembered, "_FROM", 1)
-    monkeypatch.setattr(remembered, "_SETTLED_NS", -(1 << 62))
+    monkeypatch.setattr(kept_interpretation, "_FROM", 1)
+    monkeypatch.setattr(kept_interpretation, "_SETTLED_NS", -(1 << 62))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_link_is_looked_at_each_time(tmp_path: Path, looked: Callable[..., boo
 def test_what_has_just_changed_is_looked_at_again(
     tmp_path: Path, looked: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remembered, "_SETTLED_NS", 3600 * 10**9)
+    monkeypatch.setattr(kept_interpretation, "_SETTLED_NS", 3600 * 10**9)
     data = _classes(tmp_path / "data", "a", "b")
     assert looked(data)
     assert looked(data)
@@ -140,7 +140,7 @@ def test_what_is_kept_is_not_believed(
 ) -> None:
     data = _classes(tmp_path / "data", "a", "b")
     with monkeypatch.context() as patch:
-        patch.setattr(remembered, "_text", lambda _: text.encode())
+        patch.setattr(kept_interpretation, "_text", lambda _: text.encode())
         looked(data)
     assert looked(data)
     assert not looked(data)

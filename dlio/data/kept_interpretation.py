@@ -1,8 +1,9 @@
 """How a large local folder is understood, remembered until anything that was looked at changes.
 
-To find the reader that fits a folder, and what it leaves out, all names below it are looked at. Of
-a folder of many files that takes longer than to verify its cached index. So the answer is kept in
-the cache, with the state of each folder and file that it was drawn from, and what was told.
+To find the reader that fits a folder, and the files that it leaves out, all names in it are read.
+Of a folder of many files that takes longer than to verify its cached index. So the answer is kept
+in the cache, with the state of each folder and file that it was drawn from, and the words that were
+told.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _FROM: Final = 4096
 _MOST_LOOKS: Final = 4096
 """Folders and files whose state is compared."""
 _SETTLED_NS: Final = 2_000_000_000
-"""What has changed this recently may change again without a new time."""
+"""A file that has changed this recently may change again without a new time."""
 
 
 def understood(
@@ -67,7 +68,7 @@ def _text(head: dict[str, Any]) -> bytes:
 
 
 def _recalled(kept: Arrays, kinds: dict[str, Any]) -> Interpretation | None:
-    """Return what is remembered, and tell what was told; None if something has changed since."""
+    """Return a kept answer, and tell again what was told; None if something has changed since."""
     try:
         head = json.loads(kept["head"].tobytes())
         for place, state in head["states"].items():
