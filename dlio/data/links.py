@@ -95,7 +95,7 @@ def state_of(path: str) -> tuple[int, ...] | None:
 
 @contextmanager
 def noting(looks: Looks) -> Iterator[None]:
-    """Note all that is looked at below the path of the enclosing `opened_by_user`, or next to it."""
+    """Note all that is looked at below the path of the enclosing `opened_by_user`, or outside."""
     root = _named.get()
     assert root is not None
     root.looks = looks
