@@ -16,6 +16,7 @@ of printable characters, even if names in it are not: see `printable`.
 """
 
 import re
+from typing import Final
 
 __all__ = [
     "CommError",
@@ -30,7 +31,13 @@ __all__ = [
     "UsageError",
     "printable",
     "redact",
+    "shortened",
 ]
+
+_MOST_SHOWN: Final = 4096
+_HEAD_SHOWN: Final = 3000
+_TAIL_SHOWN: Final = 600
+"""Characters of a message, and of its ends if it is longer."""
 
 
 def redact(text: str) -> str:
@@ -56,11 +63,20 @@ def printable(text: str | bytes) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
+def shortened(text: str) -> str:
+    """Leave out the middle of a text that nobody would read to its end, where the remedy is: data
+    of others may have a hundred thousand columns, or a name of a megabyte."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    left = len(text) - _HEAD_SHOWN - _TAIL_SHOWN
+    return f"{text[:_HEAD_SHOWN]} ... ({left:,} characters) ... {text[-_TAIL_SHOWN:]}"
+
+
 class DlioError(Exception):
     """Base class of all errors that a user can act on."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return shortened(printable(super().__str__()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"

@@ -209,6 +209,24 @@ def kept_index(
     return _index(kind, _key_of(version, url), _KEPT, good, build)
 
 
+def peek_index(kind: str, version: int, key: str) -> Arrays | None:
+    """Return the arrays that `keep_index` has kept; None without, or if damaged. Makes nothing."""
+    name = f"{kind}.{_key_of(version, key)}"
+    with (
+        contextlib.suppress(OSError),
+        open_cache() as cache,
+        closing_descriptor(open_below(cache, name)) as folder,
+    ):
+        return _load(folder, _KEPT, says=False)
+    return None
+
+
+def keep_index(kind: str, version: int, key: str, arrays: Arrays) -> None:
+    """Keep arrays for `peek_index`, if the cache can be written."""
+    with _entry(kind, _key_of(version, key)) as folder, _alone(folder):
+        _save(folder, _KEPT, arrays)
+
+
 def forget_index(kind: str, version: int, url: str) -> None:
     """Have `kept_index` build its index again, because it has turned out to be wrong."""
     with _entry(kind, _key_of(version, url)) as folder:

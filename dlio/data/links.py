@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
@@ -70,6 +71,40 @@ def path_of_user() -> str | None:
     return None if named is None else named.path
 
 
+@dataclass(slots=True)
+class Looks:
+    """Folders and files of a data set that are looked at to understand it."""
+
+    states: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """Of folders and files by their paths, as they were before they were looked at."""
+    names: int = 0
+    """Names in the folders that were listed."""
+    has_links: bool = False
+    """True if one of these is a link: its target may change with no change here."""
+
+
+def state_of(path: str) -> tuple[int, ...] | None:
+    """Return numbers that change when a file or the names in a folder do, its times at their end;
+    None if it cannot be found."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@contextmanager
+def noting(looks: Looks) -> Iterator[None]:
+    """Note all that is looked at below the path of the enclosing `opened_by_user`, or outside."""
+    root = _named.get()
+    assert root is not None
+    root.looks = looks
+    try:
+        yield
+    finally:
+        root.looks = None
+
+
 class DataRoot:
     """A folder or file that the user has named, below which links may not lead out. Thread-safe.
 
@@ -85,6 +120,7 @@ class DataRoot:
         self._real: dict[str, str] = {}
         self._judged: set[str] = set()
         self._folders: dict[str, OpenFolder] = {}
+        self.looks: Looks | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_folders": {}}
@@ -98,7 +134,9 @@ class DataRoot:
             return DataRoot(path, follows)
         if is_below(path, named.path):
             return named
-        return DataRoot(path, follows, named.path if is_below(named.path, path) else None)
+        root = DataRoot(path, follows, named.path if is_below(named.path, path) else None)
+        root.looks = named.looks
+        return root
 
     def open(self, path: str, flags: int = 0) -> int:
         """Open an absolute path for reading, with further flags of `os.open`, and return its
@@ -106,6 +144,8 @@ class DataRoot:
 
         Raises OSError; SourceError if it is or lies below a link out of the root, or a circle.
         """
+        if self.looks is not None:
+            self.note(path)
         if self.follows:
             return open_unchecked(path, flags)
         place, _, name = path.rpartition("/")
@@ -137,6 +177,8 @@ class DataRoot:
 
         Raises OSError; SourceError for a link out of the root.
         """
+        if self.looks is not None:
+            self.note(path)
         if self.follows or path in self._roots:
             return os.stat(path)
         status = os.lstat(path)
@@ -146,6 +188,11 @@ class DataRoot:
         else:
             self.check_folder(path.rpartition("/")[0])
         return status
+
+    def note(self, path: str) -> None:
+        """Note the state of a path that is looked at; see `noting`."""
+        if self.looks is not None and path not in self.looks.states:
+            self.looks.states[path] = state_of(path)
 
     def check_folder(self, path: str) -> None:
         """Raise SourceError as `check` does, for a folder that is looked at once."""

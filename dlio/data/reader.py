@@ -29,6 +29,7 @@ from dlio.data.interpretation import (
     other_folders,
     split_folder,
 )
+from dlio.data.kept_interpretation import understood
 from dlio.data.labels import is_number, label_names, likely_label
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
@@ -149,7 +150,13 @@ def open_reading(
     ):
         if named:
             check_pointer(split_fields(every[0])[0])
-            reading = _understood(cast("str | Sequence[str]", path), kinds, split, options)
+            reading = understood(
+                path,
+                kinds,
+                split,
+                options,
+                lambda: _understood(cast("str | Sequence[str]", path), kinds, split, options),
+            )
         else:
             if split is not None:
                 raise UsageError("split=: this is not a path: give dlio.split the data set")

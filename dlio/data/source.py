@@ -232,6 +232,7 @@ class Source(FsspecHandle):
     def _ask(self, question: str, local: Callable[[str], bool], name: str) -> bool:
         with ReadErrors(self.path(name)):
             if self._files is None:
+                self._place.note(self.path(name))
                 return local(self.path(name))
             return bool(getattr(self._files, question)(self.path(name)))
 
@@ -293,8 +294,17 @@ class Source(FsspecHandle):
         if self._files is not None:
             rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
+            looks = self._place.looks
             with ReadErrors(self.path(name)), self._scanned(name) as entries:
-                rows = sorted((e.name, e.is_dir()) for e in entries if not is_hidden(e.name))
+                rows = []
+                for each in entries:
+                    if not is_hidden(each.name):
+                        rows.append((each.name, each.is_dir()))
+                        if looks is not None:
+                            looks.has_links |= each.is_symlink()
+            rows.sort()
+            if looks is not None:
+                looks.names += len(rows)
         if seen is not None and keep:
             seen[key] = rows
         return rows

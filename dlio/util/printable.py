@@ -6,9 +6,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final, TextIO
 
-from dlio.errors import printable
+from dlio.errors import printable, shortened
 
 
 def first_line(error: BaseException) -> str:
@@ -32,10 +33,25 @@ def log_warning(text: str, *values: object) -> None:
 
 
 _told: Final[set[str]] = set()
+_heard: Final[ContextVar[list[str] | None]] = ContextVar("heard", default=None)
+
+
+@contextmanager
+def hearing() -> Iterator[list[str]]:
+    """Yield a list that gets whatever `tell_once` is given in the block."""
+    heard: list[str] = []
+    token = _heard.set(heard)
+    try:
+        yield heard
+    finally:
+        _heard.reset(token)
 
 
 def tell_once(text: str) -> None:
     """Log a warning of dlio's that this process has not logged before."""
+    heard = _heard.get()
+    if heard is not None:
+        heard.append(text)
     if text not in _told:
         _told.add(text)
         log_warning("%s", text)
@@ -45,7 +61,8 @@ def log_line(level: int, text: str, *values: object) -> None:
     """Log a line of dlio's of a level, with names in it escaped."""
     log = logging.getLogger("dlio")
     if log.isEnabledFor(level):
-        log.log(level, "%s", printable(text % values if values else text), stacklevel=3)
+        line = shortened(printable(text % values if values else text))
+        log.log(level, "%s", line, stacklevel=3)
 
 
 def warn_user(text: str, kind: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 from dlio.data.source import Source
 from dlio.data.splits import SPLITS, WHOLE, chosen_split, how_to_choose, split_of
 from dlio.errors import SourceError, UsageError
+from dlio.util.units import counted
 from dlio_readers.fileset import PICTURES, SideFolders, files_in, find_sides
 
 PICTURE_FOLDER: Final = "JPEGImages"
@@ -26,6 +27,8 @@ _NOTE_FOLDERS: Final = (_NOTE_FOLDER, "annotations")
 _TABLES: Final = ("labels.", "metadata.")
 _LISTS: Final = "ImageSets"
 _MOST_LIST: Final = 128 << 20
+_MOST_TIMES: Final = 16
+"""Lines of a list for each file that it may name."""
 _LOOKED_AT: Final = 8
 _HEAD: Final = 1 << 12
 _ROOT: Final = re.compile(rb"<annotation[\s>/]")
@@ -129,7 +132,8 @@ def chosen_of(names: Collection[str], split: str | None, path: str) -> list[str]
 def listed_in(source: Source, file: str, known: Collection[str], wanted: str) -> list[str]:
     """Return the names that a list has, one a line, of those `known`.
 
-    Raises SourceError with the line for another one, which has no file that is `wanted`.
+    Raises SourceError with the line for another one, which has no file that is `wanted`, and for
+    a list that names them again and again: each line is a sample.
     """
     data = source.read(file, 0, _MOST_LIST + 1)
     if len(data) > _MOST_LIST:
@@ -147,6 +151,11 @@ def listed_in(source: Source, file: str, known: Collection[str], wanted: str) ->
                     f"{where}: {first[:80]} has no {wanted}: copy it, or correct the list"
                 )
             made.append(name)
+            if len(made) > _MOST_TIMES * len(known):
+                raise SourceError(
+                    f"{source.path(file)} has over {_MOST_TIMES} lines for each of "
+                    f"{counted(len(known), 'file')}: name each picture once"
+                )
     if not made:
         raise SourceError(f"{source.path(file)} names no picture: correct it")
     return made

@@ -28,6 +28,7 @@ from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.arguments import PathText, path_in
 from dlio.util.json_output import json_text
 from dlio.util.limits import is_plausible
+from dlio.util.link_free import READING, open_unlinked
 from dlio.util.options import Option
 from dlio.util.parallel import SourceThread
 from dlio.util.printable import print_line
@@ -40,6 +41,7 @@ from dlio_staging.sample_check import SampleCheck
 
 _GROUP_BYTES: Final = 1 << 18
 """Bytes of samples that are read in one call."""
+_LISTING: Final = READING | os.O_DIRECTORY
 _BLOCK: Final = re.compile(r"(\d{8,20})\.blk")
 
 
@@ -60,11 +62,23 @@ class FolderVerification:
 
 
 def find_folders(path: str) -> list[str]:
-    """Return the folders at and below `path` that hold blocks, or a manifest of blocks."""
-    folders = []
-    for folder, _, names in os.walk(path):
+    """Return the folders at and below `path` that hold blocks, or a manifest of blocks.
+
+    No link below it is followed, nor one that takes a folder's name meanwhile.
+    """
+    folders, real, left = [], os.path.realpath(path), [""]
+    while left:
+        inner = left.pop()
+        try:
+            descriptor = open_unlinked(os.path.join(real, inner).rstrip("/"), _LISTING)
+        except OSError:
+            continue
+        with closing_descriptor(descriptor) as opened, os.scandir(opened) as entries:
+            rows = [(each.name, each.is_dir(follow_symlinks=False)) for each in entries]
+        left += [os.path.join(inner, name) for name, is_folder in rows if is_folder]
+        names = [name for name, is_folder in rows if not is_folder]
         if any(_BLOCK.fullmatch(name) for name in names) or NAME in names:
-            folders.append(folder)
+            folders.append(os.path.join(path, inner) if inner else path)
     return sorted(folders)
 
 

@@ -47,6 +47,7 @@ def _page(machine: Machine, path: Path) -> object:
     report = machine.alice.home / ".cache" / "report.json"
     report.parent.mkdir(exist_ok=True)
     report.write_text('{"machine": {}, "rows": [{"loader": "dlio", "samples_per_s": 3.5}]}')
+    report.chmod(0o600)  # It is not the command that wrote it.
     return _cli("bench", "html", report, "--output", path)
 
 

@@ -112,8 +112,8 @@ def _place(machine: Machine, name: str, rights: str) -> tuple[Path, Path]:
     return place, place / name.replace(f"dlio-{os.getuid()}", f"dlio-{machine.alice.uid}")
 
 
-def _open_to_all(place: Path, machine: Machine) -> list[str]:
-    """Return the entries of alice in a folder and in her home that all users may write."""
+def _check_open(place: Path, machine: Machine) -> None:
+    """Assert that nothing of alice's in a folder, or in her home, may be written by all users."""
     free = []
     for path in (*place.rglob("*"), *machine.alice.home.rglob("*")):
         with contextlib.suppress(FileNotFoundError):
@@ -121,7 +121,7 @@ def _open_to_all(place: Path, machine: Machine) -> list[str]:
             is_hers = status.st_uid == machine.alice.uid and not stat.S_ISLNK(status.st_mode)
             if is_hers and status.st_mode & 0o002:
                 free.append(str(path))
-    return free
+    assert not free, free
 
 
 def _is_told(result: object) -> bool:
@@ -147,7 +147,7 @@ def _drawn(deed: str, name: str, plant: str, rights: str, umask: int) -> Any:
         before = sorted(os.listdir(path)) if plant == "folder" else []
         result = machine.alice.run(lambda: DEEDS[deed][0](machine, place), umask=umask)
         assert _is_told(result), result
-        assert _open_to_all(place, machine) == []
+        _check_open(place, machine)
         if plant == "folder" and is_refused(result):
             assert sorted(os.listdir(path)) == before
         if plant == "locked":
@@ -203,7 +203,7 @@ def _raced(deed: str, rights: str, target: str, umask: int) -> Any:
             for _ in range(5):
                 result = machine.alice.run(lambda: DEEDS[deed][0](machine, place), umask=umask)
                 assert _is_told(result), result
-        assert _open_to_all(place, machine) == []
+        _check_open(place, machine)
 
     act.__name__ = f"raced {deed} {rights} {target} {umask:o}".replace("/", "-").replace(" ", "_")
     return attack(act)

@@ -5,8 +5,10 @@ The kernel notes whatever is opened outside: nothing may be.
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,12 +19,14 @@ import pytest
 import dlio
 from dlio.cli import main
 from dlio.errors import DlioError
+from dlio_staging.verify import find_folders
 from tests.conftest import examples
 from tests.hostile.linked_sets import FORMATS, Options, parts_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inotify and renameat2 are Linux's")
 
 _OPENED = 0x21  # IN_ACCESS | IN_OPEN
+_EVENT = struct.Struct("iIII")
 _EXCHANGE = """
 import ctypes, itertools, random, sys, time
 call = ctypes.CDLL(None, use_errno=True).renameat2
@@ -51,14 +55,25 @@ class Watch:
         library = ctypes.CDLL(None, use_errno=True)
         self._file = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         assert self._file >= 0
+        self._paths: dict[int, str] = {}
         for path in (folder, *folder.rglob("*")):
-            assert library.inotify_add_watch(self._file, os.fsencode(path), _OPENED) >= 0
+            number = library.inotify_add_watch(self._file, os.fsencode(path), _OPENED)
+            assert number >= 0
+            self._paths[number] = str(path)
         self.seen()
 
-    def seen(self) -> bool:
+    def seen(self) -> list[str]:
+        """Return the files and folders that were opened or read since the last call."""
+        events = b""
         with contextlib.suppress(BlockingIOError):
-            return bool(os.read(self._file, 1 << 16))
-        return False
+            events = os.read(self._file, 1 << 16)
+        seen = []
+        while events:
+            number, mask, _, length = _EVENT.unpack_from(events)
+            name = events[_EVENT.size : _EVENT.size + length].rstrip(b"\0").decode()
+            seen.append(f"{self._paths.get(number)} {name} {mask:x}")
+            events = events[_EVENT.size + length :]
+        return seen
 
     def close(self) -> None:
         os.close(self._file)
@@ -137,7 +152,29 @@ def test_nothing_outside_is_opened_while_links_are_exchanged(
                     main([*(word.replace("DATA", "data") for word in words), *split])
                 said = capfd.readouterr().err
                 assert "Traceback" not in said, (words, said)
-                assert not watch.seen(), (words, said)
+                assert watch.seen() == [], (words, said)
             _load(str(root), options)
-            assert not watch.seen(), "loader"
+            assert watch.seen() == [], "loader"
     watch.close()
+
+
+# SECURITY.md: S10
+def test_a_folder_that_is_exchanged_while_blocks_are_sought_is_not_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tier" / "node").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "00000001.blk").touch()
+    own, calls = os.scandir, itertools.count()
+
+    def scandir(place: int | str) -> object:
+        if next(calls) == 1:
+            (tmp_path / "tier" / "node").rename(tmp_path / "hidden")
+            (tmp_path / "tier" / "node").symlink_to(tmp_path / "outside")
+        return own(place)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert find_folders(str(tmp_path / "tier")) == []
+    assert next(calls) == 2
+    monkeypatch.undo()
+    assert find_folders(str(tmp_path / "outside")) == [str(tmp_path / "outside")]

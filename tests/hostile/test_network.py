@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import resource
+import select
 import socket
 import threading
 import time
@@ -164,6 +165,38 @@ def test_a_rank_gets_in_while_strangers_come_again_and_again(ranks: Ranks) -> No
     for each in strangers:
         each.join(60)
     assert arrived
+
+
+# SECURITY.md: S21
+def test_a_place_is_taken_from_those_that_had_time_and_were_looked_at() -> None:
+    now = 0.0
+    listener = listen(LOOPBACK)
+    door = Door(listener, lambda each: each.close(), most=2, clock=lambda: now)
+    visitors: list[socket.socket] = []
+
+    def come() -> list[socket.socket]:
+        visitors.append(socket.create_connection(listener.getsockname(), 10))
+        assert select.select([listener], [], [], 60)[0]
+        return door.accept()
+
+    (first,), (second,) = come(), come()
+    now = 1.0
+    door.accept()
+    (third,) = come()
+    assert (first.fileno(), len(door)) == (-1, 2)
+    door.proved(second)
+    assert come() == []  # The third is new, and the second has begun.
+    now = 1.5
+    (fourth,) = come()
+    assert third.fileno() == -1
+    assert second.fileno() > 0
+    now = 2.5  # The owner has not looked at the fourth: it has been busy.
+    (fifth,) = come()
+    assert second.fileno() == -1
+    assert fourth.fileno() > 0
+    for each in (*visitors, fourth, fifth):
+        each.close()
+    door.close()
 
 
 def test_connections_are_turned_away_when_no_descriptor_is_left() -> None:

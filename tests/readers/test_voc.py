@@ -159,6 +159,15 @@ def test_pictures_that_no_list_names_are_told_where_all_are_read(
     assert "1 file (Annotations/2007_000002.xml) left out: no list in ImageSets" in caplog.text
 
 
+def test_a_list_may_name_a_picture_a_few_times_and_not_without_end(tmp_path: Path) -> None:
+    write_voc(tmp_path, ROWS[:2])
+    _text(tmp_path / "ImageSets/Main/train.txt", "2007_000001\n" * 32)
+    assert len(open_reader(str(tmp_path), split="train")) == 32
+    _text(tmp_path / "ImageSets/Main/train.txt", "2007_000001\n" * 33)
+    with pytest.raises(SourceError, match="over 16 lines for each of 2 files: name each picture"):
+        open_reader(str(tmp_path), split="train")
+
+
 def test_a_folder_of_another_kind_is_refused_where_the_reader_is_chosen(tmp_path: Path) -> None:
     write(tmp_path / "a" / "0.png", painted(20, 30, []))
     with pytest.raises(SourceError, match="has no pictures with XML files of Pascal VOC next to"):

@@ -26,9 +26,10 @@ from dlio_bench.results.repeats import spread
 from dlio_bench.results.report_values import PlotCurve
 from dlio_bench.results.terminal import steps
 
-_SIZES: Final = tuple(1 << power for power in range(10, 26))
-"""1 KiB to 32 MiB."""
-_STEPS: Final = 8
+_SIZES: Final = tuple(1 << power for power in range(10, 25, 2))
+"""1 KiB to 16 MiB."""
+_STEPS: Final = 2
+"""Steps whose messages are counted, or whole periods; each step of one has the same."""
 _CARRIED: Final = (*(1 << power for power in range(1, 13)), 10_000)
 _SHOWN: Final = (2, 16, 64, 256, 1024, 4096, 10_000)
 """The columns of the table."""
@@ -267,8 +268,7 @@ def message_counts(comm: Communicator, nodes: int, exchanges: list[str]) -> dict
     training = OneBatchTraining("perceptron", 2, comm.rank)
     by_exchange = {}
     for name in exchanges:
-        # Whole periods, and at least two steps.
-        steps = max(2, parse_exchange(name).period, _STEPS)
+        steps = max(parse_exchange(name).period, _STEPS)
         exchange = training.distribute(name, nodes_for(name, nodes, comm.size))
         comm.barrier()
         before = (0, 0) if monitor is None else monitor.read()

@@ -1,9 +1,11 @@
 """A listener that lets few strangers in at a time, and those for seconds.
 
 A connection is a stranger's until its greeting is over. Beyond a fixed number of them, the oldest
-is closed for a new one if it had time for a greeting, and otherwise the new one. A rank whose
-connection was closed connects again. If this process has no descriptor left, a reserve serves to
-accept a connection and close it, so that the listener does not stay readable for ever.
+is closed for a new one if it had time to begin a greeting, and if its owner, which may be slow on a
+busy machine, has looked at it since; otherwise the new one is. One that has proved by its first
+message to know the secret has more time. A rank whose connection was closed connects again. If this
+process has no descriptor left, a reserve serves to accept a connection and close it, so that the
+listener does not stay readable for ever.
 """
 
 import contextlib
@@ -19,7 +21,11 @@ _MOST: Final = 64
 _PATIENCE_S: Final = 5.0
 """Time for a greeting."""
 _TURN_S: Final = 0.1
-"""Time for a greeting while others wait for the place."""
+"""Time for the first message of a greeting while others wait for the place."""
+_TURNS: Final = 2
+"""Calls of `accept` after which the owner has looked at a connection."""
+_PROVED_S: Final = 2.0
+"""Time for the rest of it while others wait."""
 _AT_ONCE: Final = 256
 """Connections taken in one turn, so that others of the same thread get theirs."""
 _REST_S: Final = 0.01
@@ -43,8 +49,11 @@ class Door:
     ) -> None:
         self.listener = listener
         self._close, self._most, self._clock = close, most, clock
-        self._strangers: dict[socket.socket, float] = {}
-        """When each was accepted, the oldest first."""
+        self._strangers: dict[socket.socket, tuple[float, int]] = {}
+        """When each was accepted, in seconds and in turns, the oldest first."""
+        self._proved: dict[socket.socket, float] = {}
+        """When those were accepted that have proved to know the secret."""
+        self._turn = 0
         self._reserve: int | None = _spare()
         self.turned_away = 0
         """Connections that were closed for others, for lack of descriptors, or after a while."""
@@ -52,6 +61,7 @@ class Door:
     def accept(self) -> list[socket.socket]:
         """Return new connections, which do not block."""
         accepted: list[socket.socket] = []
+        self._turn += 1
         for _ in range(_AT_ONCE):
             try:
                 connection, _address = self.listener.accept()
@@ -67,24 +77,31 @@ class Door:
                 connection.close()
                 continue
             connection.setblocking(False)
-            self._strangers[connection] = self._clock()
+            self._strangers[connection] = self._clock(), self._turn
             accepted.append(connection)
         return [each for each in accepted if each in self._strangers]
+
+    def proved(self, connection: socket.socket) -> None:
+        """Note that a connection has proved to know the secret; others may have repeated this."""
+        since = self._strangers.pop(connection, None)
+        if since is not None:
+            self._proved[connection] = since[0]
 
     def left(self, connection: socket.socket) -> None:
         """Note that a connection has ended, or is a stranger's no more."""
         self._strangers.pop(connection, None)
+        self._proved.pop(connection, None)
 
     def tidy(self) -> None:
         """Close the connections of strangers that took too long."""
         due = self._clock() - _PATIENCE_S
-        for connection, since in list(self._strangers.items()):
-            if since > due:
-                break
-            self._turn_away(connection)
+        held = [(connection, since) for connection, (since, _) in self._strangers.items()]
+        for connection, since in [*held, *self._proved.items()]:
+            if since <= due:
+                self._turn_away(connection)
 
     def __len__(self) -> int:
-        return len(self._strangers)
+        return len(self._strangers) + len(self._proved)
 
     def close(self) -> None:
         """Close the listener; connections belong to others."""
@@ -92,14 +109,20 @@ class Door:
         self._release()
 
     def _has_place(self) -> bool:
-        if len(self._strangers) < self._most:
+        if len(self) < self._most:
             return True
-        oldest = next(iter(self._strangers))
+        now = self._clock()
         # Otherwise a flood of strangers would push out each rank before its greeting is over.
-        if self._clock() - self._strangers[oldest] < _TURN_S:
-            return False
-        self._turn_away(oldest)
-        return True
+        for connection, (since, turn) in self._strangers.items():
+            if now - since >= _TURN_S and self._turn - turn >= _TURNS:
+                self._turn_away(connection)
+                return True
+            break
+        for connection, since in self._proved.items():
+            if now - since >= _PROVED_S:
+                self._turn_away(connection)
+                return True
+        return False
 
     def _turn_away(self, connection: socket.socket) -> None:
         self.turned_away += 1
@@ -108,7 +131,7 @@ class Door:
 
     def _make_room(self) -> None:
         """Give the descriptors of strangers back; close a connection in place of the reserve."""
-        for connection in list(self._strangers):
+        for connection in [*self._strangers, *self._proved]:
             self._turn_away(connection)
         self._release()
         with contextlib.suppress(OSError):

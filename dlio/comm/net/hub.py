@@ -207,6 +207,8 @@ class Hub(Generic[_T]):
                 link.read()
             if link.ready and not ready:
                 self._greeted(link)
+            elif not link.ready and link.peer >= 0:
+                self._door.proved(link.connection)
             if link.wants_write:
                 link.write()
         except (OSError, RefusedConnection) as error:
