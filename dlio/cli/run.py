@@ -7,6 +7,7 @@ from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import RankOptions
 from dlio.integrations.script.run_options import CheckPlan, RunOptions
 from dlio.launch.command_ranks import on_ranks
+from dlio.util.arguments import script_in
 from dlio.util.options import CheckedOptions, Option
 
 
@@ -75,7 +76,15 @@ def command(
             raise SystemExit(1)
         return
     least = None if options.fault_tolerance == "off" else options.min_ranks
-    on_ranks(ranks.ranks, run_rank, script, options, min_ranks=least, backend=ranks.backend)
+    on_ranks(
+        ranks.ranks,
+        run_rank,
+        script,
+        options,
+        check=lambda: script_in(script.script),
+        min_ranks=least,
+        backend=ranks.backend,
+    )
 
 
 def run_rank(script: Script, options: RunOptions) -> None:

@@ -260,6 +260,19 @@ class ScriptContext:
         finally:
             self.divides_now, self.is_outside = before, False
 
+    def fetching(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; a number that the data set reads meanwhile, in this thread, is a sample's,
+        and not of the part of a batch that the script has."""
+        while True:
+            self.is_outside = True
+            try:
+                data = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.is_outside = False
+            yield data
+
     def took_whole(self) -> None:
         """Note that the script gets batches that all ranks compute on."""
         self._latest, self.divides_now = None, False
@@ -650,7 +663,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             parts = _alone(inner)
             _set_random_states(self.generator, before)
             if deal.divided:
-                parts = randoms.around(parts)
+                parts = randoms.around(context.fetching(iter(parts)))
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch(use)
                 if randoms.drawn_from:
