@@ -14,8 +14,6 @@ from threading import Lock
 from typing import Any, BinaryIO, Final, cast
 from zipfile import ZIP_STORED, BadZipFile, ZipInfo
 
-from dlio.util.trusted_files import path_of
-
 _HEADER: Final = struct.Struct("<4s2xH18xHH")
 """Of a local header: signature, flags, lengths of the name and of the extra field."""
 _SIGNATURE: Final = b"PK\x03\x04"
@@ -37,7 +35,7 @@ class StoredMember:
     size: int
     crc: int
 
-    def read(self, files: Any, offset: int, end: int | None) -> bytes:
+    def read(self, files: object, offset: int, end: int | None) -> bytes:
         """Return a range of the file, clipped to it. Raises EOFError if the archive has become
         shorter, BadZipFile if all of the file is read, and its checksum differs."""
         offset = min(offset, self.size)
@@ -53,17 +51,14 @@ class StoredMember:
             raise BadZipFile(f"Bad CRC-32 for file {self.name!r}")
         return data
 
-    def open(self, files: Any) -> BinaryIO:
+    def open(self, files: object) -> BinaryIO:
         """Open a seekable stream of the file. Its ranges are not checked."""
         descriptor = _descriptor(files)
-        if descriptor is not None:
-            archive = io.FileIO(path_of(descriptor))
-        else:
-            archive = files.of.fs.open(files.of.path, "rb")
+        archive = _outer(files) if descriptor is None else _LocalArchive(os.dup(descriptor))
         return cast("BinaryIO", _MemberStream(archive, self.begin, self.size))
 
 
-def read_stored(files: Any, path: str, offset: int, end: int | None) -> bytes | None:
+def read_stored(files: object, path: str, offset: int, end: int | None) -> bytes | None:
     """Return a range of a file of fsspec's file system `files`; None unless that is a zip archive
     in which it is stored: fsspec reads all others. Thread-safe."""
     info = _stored(files, path)
@@ -83,11 +78,31 @@ def read_stored(files: Any, path: str, offset: int, end: int | None) -> bytes | 
     return member.read(files, offset, end)
 
 
-def open_stored(files: Any, path: str) -> BinaryIO | None:
+def open_stored(files: object, path: str) -> BinaryIO | None:
     """Open a seekable stream of a file; None as of `read_stored`."""
     info = _stored(files, path)
     member = None if info is None else _located(files, info, 0)[0]
     return None if member is None else member.open(files)
+
+
+class _LocalArchive:
+    """An archive that is open, without a place of its own in it: as a stream, which closes it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._at = descriptor, 0
+
+    def seek(self, offset: int) -> None:
+        self._at = offset
+
+    def readinto(self, into: memoryview) -> int:
+        done = os.preadv(self._descriptor, [into], self._at)
+        self._at += done
+        return done
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class _MemberStream(io.RawIOBase):
@@ -180,6 +195,11 @@ def _descriptor(files: Any) -> int | None:
     except (AttributeError, OSError):
         return None
     return number
+
+
+def _outer(files: Any) -> Any:
+    """Open an archive that is not local as a stream."""
+    return files.of.fs.open(files.of.path, "rb")
 
 
 def _archive_range(files: Any, offset: int, count: int) -> bytes:
