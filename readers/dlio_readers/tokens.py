@@ -135,7 +135,8 @@ def _layout(file: File, index: File | None, dtype: np.dtype[np.generic] | None) 
     if dtype is None:
         raise UsageError(
             f"{file.name} has no header that tells the type of its tokens: give dtype='uint16' "
-            "(of vocabularies of up to 65,536) or 'uint32', as they were written"
+            "(--reader-option dtype=uint16; of vocabularies of up to 65,536) or 'uint32', as they "
+            "were written"
         )
     itemsize = dtype.itemsize
     if file.size % itemsize:
