@@ -4,7 +4,6 @@ One function knows them, for all formats: folders (`train/`), files (`train-0000
 `mnist_test.h5`), files of annotations (`instances_val2017.json`) and data.yaml.
 """
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Final, TypeAlias
@@ -12,6 +11,7 @@ from typing import Annotated, Final, TypeAlias
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio.util.options import Option
+from dlio.util.structured_text import parse_json
 
 TRAIN_FOLDERS: Final = ("train", "training")
 VAL_FOLDERS: Final = ("val", "validation", "valid", "dev", "eval", "test", "testing")
@@ -72,7 +72,7 @@ def reading_options(
         if name in given:
             raise UsageError(f"--reader-option {each}: {name} is given twice: leave one out")
         try:
-            given[name] = json.loads(text)
+            given[name] = parse_json(text, f"--reader-option {name}")
         except ValueError:
             given[name] = text
     return {name: value for name, value in given.items() if value is not None}

@@ -64,15 +64,15 @@ def read_stored(files: object, path: str, offset: int, end: int | None) -> bytes
     info = _stored(files, path)
     if info is None:
         return None
-    found = _found(files)
-    member = found.get(path)
+    members = _members(files)
+    member = members.get(path)
     if member is not None:
         return member.read(files, offset, end)
     whole = offset == 0 and (end is None or end >= info.file_size)
     member, data = _located(files, info, _WITH_HEADER if whole else 0)
     if member is None:
         return None
-    found[path] = member
+    members[path] = member
     if whole and len(data) == member.size:
         return member.checked(data)
     return member.read(files, offset, end)
@@ -143,16 +143,16 @@ class _MemberStream(io.RawIOBase):
         super().close()
 
 
-def _found(files: Any) -> dict[str, StoredMember]:
+def _members(files: Any) -> dict[str, StoredMember]:
     """Return the places of files that have been found: with the archive's directory that they were
     found by, which is read anew after a fork and in other processes."""
-    found: dict[str, StoredMember] = vars(files).setdefault("_dlio_stored", {})
-    return found
+    members: dict[str, StoredMember] = vars(files).setdefault("_dlio_stored", {})
+    return members
 
 
 def _stored(files: Any, path: str) -> ZipInfo | None:
     """Return what the archive's directory says of a file that is stored; None if it is compressed
-    or encrypted, or this is no archive that fsspec reads as it is."""
+    or encrypted, or `files` are not those of an archive that fsspec reads as it is."""
     if getattr(getattr(files, "of", None), "compression", "") is not None:
         return None
     info = getattr(getattr(files, "zip", None), "NameToInfo", {}).get(path.lstrip("/"))

@@ -154,8 +154,8 @@ def _tell_if_unlikely(file: File, dtype: np.dtype[np.generic]) -> None:
     values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
     wide = values.size > 1 and not values[1::2].any() and values.any()
     if int(values.max(initial=0)) >= _MOST_WORDS or int(values.min(initial=0)) < 0:
-        found = f"the number {int(values.max()):,}" if values.min() >= 0 else "numbers below 0"
-        tell_once(f"{file.name}: read as {dtype} its tokens have {found}: check dtype=")
+        seen = f"the number {int(values.max()):,}" if values.min() >= 0 else "numbers below 0"
+        tell_once(f"{file.name}: read as {dtype} its tokens have {seen}: check dtype=")
     elif wide:
         tell_once(
             f"{file.name}: read as {dtype} every second token is 0, as of a type twice as wide: "

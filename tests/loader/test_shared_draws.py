@@ -35,7 +35,7 @@ class _Rows(torch.utils.data.Dataset[int]):
 
 
 @pytest.fixture
-def told(
+def warned(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], str]]:
     monkeypatch.setattr(printable, "_told", set())
@@ -44,17 +44,17 @@ def told(
 
 
 @pytest.mark.parametrize("name", list(_DRAWS))
-def test_draws_while_the_consumer_waits_are_told(name: str, told: Callable[[], str]) -> None:
+def test_draws_while_the_consumer_waits_are_told(name: str, warned: Callable[[], str]) -> None:
     rows, draws = _Rows(_DRAWS[name]), SharedDraws()
     assert draws.fetch(rows, 3) == 3
-    assert not told()
+    assert not warned()
     draws.waiting(True)
     assert draws.fetch(rows, 4) == 4
-    assert f"_Rows draws random numbers of {name}, which the loader's threads share" in told()
+    assert f"_Rows draws random numbers of {name}, which the loader's threads share" in warned()
     assert not draws.looks
 
 
-def test_numbers_that_the_consumer_may_have_drawn_are_not_told(told: Callable[[], str]) -> None:
+def test_numbers_that_the_consumer_may_have_drawn_are_not_told(warned: Callable[[], str]) -> None:
     draws = SharedDraws()
 
     def consumer_goes_on() -> None:
@@ -63,7 +63,7 @@ def test_numbers_that_the_consumer_may_have_drawn_are_not_told(told: Callable[[]
 
     draws.waiting(True)
     assert draws.fetch(_Rows(consumer_goes_on), 1) == 1
-    assert not told()
+    assert not warned()
     assert draws.looks
 
 
@@ -79,7 +79,7 @@ def test_a_loader_of_several_threads_tells(
     call: Callable[[], object],
     workers: int,
     is_told: bool,
-    told: Callable[[], str],
+    warned: Callable[[], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits, waiting = threading.Event(), SharedDraws.waiting
@@ -95,4 +95,4 @@ def test_a_loader_of_several_threads_tells(
     monkeypatch.setattr(SharedDraws, "waiting", noted)
     with dlio.DataLoader(_Rows(drawn), 16, num_workers=workers) as loader:
         assert [int(k) for batch in loader for k in batch] == list(range(64))
-    assert ("share: no run repeats them; workers='process' does" in told()) is is_told
+    assert ("share: no run repeats them; workers='process' does" in warned()) is is_told
