@@ -5,6 +5,7 @@ fineweb_train_000001.bin       256 int32 in front, of which the third counts the
 text_document.bin, .idx        Megatron-LM: the index has the type, and the documents' places.
 """
 
+import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import File, FilePlace, Source, expand, file_at, own_name
+from dlio.data.source import File, FilePlace, Source, expand, file_at, is_remote, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import listed, nearest
 from dlio.util.printable import tell_once
@@ -121,7 +122,14 @@ def _dtype_in(given: object) -> np.dtype[np.generic]:
 def _index_of(place: FilePlace) -> File | None:
     """Return the index of Megatron next to a file; None if there is none."""
     url = _IDX.sub(".idx", place.url, count=1)
-    return file_at(url).opened() if url != place.url and Source(url).exists() else None
+    if url == place.url:
+        return None
+    if is_remote(url):
+        return file_at(url).opened() if Source(url).exists() else None
+    # The user has named the tokens alone: a link of that name is judged.
+    folder, name = os.path.split(url)
+    source = Source(folder or ".")
+    return source.file(name) if source.exists(name) else None
 
 
 def _layout(file: File, index: File | None, dtype: np.dtype[np.generic] | None) -> _Layout:

@@ -124,6 +124,17 @@ def test_megatrons_index_says_the_type(dtype: str, tmp_path: Path) -> None:
         dlio.open(tmp_path / "text_document.bin", dtype="uint32")
 
 
+def test_an_index_that_is_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    write_megatron(tmp_path / "x", [_tokens(9)])
+    (tmp_path / "mine" / "x.bin").write_bytes(_tokens(9).tobytes())
+    (tmp_path / "mine" / "x.idx").symlink_to("../x.idx")
+    with pytest.raises(SourceError, match="outside of the data set's folder"):
+        dlio.open(tmp_path / "mine" / "x.bin")
+    with dlio.open(tmp_path / "mine" / "x.bin", follow_links=True, window=9) as data:
+        assert data[0]["tokens"].tolist() == _tokens(9).tolist()
+
+
 def test_damaged_indexes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     write_megatron(path, [_tokens(9), _tokens(4)])
