@@ -6,7 +6,7 @@ from typing import Annotated
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
-from dlio.data.splits import SplitChoice
+from dlio.data.splits import ReaderChoices, SplitChoice
 from dlio.launch.command_ranks import on_ranks
 from dlio.train.config import TrainConfig, train_config
 from dlio.train.factory import check_name
@@ -38,6 +38,7 @@ class EvalOptions(CheckedOptions):
         Option("Column of a table to predict.", metavar="COLUMN", default_text="as in training"),
     ] = None
     split: SplitChoice = None
+    reader_option: ReaderChoices = ()
     model: Annotated[
         str, Option("Model that the weights are of, as for `dlio train`.", metavar="MODEL")
     ] = DEFAULT_MODEL
@@ -105,4 +106,4 @@ def _check(options: EvalOptions, ranks: int) -> None:
     from dlio.data.reader import open_split
 
     _config(options).check_ranks(ranks)
-    open_split(options.source, options.split).close()
+    open_split(options.source, options.split, options.reader_option).close()

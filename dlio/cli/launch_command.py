@@ -376,6 +376,7 @@ def _with_staging(
     tiers = started.option("tiers") or settings().tiers
     source, val = started.option("source"), started.option("val")
     split, val_split = started.option("split"), started.option("val_split")
+    others = started.option("reader_option")
     if isinstance(source, str) and started.words[0] == "train":
         if split is None and val_split is None:
             source, val = find_parts(source, val if isinstance(val, str) else None, quiet=True)
@@ -393,7 +394,7 @@ def _with_staging(
         )
     once = ("dlio", "launch", *backend, "--ranks-per-node", "1", "stage")
     stage = tuple(
-        (*once, each, *split_words(part), "--tiers", tiers, "--allow-partial")
+        (*once, each, *split_words(part, others), "--tiers", tiers, "--allow-partial")
         for each, part in sources
     )
     return replace(

@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from dlio.data.splits import SplitChoice
+from dlio.data.splits import ReaderChoices, SplitChoice
 from dlio.errors import UsageError
 from dlio.util.json_output import json_text
 from dlio.util.options import Option, check
@@ -32,6 +32,7 @@ class LedgerOptions:
         Option("Data set that was trained on; or give --samples.", positional=True, metavar="SRC"),
     ] = None
     split: SplitChoice = None
+    reader_option: ReaderChoices = ()
     samples: Annotated[int | None, Option("Number of the data set's samples.", least=1)] = None
     epochs: Annotated[
         int | None,
@@ -56,7 +57,7 @@ def command(options: LedgerOptions) -> None:
     """
     from dlio.train.ledger_file import check_ledger, read_lines
 
-    samples = options.samples or _count(str(options.source), options.split)
+    samples = options.samples or _count(str(options.source), options.split, options.reader_option)
     checked = check_ledger(read_lines(options.file), samples, options.epochs)
     exact = bool(checked) and all(each.exact for each in checked)
     if options.as_json:
@@ -77,13 +78,13 @@ def command(options: LedgerOptions) -> None:
         raise SystemExit(_WRONG)
 
 
-def _count(source: str, split: str | None) -> int:
+def _count(source: str, split: str | None, others: tuple[str, ...]) -> int:
     """Return the number of samples of the training data at `source`, or of a split of them."""
     from dlio.cli.train_command import find_parts
     from dlio.data.reader import open_split
 
     path = source if split else find_parts(source, None, quiet=True)[0]
-    with closing(open_split(path, split)) as reader:
+    with closing(open_split(path, split, others)) as reader:
         return len(reader)
 
 

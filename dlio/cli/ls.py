@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
-from dlio.data.splits import FormatChoice, SplitChoice, reading_options
+from dlio.data.splits import FormatChoice, ReaderChoices, SplitChoice, reading_options
 from dlio.errors import printable, redact
 from dlio.util.json_output import json_text
 from dlio.util.options import Option
@@ -188,6 +188,7 @@ class ListOptions:
     ]
     split: SplitChoice = None
     format: FormatChoice = None
+    reader_option: ReaderChoices = ()
     as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
     plot: Annotated[
         bool, Option("Draw histograms of bytes, pixels and classes, in the terminal.")
@@ -198,7 +199,7 @@ class ListOptions:
 
 
 def _chosen(options: ListOptions) -> dict[str, object]:
-    return reading_options(options.split, options.format)
+    return reading_options(options.split, options.format, options.reader_option)
 
 
 def command(options: ListOptions) -> None:

@@ -11,6 +11,7 @@ from dlio.comm.launch_detection import under_torchrun
 from dlio.comm.launch_environment import under_mpi
 from dlio.integrations.script.run_options import CheckPlan, RunOptions
 from dlio.launch.command_ranks import on_ranks
+from dlio.util.arguments import script_in
 from dlio.util.options import CheckedOptions, Option
 
 
@@ -80,7 +81,15 @@ def command(
             raise SystemExit(1)
         return
     least = None if options.fault_tolerance == "off" else options.min_ranks
-    on_ranks(ranks.ranks, run_rank, script, options, min_ranks=least, backend=ranks.backend)
+    on_ranks(
+        ranks.ranks,
+        run_rank,
+        script,
+        options,
+        check=lambda: script_in(script.script),
+        min_ranks=least,
+        backend=ranks.backend,
+    )
 
 
 def _hash_alike() -> None:

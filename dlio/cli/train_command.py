@@ -34,6 +34,7 @@ from dlio.util.units import counted
                 "val",
                 "split",
                 "val_split",
+                "reader_option",
                 "task",
                 "target",
                 "category",
@@ -251,6 +252,6 @@ def _check(config: TrainConfig, ranks: int) -> None:
     data = config.data
     for path, split in ((data.source, data.split), (data.val, data.val_split)):
         if path is not None:
-            open_split(path, split).close()
+            open_split(path, split, data.reader_option).close()
     for path in data.replica:
-        open_split(path, data.split).close()
+        open_split(path, data.split, data.reader_option).close()

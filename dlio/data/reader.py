@@ -49,6 +49,7 @@ from dlio.data.splits import (
     chosen_split,
     no_splits,
     not_chosen_by,
+    reading_options,
     split_column,
     splits_among,
 )
@@ -90,9 +91,10 @@ def open_reader(
     return open_reading(path, follow_links=follow_links, trust=trust, **options)[0]
 
 
-def open_split(path: object, split: str | None) -> Reader:
-    """Do `open_reader` for a command that may have chosen a split."""
-    return open_reader(path) if split is None else open_reader(path, split=split)
+def open_split(path: object, split: str | None, others: Sequence[str] = ()) -> Reader:
+    """Do `open_reader` for a command that may have chosen a split, and options of the reader."""
+    chosen = reading_options(split, None, others)
+    return open_reader(path, follow_links=None, trust=None, **chosen)
 
 
 def open_reading(

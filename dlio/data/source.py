@@ -10,7 +10,6 @@ import glob
 import io
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -28,6 +27,7 @@ from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import DataRoot, OpenFolder, check_descent
 from dlio.data.requests import pread, pread_into, request
 from dlio.data.web_requests import is_absent, newest, web_options
+from dlio.data.zip_members import open_stored, read_stored
 from dlio.errors import DlioError, SourceError, UsageError, printable, redact
 from dlio.util.limits import check_regular
 from dlio.util.link_free import opens_at_once
@@ -129,6 +129,17 @@ class FsspecHandle:
         if opened is not None and getattr(opened, "_pid", os.getpid()) != os.getpid():
             self._opened = opened = type(opened)(*opened.storage_args, **opened.storage_options)
         return opened
+
+    def _range(self, path: str, offset: int, count: int | None) -> bytes:
+        """Return a range of a file behind fsspec, in place if it is stored in a zip archive."""
+        end = None if count is None else offset + count
+        files = self._files
+        with request():
+            stored = read_stored(files, path, offset, end)
+            if stored is not None:
+                return stored
+            data: bytes = files.cat_file(path, start=offset, end=end)
+        return data
 
 
 class Source(FsspecHandle):
@@ -336,10 +347,7 @@ class Source(FsspecHandle):
                 return pread(self._place, self.path(name), offset, count)
             if count == 0:
                 return b""  # Servers take an empty range for the whole file.
-            end = None if count is None else offset + count
-            with request():
-                data: bytes = self._files.cat_file(self.path(name), start=offset, end=end)
-        return data
+            return self._range(self.path(name), offset, count)
 
     def check_links(self, name: str) -> None:
         """Raise SourceError if a file, or a folder that it lies in, is a link out of the root,
@@ -457,11 +465,9 @@ class File(FsspecHandle):
             if offset >= _TOLD_FROM and _reads_up_to(self._files, self._path):
                 tell_once(
                     f"{self.name}: each read inside of a zip begins at the start of its file, as "
-                    "it is compressed or this is Python 3.11: extract it, or take a tar"
+                    "it is compressed: extract it, or make the zip without compression (zip -0)"
                 )
-            end = None if count is None else offset + count
-            with request():
-                data: bytes = self._files.cat_file(self._path, start=offset, end=end)
+            data = self._range(self._path, offset, count)
         if count is not None and len(data) > count:
             raise SourceError(
                 f"{self.name}: the server sent {len(data)} bytes for a request of {count}: it does "
@@ -501,7 +507,8 @@ class File(FsspecHandle):
         with ReadErrors(self.url):
             if self.local_path is not None:
                 return io.FileIO(self.root.open_regular(self.local_path))
-            stream: BinaryIO = self._files.open(self._path, "rb")
+            files = self._files
+            stream: BinaryIO = open_stored(files, self._path) or files.open(self._path, "rb")
         self._check_same()
         return stream
 
@@ -711,11 +718,9 @@ def _own_part(url: str) -> str:
 
 
 def _reads_up_to(files: Any, path: str) -> bool:
-    """True if fsspec reads all of a file in an archive that lies before a range of it."""
-    members = getattr(getattr(files, "zip", None), "NameToInfo", {})
-    member = members.get(path.lstrip("/"))
-    stored = member is not None and member.compress_type == ZIP_STORED
-    return member is not None and not (stored and sys.version_info >= (3, 12))
+    """True if all of a file in an archive that lies before a range of it is read, too."""
+    member = getattr(getattr(files, "zip", None), "NameToInfo", {}).get(path.lstrip("/"))
+    return member is not None and member.compress_type != ZIP_STORED
 
 
 def _exists(path: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Final, TypeAlias
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio.util.options import Option
+from dlio.util.structured_text import parse_json
 
 TRAIN_FOLDERS: Final = ("train", "training")
 VAL_FOLDERS: Final = ("val", "validation", "valid", "dev", "eval", "test", "testing")
@@ -44,17 +45,44 @@ FormatChoice: TypeAlias = Annotated[
     Option("Format of a folder that fits several, such as folder or coco.", metavar="FORMAT"),
 ]
 """A command's option for `format=` of `dlio.open`."""
+ReaderChoices: TypeAlias = Annotated[
+    tuple[str, ...],
+    Option(
+        "Option of the reader as of dlio.open, such as layout=flat or dtype=uint16. Repeatable.",
+        metavar="NAME=VALUE",
+    ),
+]
+"""A command's option for those of `dlio.open` that single formats have."""
+_OF_COMMANDS: Final = ("split", "format", "follow_links", "trust")
 
 
-def reading_options(split: str | None, reader: str | None) -> dict[str, object]:
-    """Return those of these options of `dlio.open` that are given."""
-    given = {"split": split, "format": reader}
+def reading_options(
+    split: str | None, reader: str | None, others: Sequence[str] = ()
+) -> dict[str, object]:
+    """Return those of these options of `dlio.open` that are given; `others` are NAME=VALUE, where a
+    value that is JSON is taken as such, and any other as text. Raises UsageError."""
+    given: dict[str, object] = {"split": split, "format": reader}
+    for each in others:
+        name, mark, text = each.partition("=")
+        name = name.strip().replace("-", "_")
+        if not mark or not name.isidentifier():
+            raise UsageError(f"--reader-option {each}: give NAME=VALUE, such as layout=flat")
+        if name in _OF_COMMANDS:
+            raise UsageError(f"--reader-option {each}: this is an option of the command's own")
+        if name in given:
+            raise UsageError(f"--reader-option {each}: {name} is given twice: leave one out")
+        try:
+            given[name] = parse_json(text, f"--reader-option {name}")
+        except ValueError:
+            given[name] = text
     return {name: value for name, value in given.items() if value is not None}
 
 
-def split_words(split: object) -> tuple[str, ...]:
-    """Return the words of a command line that choose a split; () for None."""
-    return () if split is None else ("--split", str(split))
+def split_words(split: object, others: object = ()) -> tuple[str, ...]:
+    """Return the words of a command line that choose a split and options of the reader."""
+    chosen = () if split is None else ("--split", str(split))
+    several = others if isinstance(others, tuple) else ()
+    return chosen + tuple(word for each in several for word in ("--reader-option", str(each)))
 
 
 def how_to_choose(split: str) -> str:

@@ -344,6 +344,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
 
         Logged after each pass by the logger `dlio`, at level INFO.
         """
+        if not self._stats.batches and not self._stats.has_ended:
+            has_begun = self._current is not None
+            return "the pass has had no batch yet" if has_begun else "no pass has begun yet"
         return diagnose(self.stats(), available_cores())
 
     @property

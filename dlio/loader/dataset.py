@@ -138,7 +138,7 @@ def open_dataset(
             hdf5: `select` (a slab of every sample), `samples` (the axis that counts them).
             masks: `images`, `masks`, `mask_suffix`.
             tables (NumPy, CSV): `select`, `columns`, `separator`, `samples`.
-            tar: `fields`. torch (an object): `key`, `requests`. idx: `select`.
+            tar: `fields`. tokens: `dtype`. torch (an object): `key`, `requests`. idx: `select`.
             voc: `outside`, `first_pixel`. yolo: `masks`, `outside`. zarr: `select`, `missing`.
             They are described in the guide on formats.
 

@@ -51,7 +51,8 @@ def diagnose(stats: PassStats, cores: int) -> str:
     Pure."""
     if stats["batches"] == 0 and stats["seconds"]:
         return (
-            "the pass had no batch: this rank has fewer samples than batch_size, and drop_last=True"
+            "the pass had no batch: this rank has fewer samples than batch_size, and "
+            "drop_last=True, or none at all"
         )
     seconds = max(stats["seconds"], 1e-9)
     rate = f"{stats['samples'] / seconds:,.0f} samples/s"

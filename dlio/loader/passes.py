@@ -731,6 +731,10 @@ class PassCounters:
                 self._after = self.hierarchy.counters.snapshot()
 
     @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
+    @property
     def seconds(self) -> float:
         return (self._ended or time.perf_counter()) - self._started
 

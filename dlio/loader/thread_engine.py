@@ -23,6 +23,7 @@ from dlio.loader.contract import BatchData, CollateFn, UserDataset
 from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
 from dlio.loader.loader_options import LoaderOptions, pinning
 from dlio.loader.passes import Pass, PassCounters
+from dlio.loader.shared_draws import SharedDraws
 from dlio.loader.trace import Spans
 from dlio.storage.mount import Mount
 
@@ -38,6 +39,7 @@ class ThreadEngine:
         """torch's base seed as it was drawn last; thread k has `base_seed` + k."""
         self.was_drawn = False
         """True from the draw of a pass's base seed until the pass begins."""
+        self._draws = SharedDraws()
         self._kept: UserDataset = None
         """The data set as it was in the first pass of persistent workers."""
 
@@ -70,6 +72,7 @@ class ThreadEngine:
             ahead=threads * factor,
             pin=pinning(options),
             seed=self.base_seed_of(options) if draws_seed else self.base_seed or 0,
+            draws=self._draws,
         )
         stats = PassCounters(None if mounted is None else mounted.hierarchy, threads, "threads")
         feed = _feed(work, batches, stats, spans)
@@ -110,6 +113,7 @@ class _BatchWork:
     pin: Callable[[BatchData], BatchData] | None
     seed: int
     """torch's base seed."""
+    draws: SharedDraws
     running: list[threading.Thread] = field(default_factory=list)
     """The threads, once they run."""
 
@@ -263,7 +267,11 @@ class _ThreadPass:
     def take(self) -> _ThreadBatch | None:
         """Return the next batch that is done: the oldest one, unless any order will do. None if it
         is not done in time; a later call waits on. Raises as `DatasetThreads.wait_for`."""
-        return self._threads.wait_for(self._take_done, self._work.options.timeout)
+        self._work.draws.waiting(True)
+        try:
+            return self._threads.wait_for(self._take_done, self._work.options.timeout)
+        finally:
+            self._work.draws.waiting(False)
 
     def _take_done(self, wait_s: float) -> _ThreadBatch | None:
         with self._changed:
@@ -312,7 +320,9 @@ class _ThreadPass:
         for slot in part:
             index = batch.numbers[slot]
             try:
-                batch.samples[slot] = work.dataset[index]
+                looks = work.threads > 1 and work.draws.looks
+                sample = work.draws.fetch(work.dataset, index) if looks else work.dataset[index]
+                batch.samples[slot] = sample
             except BaseException:
                 batch.failed[slot] = _error_of(worker_error(number, f", for sample {index!r}"))
 

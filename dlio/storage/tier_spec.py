@@ -15,6 +15,9 @@ _LEAST: Final = 16 << 20
 """Bytes of the smallest RAM tier that is made by default."""
 _EXAMPLE: Final = "ram:8GiB,/local/scratch:200GiB"
 
+_OTHER_NAMES: Final = ("memory", "mem", "dram", "shm")
+"""Names that people give RAM."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
@@ -117,6 +120,8 @@ def _parsed(part: TierSpec | str) -> list[TierSpec]:
     close = (
         ""
         if "/" in place or os.path.exists(root)
+        else "; did you mean ram?"
+        if place.lower() in _OTHER_NAMES
         else nearest(place, ("ram", "gpu", "pmem", "none"))
     )
     if close:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, Self
 
-from dlio.data.splits import SplitChoice
+from dlio.data.splits import ReaderChoices, SplitChoice
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import COMPRESSORS, ExchangeSpec, parse_exchange
 from dlio.train.feature_spec import FeatureSpec, find_features, option_records
@@ -44,6 +44,7 @@ class DataOptions(CheckedOptions):
         str | None,
         Option("Split of the held-out data set; without --val one of SRC.", metavar="NAME"),
     ] = None
+    reader_option: ReaderChoices = ()
     replica: Annotated[
         tuple[str, ...],
         Option(

@@ -39,7 +39,9 @@ class RunData:
             comm.barrier()
         options, size = self.config.data, self.config.model.image_size
         replicas = options.replica if training else ()
-        reader = replicated([open_split(each, split) for each in (path, *replicas)])
+        reader = replicated(
+            [open_split(each, split, options.reader_option) for each in (path, *replicas)]
+        )
         drawn = None
         if training and not is_table(reader.schema) and not is_arrays(reader.schema):
             drawn = crop_transforms.Compose(
@@ -57,7 +59,7 @@ class RunData:
             "seed": options.seed,
             "on_error": options.on_error,
         }
-        places = {"replicas": replicas, **reading_options(split, None)}
+        places = {"replicas": replicas, **reading_options(split, None, options.reader_option)}
         data = self.layout.open(path, reader, given, places)
         if comm.rank == 0:
             comm.barrier()

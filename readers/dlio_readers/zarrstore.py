@@ -147,6 +147,8 @@ class RemoteFiles(FsspecStore):
     """A store behind fsspec."""
 
     limits: _ArrayLimits
+    archive: Source
+    """The store's place."""
     archived: bool
     """True for a store in a zip archive."""
 
@@ -155,7 +157,8 @@ class RemoteFiles(FsspecStore):
         """Return the store at a URL."""
         options = web_options(source.url)
         store: Any = cls.from_url(source.url, storage_options=options, read_only=True)
-        store.limits, store.archived = _ArrayLimits(), source.url.startswith("zip://")
+        store.limits, store.archive = _ArrayLimits(), source
+        store.archived = source.url.startswith("zip://")
         return cast("Self", store)
 
     async def get(
@@ -165,7 +168,7 @@ class RemoteFiles(FsspecStore):
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
         if self.archived:
-            # A member is decompressed as a whole when it is read.
+            # A compressed member is decompressed as a whole when it is read.
             try:
                 about = await self.fs._info(f"{self.path}/{key}".lstrip("/"))
             except FileNotFoundError:
@@ -175,7 +178,13 @@ class RemoteFiles(FsspecStore):
             size = max(int(about["size"]), int(about.get("compress_size") or 0) - _SLACK)
             if size > self.limits.most(key):
                 raise SourceError(f"{key} of {size} bytes is larger than a chunk: refused")
-        data = await super().get(key, prototype, byte_range)
+            # In place, where it is stored without compression: zarr compresses its chunks itself.
+            begin, end = _span(byte_range, int(about["size"]))
+            data: Buffer | None = prototype.buffer.from_bytes(
+                await asyncio.to_thread(self.archive.read, key, begin, end - begin)
+            )
+        else:
+            data = await super().get(key, prototype, byte_range)
         if data is None:
             self.limits.check_absent(key, key)
             return None

@@ -15,7 +15,7 @@ import xxhash
 
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import IMAGES, Schema
-from dlio.data.splits import FormatChoice, SplitChoice, reading_options
+from dlio.data.splits import FormatChoice, ReaderChoices, SplitChoice, reading_options
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
@@ -99,6 +99,7 @@ class PackOptions(CheckedOptions):
     ] = ()
     source_split: SplitChoice = None
     source_format: FormatChoice = None
+    reader_option: ReaderChoices = ()
     workers: int = 1
     """Processes that read and write."""
 
@@ -130,7 +131,7 @@ class PackPlan:
 
     def __init__(self, source: object, options: PackOptions) -> None:
         self.options = options
-        chosen = reading_options(options.source_split, options.source_format)
+        chosen = reading_options(options.source_split, options.source_format, options.reader_option)
         self.reader: Reader = open_reader(source, follow_links=None, trust=None, **chosen)
         images = [name for name, kind in self.reader.schema.kinds.items() if kind.text in IMAGES]
         if options.resize is not None and not images:
@@ -144,7 +145,8 @@ class PackPlan:
         self.images = images
         self.schema = _schema_after(self.reader.schema, options)
         about = asdict(replace(options, workers=1))
-        del about["source_split"], about["source_format"]  # The fingerprint is that of their data.
+        # The fingerprint is that of their data.
+        del about["source_split"], about["source_format"], about["reader_option"]
         text = json.dumps([VERSION, about, self.reader.fingerprint])
         self.key = xxhash.xxh3_128_hexdigest(text.encode())
         self.parts = [self._part(name, chosen) for name, chosen in self._chosen()]

@@ -230,7 +230,7 @@ def stage(
     path = path_in("path", path)
     started = time.monotonic()
     deadline = None if options.deadline_s is None else started + options.deadline_s
-    source_options = reading_options(options.split, options.format)
+    source_options = reading_options(options.split, options.format, options.reader_option)
     reader = replicated(
         [
             open_reader(each, follow_links=None, trust=None, **source_options)
@@ -522,7 +522,7 @@ def _write_manifest(reader: Reader, tier: Tier, blocks: list[int], *, pin: bool)
 
 def _evict_earlier(source: str, options: StageOptions) -> None:
     """Evict the blocks of this data set that earlier runs have staged. Collective."""
-    chosen = reading_options(options.split, options.format)
+    chosen = reading_options(options.split, options.format, options.reader_option)
     reader = open_reader(source, follow_links=None, trust=None, **chosen)
     if world().rank == 0:
         for spec in choose_tiers(options.tiers, data_bytes(reader)):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.reader_contract import Reader, data_bytes
-from dlio.data.splits import FormatChoice, SplitChoice
+from dlio.data.splits import FormatChoice, ReaderChoices, SplitChoice
 from dlio.errors import UsageError
 from dlio.storage.block_fetcher import piece_bytes
 from dlio.storage.file_system_kind import file_system_of
@@ -34,6 +34,7 @@ class StageOptions(CheckedOptions):
 
     split: SplitChoice = None
     format: FormatChoice = None
+    reader_option: ReaderChoices = ()
     tiers: Annotated[
         str | None,
         Option(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dlio.data.reader_contract import Reader, SampleName
 from dlio.data.schema import Buffer
-from dlio.data.splits import FormatChoice, SplitChoice, reading_options
+from dlio.data.splits import FormatChoice, ReaderChoices, SplitChoice, reading_options
 from dlio.errors import (
     CorruptBlock,
     DlioError,
@@ -267,6 +267,7 @@ class VerifyOptions:
     ]
     split: SplitChoice = None
     format: FormatChoice = None
+    reader_option: ReaderChoices = ()
     heal: Annotated[bool, Option("Fetch damaged blocks of a tier again from the source.")] = False
     source: Annotated[
         str | None,
@@ -288,7 +289,7 @@ def command(options: VerifyOptions) -> None:
         options.path,
         heal=options.heal,
         source=options.source,
-        **reading_options(options.split, options.format),
+        **reading_options(options.split, options.format, options.reader_option),
     )
     if options.as_json:
         print(json_text({"path": options.path, **asdict(checked)}, indent=2))

@@ -294,6 +294,10 @@ def test_ls_shows_folders_of_the_hub_in_both_layouts(dlio: Dlio, tmp_path: Path)
 
     assert _is_one_clear_line(dlio("ls", "clone"), "train (1 file), test (1 file)", "--split train")
     assert "parquet, 6 samples" in dlio("ls", "clone", "--split", "train").stdout
+    (tmp_path / "x.bin").write_bytes(bytes(range(40)))
+    for command in ("ls", "verify"):
+        assert "20 samples" in dlio(command, "x.bin", "--reader-option", "dtype=uint16").stdout
+    assert _is_one_clear_line(dlio("ls", "x.bin"), "give dtype='uint16'")
     assert _is_one_clear_line(dlio("ls", cached.name), "snapshots/0a1b", "--follow-links")
     inner = str(snapshot)
     assert _is_one_clear_line(dlio("ls", inner, "--split", "train"), "--follow-links")

@@ -10,7 +10,7 @@ import zarr
 
 import dlio
 from dlio.data.reader import open_reader
-from dlio.data.splits import split_of
+from dlio.data.splits import reading_options, split_of, split_words
 from dlio.errors import UsageError
 
 
@@ -102,3 +102,33 @@ def test_a_split_of_a_data_set_without_any_is_an_error_with_every_command_s_opti
                 (path / f"{k}.png").write_bytes(b"\x89PNG")
     with pytest.raises(UsageError, match=r"leave split= out \(.*--split, of dlio pack --source-"):
         open_reader(str(path), split="val")
+
+
+def test_options_of_a_reader_are_read_from_words() -> None:
+    words = ("layout=flat", "label=a=b", "first-pixel=1", 'columns=["a", "b"]', "masks=true")
+    assert reading_options("val", None, words) == {
+        "split": "val",
+        "layout": "flat",
+        "label": "a=b",
+        "first_pixel": 1,
+        "columns": ["a", "b"],
+        "masks": True,
+    }
+    assert split_words("val", ("x=1", "y=2")) == (
+        *("--split", "val", "--reader-option", "x=1", "--reader-option", "y=2"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("layout",), "give NAME=VALUE"),
+        (("=flat",), "give NAME=VALUE"),
+        (("split=val",), "of the command's own"),
+        (("trust=true",), "of the command's own"),
+        (("a=1", "a=2"), "a is given twice"),
+    ],
+)
+def test_wrong_options_of_a_reader_are_refused(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        reading_options(None, None, words)

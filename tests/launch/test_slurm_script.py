@@ -148,6 +148,12 @@ def test_staging_needs_a_disk(pictures: Path) -> None:
     assert f'dlio evict --job "$SLURM_JOB_ID" {where}' in text
 
 
+def test_a_staged_copy_is_read_by_the_same_options(pictures: Path) -> None:
+    chosen = ("--tiers", "$TMPDIR:1GiB", "--reader-option", "layout=classes")
+    text = _script(pictures, *chosen, stage=True).text()
+    assert text.count("--reader-option layout=classes") == 2
+
+
 FAKE = """#!/bin/sh
 case $0 in
 */squeue) cat state ;;

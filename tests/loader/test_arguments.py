@@ -88,6 +88,7 @@ def test_arguments_of_open(pictures: pathlib.Path, option: str, value: Any, reme
         ("rma:1GiB", "did you mean ram?"),
         ("RAM:1GiB", "did you mean ram?"),
         ("raam:1GiB", "did you mean ram?"),
+        ("memory:1GiB", "did you mean ram?"),
         ("nonee:1GiB", "did you mean none?"),
         ("ram:lots", "20GiB"),
         ("ram:1XB", "20GiB"),

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 
+import dlio
 from dlio.loader.diagnosis import diagnose
 from dlio.loader.stats import PassStats
 
@@ -50,6 +51,19 @@ def test_it_is_silent_where_nothing_is_wrong(given: dict[str, Any]) -> None:
 def test_a_pass_of_no_batch_is_said_with_the_cause() -> None:
     line = diagnose(_pass(batches=0, samples=0, stall_s=0.0, first_batch_s=None), cores=2)
     assert "no batch: this rank has fewer samples than batch_size, and drop_last=True" in line
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_tells_a_pass_without_a_batch_from_none(workers: int) -> None:
+    with dlio.DataLoader(range(9), 4, num_workers=workers) as loader:
+        assert loader.diagnosis() == "no pass has begun yet"
+        batches = iter(loader)
+        assert loader.diagnosis() == "the pass has had no batch yet"
+        next(batches)
+        assert "samples/s" in loader.diagnosis()
+    with dlio.DataLoader(range(3), 4, num_workers=workers, drop_last=True) as loader:
+        list(loader)
+        assert "the pass had no batch: this rank has fewer samples" in loader.diagnosis()
 
 
 @pytest.mark.parametrize("given", [{}, {"thread_s": {}}])

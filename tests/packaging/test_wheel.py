@@ -15,7 +15,7 @@ from dlio.image.native.build import compiler
 ROOT = Path(__file__).resolve().parents[2]
 READERS = [
     *("arrow", "coco", "files", "folder", "hdf5", "idx", "masks", "mds", "parquet", "shard"),
-    *("tables", "tar", "tfrecord", "torch", "voc", "yolo", "zarr"),
+    *("tables", "tar", "tfrecord", "tokens", "torch", "voc", "yolo", "zarr"),
 ]
 COMMANDS = ("pack", "stage", "ls", "verify", "train", "demo", "bench")
 

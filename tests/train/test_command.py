@@ -279,6 +279,25 @@ def test_the_default_rate_grows_with_the_global_batch() -> None:
     assert train_config("pictures", lr=0.3).peak_lr(8) == 0.3
 
 
+def test_options_of_the_reader_are_given_to_all_that_read(
+    dlio: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    numbers = np.random.default_rng(0).random((24, 2, 16), np.float32)
+    np.savez(tmp_path / "a.npz", images=numbers, labels=np.arange(24) % 3)
+    # A part of each sample.
+    half = ("--reader-option", 'select={"images": [0]}')
+    files = ("--trace", "t.jsonl", "--save", "w.pt", "--tiers", "none")
+    done = dlio("train", "a.npz", *half, *files, "--epochs", "1", "--batch-size", "8")
+    assert done.returncode == 0, done.stderr
+    judged = dlio("eval", "a.npz", *half, "--weights", "w.pt")
+    assert judged.returncode == 0, judged.stderr
+    assert dlio("eval", "a.npz", "--weights", "w.pt").returncode
+    assert not dlio("ledger", "t.jsonl", "a.npz", *half).returncode
+    for command in (("train", "a.npz"), ("eval", "a.npz", "--weights", "w.pt")):
+        refused = dlio(*command, "--reader-option", "selekt=1")
+        assert "the tables reader, which reads a.npz, has no such option" in refused.stderr
+
+
 def test_a_split_is_trained_on_and_another_held_out(
     dlio: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def command(
     output.check_writable()
     workload = case.asked().workload
     if case.plan:
+        check_folder(case.path)
         memory = usable_memory() if case.memory is None else parse_bytes(case.memory)
         size = data_size(workload, ranks.ranks or 1, memory)
         print_line(size.describe())
@@ -268,7 +269,7 @@ def _show(
     for rate in rates:
         print(
             f"metadata, {rate.operation}: {rate.per_second:,.0f}/s, p99 "
-            f"{1e3 * rate.percentile(0.99):.2f} ms"
+            f"{1e3 * rate.percentile(0.99):.3g} ms"
         )
     if checked:
         console().print(rules_table(checked, f"rules of MLPerf Storage {case.rules}"))
@@ -309,6 +310,7 @@ def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
     rows = []
     for (loader, number), group in grouped(epochs).items():
         cached = [each.cached_percent for each in group if each.cached_percent is not None]
+        batches = [each.batches for each in group if len(each.batches)]
         possible = [each.of_possible for each in group if each.of_possible is not None]
         rows.append(
             (
@@ -322,7 +324,7 @@ def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
                 _middle(possible, 1),
                 _middle([each.first_batch_s for each in group], 2),
                 *(
-                    _middle([1e3 * each.batches.percentile(share) for each in group], 1)
+                    _middle([1e3 * each.percentile(share) for each in batches], 1)
                     for share in PERCENTILES
                 ),
                 f"{median(cached):.0f}%" if cached else "unknown",

@@ -63,7 +63,9 @@ def checked_tiers(tiers: str) -> str:
     return ",".join(map(str, specs))
 
 
-def own_tiers(folder: str, paths: Sequence[tuple[str, str | None]]) -> str:
+def own_tiers(
+    folder: str, paths: Sequence[tuple[str, str | None]], others: tuple[str, ...] = ()
+) -> str:
     """Make a tier in the search's folder with room for data sets, (path, split) of each; return it
     for --tiers."""
     from dlio.data.reader import open_split
@@ -71,7 +73,7 @@ def own_tiers(folder: str, paths: Sequence[tuple[str, str | None]]) -> str:
 
     total = 0
     for path, split in paths:
-        reader = open_split(path, split)
+        reader = open_split(path, split, others)
         total += data_bytes(reader)
         reader.close()
     root = os.path.abspath(os.path.join(folder, "tiers"))
@@ -80,7 +82,7 @@ def own_tiers(folder: str, paths: Sequence[tuple[str, str | None]]) -> str:
     return f"{root}:{-(-size >> 20)}MiB"
 
 
-def stage(path: str, tiers: str, split: str | None = None) -> int:
+def stage(path: str, tiers: str, split: str | None = None, others: tuple[str, ...] = ()) -> int:
     """Stage a data set or a split, or the rest of it; return the bytes read from the source.
 
     Raises UsageError with the reason of `dlio stage`, and if another data set had to make room.
@@ -93,7 +95,7 @@ def stage(path: str, tiers: str, split: str | None = None) -> int:
             "--tiers",
             tiers,
             "--json",
-            *split_words(split),
+            *split_words(split, others),
         ],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -220,14 +222,16 @@ def _search(
                 )
         chosen = ((run.data.source, run.data.split), (run.data.val, run.data.val_split))
         paths = [(path, split) for path, split in chosen if path]
-        tiers = shared or (own_tiers(search.study, paths) if paths else None)
+        tiers = shared or (
+            own_tiers(search.study, paths, run.data.reader_option) if paths else None
+        )
         trials = min(search.trials or sampling.most or _TRIALS, sampling.most or 1 << 62)
         if tiers is not None and any(not r.has_ended for r in study.records) | (
             len(study.records) < trials
         ):
             for path, split in paths:
                 print_line(f"staging {path} into {tiers}")
-                study.add_staged(stage(path, tiers, split))
+                study.add_staged(stage(path, tiers, split, run.data.reader_option))
         run = run.replaced(tiers=tiers)
 
         def work(point: Point, folder: str) -> TrialProgram:

@@ -132,7 +132,7 @@ def make_array_task(
             f"--task {options.task} needs {needs}, and {fields.target} of {source} is "
             f"{whole.kinds[fields.target].text}: name another --target"
         )
-    with closing(_target_reader(fields, given.split)) as reader:
+    with closing(_target_reader(fields, given)) as reader:
         if options.task == "regress":
             values = _values(reader, fields.target, comm)
             with np.errstate(over="ignore", invalid="ignore"):
@@ -149,13 +149,13 @@ def make_array_task(
     return ArrayTask(options, fields, made(max(classes, len(data.classes))))
 
 
-def _target_reader(fields: ArrayFields, split: str | None) -> Reader:
+def _target_reader(fields: ArrayFields, given: DataOptions) -> Reader:
     """Open the training data with the target alone, if their format can; else whole samples."""
     place = fields.path.partition("::")[0]
     try:
-        return open_split(f"{place}::{fields.target}", split)
+        return open_split(f"{place}::{fields.target}", given.split, given.reader_option)
     except (UsageError, SourceError):
-        return open_split(fields.path, split)
+        return open_split(fields.path, given.split, given.reader_option)
 
 
 def _mine(reader: Reader, name: str, comm: Communicator) -> Any:

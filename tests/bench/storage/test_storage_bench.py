@@ -181,6 +181,17 @@ def test_few_steps_have_no_utilisation_and_no_verdict(tmp_path: Path) -> None:
     assert (verdict["outcome"], verdict["measured"]) == ("unknown", "too few steps")
 
 
+def test_an_epoch_of_a_single_step_shows_no_latencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    few = ("--files", "3", "--batch-size", "3", "--samples-per-file", "1", "--epochs", "1")
+    done = _run(tmp_path, *few, "--loaders", "dlio", "--metadata-files", "0")
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith(" dlio "))
+    assert row.split()[-4:-1] == ["-", "-", "-"]
+
+
 def test_a_plan_says_how_much_data_the_rules_ask_for(tmp_path: Path) -> None:
     done = _run(
         tmp_path,
@@ -193,3 +204,10 @@ def test_a_plan_says_how_much_data_the_rules_ask_for(tmp_path: Path) -> None:
     assert plan["files"] == 5 * 2**30 // 4096
     assert plan["files_by_steps"] == 500 * 8 * 3
     assert f"--workload unet3d_h100 --files {plan['files']} -n 8" in done.stdout
+
+
+def test_a_plan_for_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dlio.cli", "bench", "storage", f"{tmp_path}/no", "--plan"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 2
+    assert "/no is not a folder" in done.stderr

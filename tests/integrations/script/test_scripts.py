@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from dlio.cli.option_records import RankOptions
+from dlio.cli.run import CheckOptions, Script, command
+from dlio.errors import UsageError
+from dlio.integrations.script.run_options import RunOptions
+from dlio.launch import command_ranks
 from tests.conftest import MpiRun
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -249,6 +254,12 @@ def test_a_missing_script_and_an_unknown_exchange_are_refused(tmp_path: Path) ->
     done = _run("-m", "dlio.cli", "run", "--exchange", "telepathy", "nowhere.py")
     assert done.returncode == 2
     assert "choose one of" in done.stderr
+
+
+def test_a_missing_script_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_ranks, "_launch", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(UsageError, match=r"nowhere\.py: no such script"):
+        command(Script("nowhere.py"), RunOptions(), CheckOptions(), RankOptions(ranks=2))
 
 
 SCALED = """
