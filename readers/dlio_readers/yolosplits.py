@@ -162,7 +162,7 @@ def _listed(source: Source, name: str) -> list[str]:
     data = source.read(name, 0, _MOST_LIST + 1)
     if len(data) > _MOST_LIST:
         raise SourceError(f"{source.path(name)} has over {_MOST_LIST} bytes: it is not a list")
-    pictures = []
+    pictures: list[str] = []
     folder = posixpath.dirname(name)
     cut = 0
     for number, line in enumerate(data.decode("utf-8-sig", "replace").splitlines(), 1):

@@ -137,12 +137,15 @@ GROUPS = {
     "names": (["anna/image", "bert/image"], (4, 4), False),
     "arrays of classes": (["cat/0", "cat/1", "dog/0", "dog/1"], (4, 4), False),
     "numbered arrays": (["0", "1", "2", "3"], (4, 4), False),
+    "numbers alone": (["0", "1", "2"], (4,), False),
+    "of numpy.savez": (["arr_0", "arr_1", "arr_2"], (4, 4), False),
+    "inputs and targets": (["arr_0", "arr_1"], (4, 4), None),
     "features": (["x0", "x1", "x2", "x3"], (4,), None),
     "a few fields": (["image", "depth", "mask0", "mask1"], (4, 4), None),
 }
 
 
-@pytest.mark.parametrize("form", ["h5", "zarr"])
+@pytest.mark.parametrize("form", ["h5", "zarr", "npz"])
 @pytest.mark.parametrize("kind", GROUPS)
 def test_groups_and_arrays_that_may_be_samples_are_refused_or_told(
     kind: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -153,6 +156,8 @@ def test_groups_and_arrays_that_may_be_samples_are_refused_or_told(
         with h5py.File(path, "w") as file:
             for name in names:
                 file[name] = np.ones(shape, np.float32)
+    elif form == "npz":
+        np.savez(path, **{name: np.ones(shape, np.float32) for name in names})
     else:
         root = zarr.open_group(path, mode="w")
         for name in names:
