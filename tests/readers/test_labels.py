@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -157,7 +158,8 @@ def test_groups_and_arrays_that_may_be_samples_are_refused_or_told(
             for name in names:
                 file[name] = np.ones(shape, np.float32)
     elif form == "npz":
-        np.savez(path, **{name: np.ones(shape, np.float32) for name in names})
+        arrays: dict[str, Any] = {name: np.ones(shape, np.float32) for name in names}
+        np.savez(path, **arrays)
     else:
         root = zarr.open_group(path, mode="w")
         for name in names:
