@@ -311,6 +311,14 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     )
 
 
+def all_splits(path: str) -> list[str]:
+    """Return the folders of the splits in a folder that have some files; [] unless several do."""
+    source = Source(path)
+    parts = split_folders([name for name, folder in source.names() if folder])
+    full = [name for name in parts if source.names(name)]
+    return full if len({parts[name] for name in full}) > 1 else []
+
+
 def _check_alike(source: Source, chosen: str, splits: Sequence[str]) -> None:
     """Warn once of a split whose samples lie side by side, where others have class folders, as
     ImageNet's `val` of Kaggle: they have no labels."""

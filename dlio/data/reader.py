@@ -17,6 +17,7 @@ from dlio.data.foreign_formats import (
 from dlio.data.interpretation import (
     Interpretation,
     Kinds,
+    all_splits,
     best_fit,
     check_pattern,
     check_pointer,
@@ -74,6 +75,8 @@ _COMPARED: Final = 64 << 20
 _DEEPEST_LONE: Final = 4
 """Folders within one another that each hold nothing else, such as `MNIST/raw`, that are looked
 through."""
+_SHOWN: Final = 3
+"""Folders that a message names."""
 _MOST_FOLDERS: Final = 16
 """Folders that are looked into for data sets of their own."""
 
@@ -318,7 +321,11 @@ def _of_folder(
                 reading.left_out = [text for text in reading.left_out if "split=" not in text]
             return reading
     if reading is None or reading.has_folders or split is not None:
-        inner = split_folder(url, split) if split != WHOLE else None
+        # Folders that are called so may be classes, if the user says so.
+        are_classes = options.get("layout") == "classes"
+        if split == WHOLE and not are_classes and (every := all_splits(url)):
+            return _of_all(url, fields, kinds, every, options)
+        inner = split_folder(url, split) if split != WHOLE and not are_classes else None
         if inner is not None:
             made = _of_folder(inner[0], fields, kinds, None, options)
             made.split = inner[1]
@@ -352,6 +359,41 @@ def _of_folder(
             raise SourceError(f"{url} holds nothing to read: check the path")
         raise _unknown(url + fields, reasons, named=True, is_folder=True)
     return reading
+
+
+def _of_all(
+    url: str, fields: str, kinds: Kinds, splits: Sequence[str], options: dict[str, object]
+) -> Interpretation:
+    """Return how all of the folders of splits in a folder are read, as one data set.
+
+    Raises UsageError if they are of several formats.
+    """
+    parts = [_of_folder(inside(url, name), fields, kinds, None, options) for name in splits]
+    made = parts[0]
+    for name, part in zip(splits, parts, strict=True):
+        if part.kind is not made.kind:
+            raise UsageError(
+                f"{url}: split {splits[0]} is of {made.format}, and {name} of {part.format}: open "
+                "one of them"
+            )
+    paths = [each for part in parts for each in _each(cast("str | Sequence[str]", part.path))]
+    rows = Source(url).names()
+    others = [name for name, folder in rows if folder and name not in splits]
+    words = f"the splits {', '.join(splits)}, each {made.words or made.format}"
+    left = [text for part in parts for text in part.left_out]
+    if others:
+        left.append(f"{counted(len(others), 'folder')} ({', '.join(others[:_SHOWN])}) next to them")
+    doubts = [text for part in parts for text in part.doubts]
+    return Interpretation(
+        made.format,
+        made.kind,
+        paths,
+        made.options,
+        words=words,
+        split=WHOLE,
+        left_out=list(dict.fromkeys(left)),
+        doubts=list(dict.fromkeys(doubts)),
+    )
 
 
 def _lone_data(url: str, fields: str, kinds: Kinds, has_data: bool) -> str | None:

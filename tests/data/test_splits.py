@@ -18,7 +18,7 @@ from dlio.errors import UsageError
     "names", [("train", "val"), ("Training", "test"), ("train", "valid"), ("train", "eval")]
 )
 def test_parts_of_a_data_set_are_no_classes(
-    pictures: Path, tmp_path: Path, names: tuple[str, str]
+    pictures: Path, tmp_path: Path, names: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in names:
         shutil.copytree(pictures, tmp_path / "both" / name)
@@ -27,7 +27,17 @@ def test_parts_of_a_data_set_are_no_classes(
     for name in names:
         reader = open_reader(str(tmp_path / "both"), split=name)
         assert list(reader.classes) == sorted(each.name for each in pictures.iterdir())
-    assert list(open_reader(str(tmp_path / "both"), split="all").classes) == sorted(names)
+    whole = open_reader(str(tmp_path / "both"), split="all")
+    assert list(whole.classes) == list(reader.classes)
+    assert whole.labels.tolist() == 2 * reader.labels.tolist()
+    shutil.copytree(next(pictures.iterdir()), tmp_path / "both" / "unlabeled")
+    beside = open_reader(str(tmp_path / "both"), split="all")
+    assert beside.labels.tolist() == whole.labels.tolist()
+    assert "left out: 1 folder (unlabeled) next to them" in caplog.text
+    shutil.rmtree(tmp_path / "both" / "unlabeled")
+    named = open_reader(str(tmp_path / "both"), layout="classes")  # As the user says.
+    assert list(named.classes) == sorted(names)
+    assert len(named) == len(whole)
 
 
 @pytest.mark.parametrize(
