@@ -334,7 +334,12 @@ def _of_folder(
         has_data = reading is not None and reading.weight > 0
         lone = _lone_data(url, fields, kinds, has_data)
         if lone is not None:
-            return _of_folder(lone, fields, kinds, split, options)
+            made = _of_folder(lone, fields, kinds, split, options)
+            files = files_beside(url, lone)
+            if files:
+                text = f"{named_files(files)} in {redact(url)}, next to the folder that is read"
+                made.left_out = [text, *made.left_out]
+            return made
         suffixes = path_rules_of(reading.kind).samples if reading is not None else ()
         below = folder_of_all(url, suffixes) if suffixes else None
         if below is not None:

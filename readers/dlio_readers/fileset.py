@@ -69,7 +69,10 @@ def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]
     sides: list[tuple[str, SideFolders]] = []
     other = next((name for name in wanted if name in folders), None)
     if _IMAGES in folders and other is not None:
-        splits = [name for name, folder in source.names(_IMAGES) if folder]
+        rows = source.names(_IMAGES)
+        splits = [name for name, folder in rows if folder]
+        if any(name.lower().endswith(PICTURES) for name, folder in rows if not folder):
+            splits = []  # Pictures beside them would be lost.
         beside = [name for name, folder in source.names(other) if folder]
         both = [name for name in splits if name in beside]
         if both:

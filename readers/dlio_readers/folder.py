@@ -351,7 +351,7 @@ def plan_of(
                 "choose with layout='classes' or layout='flat'"
             )
     if layout == "flat":
-        lost = (f"{words}, which layout='classes' reads",) if weight >= 1 else ()
+        lost = (f"{words}, which layout='classes' reads",) if weight else ()
         flat = Fit(f"{counted(len(here), 'picture')}", len(here) / 2, left_out=lost, used=(table,))
         return FolderPlan(flat, is_flat=True)
     if here:

@@ -159,7 +159,7 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
         )
     if len(classes) == 1:
         words.append(
-            f"{classes[0]} is the only class, so all labels are 0: open that folder for pictures "
+            f"{classes[0]} is the only class, so all labels are 0: open that folder for samples "
             "without labels"
         )
     return words
