@@ -332,8 +332,8 @@ class FilesReader(PathReader):
             doubts = () if layout else ("layout='classes' reads these folders as classes",)
             return Fit(words, total, in_folders=True, doubts=doubts)
         words = f"{counted(len(counts), 'class folder')} with {over}{total:,} arrays or scans"
-        doubts = () if layout else tuple(doubts_of_classes(list(counts), {}))
-        return Fit(words, total, in_folders=True, doubts=doubts)
+        notes = () if layout else tuple(doubts_of_classes(list(counts), {}))
+        return Fit(words, total, in_folders=True, doubts=notes)
 
     @staticmethod
     def own_splits(path: str, _: Mapping[str, object]) -> list[str]:
