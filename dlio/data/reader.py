@@ -30,7 +30,7 @@ from dlio.data.interpretation import (
     other_folders,
     split_folder,
 )
-from dlio.data.labels import is_number, label_names, likely_label
+from dlio.data.labels import is_number, label_names, likely_label, several_labels
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
@@ -202,6 +202,12 @@ def _tell_of_labels(reader: Reader) -> None:
                 f"none of its fields has a label's name; if {name} is it, name it label in the "
                 "source (`targets` are 0)"
             )
+    several = several_labels(reader.classes)
+    if several and not text:
+        text = (
+            f"its label {several!r} seems to be several, and is one class: store one label a "
+            "sample, or a column of 0 and 1 for each"
+        )
     if text:
         tell_once(f"{reader.path}: {text}")
 

@@ -174,6 +174,28 @@ def test_groups_and_arrays_that_may_be_samples_are_refused_or_told(
     assert caplog.text.count("arrays named alike") == (is_refused is False)
 
 
+@pytest.mark.parametrize(
+    ("labels", "several"),
+    [
+        (["a|b", "c"], "a|b"),
+        (["a; b", "a"], "a; b"),
+        (["cat dog", "cat", "dog"], "cat dog"),
+        (["x,y", "x", "y", "z"], "x,y"),
+        (["black cat", "white cat", "cat"], ""),
+        (["a|", "|", "No Finding"], ""),
+    ],
+)
+def test_several_labels_in_one_are_told(
+    labels: list[str], several: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = pa.table({"x": np.zeros(len(labels)), "label": labels})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert list(open_reader(str(tmp_path)).classes) == sorted(labels)
+    words = f"its label {several!r} seems to be several, and is one class"
+    assert (words in caplog.text) == bool(several)
+    assert bool(several) == ("seems to be several" in caplog.text)
+
+
 def test_truth_values_of_yaml_stay_the_names_of_classes(tmp_path: Path) -> None:
     for folder in ("images", "labels"):
         (tmp_path / folder).mkdir()

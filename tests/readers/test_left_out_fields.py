@@ -37,7 +37,7 @@ def test_fields_that_crops_and_labels_leave_out_are_told(
     assert "leave out" not in caplog.text
     with dlio.open(path, tiers="none") as data:
         assert len(data[0]) == 2
-    assert "pairs of crop and label leave out its txt, seg.png: image_size=None" in caplog.text
+    assert "pairs of crop and label leave out its seg.png, txt: image_size=None" in caplog.text
 
 
 def test_pairs_that_have_all_fields_are_not_told_of(
