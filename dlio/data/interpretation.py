@@ -82,7 +82,8 @@ class Interpretation:
         nothing was found, which is an error."""
         if not self.weight:
             return
-        shown = redact(str(self.path))
+        paths = self.path if isinstance(self.path, list) else [self.path]
+        shown = redact(", ".join(map(str, paths[:_NAMED])) + ", ..." * (len(paths) > _NAMED))
         text = f"{shown}: read as {self.words or self.format}"
         if self.left_out:
             tell_once(f"{text}; left out: {', '.join(self.left_out)}")

@@ -187,7 +187,8 @@ def _why_none(values: npt.NDArray[np.generic]) -> str:
 def not_scalar(kind: str) -> str:
     """Return why a field of a kind, which is neither a number nor text, gives no labels."""
     kinds = "masks, several labels or one-hot" if "[" in kind else "not text"
-    return f"is {kind}, {kinds}"
+    gaps = ", or missing in some samples" if "[?]" in kind else ""
+    return f"is {kind}, {kinds}{gaps}"
 
 
 def label_names(names: Iterable[str]) -> list[str]:
