@@ -379,7 +379,8 @@ def _of_all(
 
     Raises UsageError if they are of several formats.
     """
-    parts = [_of_folder(inside(url, name), fields, kinds, None, options) for name in splits]
+    inner = [Source(url).inner(name) for name in splits]
+    parts = [_of_folder(each, fields, kinds, None, options) for each in inner]
     made = parts[0]
     for name, part in zip(splits, parts, strict=True):
         if part.kind is not made.kind:

@@ -176,8 +176,9 @@ def _listed(source: Source, name: str) -> list[str]:
         if cut or inside is None or (not pictures and not source.exists(inside)):
             # Of another machine, or from a folder above, as CVAT and Darknet write them.
             tries = (cut, *range(1, len(parts))) if cut else range(1, len(parts))
-            ends = ((k, posixpath.normpath("/".join(parts[k:]))) for k in tries)
-            cut, inside = next(((k, each) for k, each in ends if source.exists(each)), (0, inside))
+            ends = ((k, _below(source, "/".join(parts[k:]))) for k in tries)
+            known = ((k, each) for k, each in ends if each and source.exists(each))
+            cut, inside = next(known, (0, inside))
         if inside is None:
             raise SourceError(
                 f"{source.path(name)}, line {number}: {entry} lies outside of the data set's "

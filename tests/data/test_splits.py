@@ -11,7 +11,7 @@ import zarr
 import dlio
 from dlio.data.reader import open_reader
 from dlio.data.splits import split_of
-from dlio.errors import UsageError
+from dlio.errors import SourceError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,18 @@ def test_parts_of_a_data_set_are_no_classes(
     named = open_reader(str(tmp_path / "both"), layout="classes")  # As the user says.
     assert list(named.classes) == sorted(names)
     assert len(named) == len(whole)
+
+
+def test_a_split_that_is_a_link_elsewhere_is_not_read_with_the_others(
+    pictures: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(pictures, tmp_path / "set" / "train")
+    shutil.copytree(pictures, tmp_path / "elsewhere")
+    (tmp_path / "set" / "test").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="--follow-links"):
+        open_reader(str(tmp_path / "set"), split="all")
+    with dlio.open(tmp_path / "set", split="all", follow_links=True, tiers="none") as data:
+        assert len(data) == 2 * len(open_reader(str(pictures)))
 
 
 @pytest.mark.parametrize(

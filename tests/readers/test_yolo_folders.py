@@ -8,7 +8,7 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.data.reader_contract import Reader
-from dlio.errors import UsageError
+from dlio.errors import SourceError, UsageError
 from tests.loader.targets_data import painted, write
 
 HEIGHT, WIDTH = 24, 32
@@ -68,6 +68,17 @@ def test_lists_of_darknet_name_the_pictures_of_splits(tmp_path: Path, before: st
         open_reader(str(tmp_path))
     reader = open_reader(str(tmp_path), split="test")
     assert [each[1:] for each in _boxes(reader)] == [([BOX], [1])] * 2
+
+
+def test_lists_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    _pictures(root / "obj", ["a"])
+    _pictures(tmp_path, ["secret"])
+    (root / "obj.names").write_text("cat\ndog\n")
+    for line in ("../secret.png", "x/../../secret.png", "data/../../secret.png"):
+        (root / "train.txt").write_text(f"{line}\n")
+        with pytest.raises(SourceError, match=r"lies outside of the data set's|lacks 1 of 1 file"):
+            open_reader(str(root), split="train")
 
 
 def test_a_data_yaml_may_name_folders_anywhere(tmp_path: Path) -> None:
