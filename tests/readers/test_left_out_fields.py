@@ -5,11 +5,14 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 from PIL import Image
 
 import dlio
 from dlio.data.reader import open_reader
+from dlio.errors import SourceError
 
 
 def _picture() -> bytes:
@@ -66,6 +69,26 @@ def test_samples_that_a_dot_in_their_names_makes_fields_are_told(
     made = {name: data[name.rpartition(".")[2]] for name in names}
     open_reader(_tar(tmp_path / "a.tar", made))
     assert ("as a name's first dot ends its key" in caplog.text) == is_told
+
+
+def test_a_sample_that_hdf5_cannot_read_is_an_error_that_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_TRUST", "1")  # Without a process that reads it first.
+    for k in range(2):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        with h5py.File(tmp_path / "a" / f"{k}.h5", "w") as file:
+            data = np.random.default_rng(k).integers(0, 9, (40, 50))
+            made = file.create_dataset("x", data=data, chunks=(40, 50), compression="lzf")
+            place = made.id.get_chunk_info(0)
+    path = tmp_path / "a" / "1.h5"
+    whole = bytearray(path.read_bytes())
+    whole[place.byte_offset : place.byte_offset + place.size] = b"\xff" * place.size
+    path.write_bytes(whole)
+    with dlio.open(tmp_path, tiers="none") as opened:
+        assert opened[0]["x"].shape == (40, 50)
+        with pytest.raises(SourceError, match=r"a/1\.h5::x cannot be read"):
+            opened[1]
 
 
 def test_masks_that_are_gifs_are_not_said_to_be_left_out(
