@@ -31,7 +31,7 @@ class BoxCounts:
         self.counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Boxes of each class up to the last one that has some; shape (classes,)."""
         self.is_known = has_boxes(schema)
-        """False without boxes, and if their labels are no numbers of classes."""
+        """False without boxes, and for labels other than numbers of classes."""
 
     def add(self, payloads: Iterable[Buffer]) -> None:
         """Count the boxes of some payloads. Raises CorruptBlock for one that has other fields."""

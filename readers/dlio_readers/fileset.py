@@ -72,7 +72,7 @@ def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]
         rows = source.names(_IMAGES)
         splits = [name for name, folder in rows if folder]
         if any(name.lower().endswith(PICTURES) for name, folder in rows if not folder):
-            splits = []  # Pictures beside them would be lost.
+            splits = []  # Pictures next to them would be lost.
         beside = [name for name, folder in source.names(other) if folder]
         both = [name for name in splits if name in beside]
         if both:

@@ -166,8 +166,8 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
 
 
 def _end_of_masks(pictures: Sequence[str], others: Sequence[str]) -> str:
-    """Return what the names of some files end with that are else those of pictures, one each, such
-    as `_gt`; "" unless it is a word for masks."""
+    """Return the ending, such as `_gt`, of the names of some files that are else those of pictures,
+    one each; "" unless it is a word for masks."""
     first = min(pictures, default="")
     longer = [name for name in others if name.startswith(first) and name != first]
     for end in {name.removeprefix(first) for name in longer}:

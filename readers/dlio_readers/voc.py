@@ -367,7 +367,7 @@ def _parsed(source: Source, name: str) -> _Note:
 
 
 def _shapes_in(source: Source, name: str, count: int) -> list[dict[str, object]]:
-    """Return the masks of the objects of a picture, as COCO's run lengths; 255 is no object's.
+    """Return the masks of the objects of a picture, as COCO's run lengths; 255 belongs to none.
 
     Raises SourceError for the number of an object that the XML file does not have.
     """
@@ -383,7 +383,7 @@ def _shapes_in(source: Source, name: str, count: int) -> list[dict[str, object]]
 
 
 def _flag(text: str) -> int | None:
-    """Return 1 or 0 for what programs write as a flag, 0 for nothing; None for other texts."""
+    """Return 1 or 0 for a flag as programs write it, 0 for nothing; None for other texts."""
     number = whole_number(text)
     return number if number in (0, 1) else _FLAG_WORDS.get(text.lower())
 

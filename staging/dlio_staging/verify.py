@@ -289,7 +289,7 @@ def command(options: VerifyOptions) -> None:
     if left > 0:
         which = f" ({checked.damaged[0]})" if len(checked.damaged) == 1 else ""
         them = "it" if left == 1 else "them"
-        # A sample may be refused for what it is, as a mask in colours, and not for damage.
+        # A sound sample may be refused as well, such as a mask in colours.
         raise CorruptBlock(
             f"{summary}, {left} damaged{which}: --heal fetches damaged blocks again, or remove "
             f"{them}"

@@ -72,7 +72,7 @@ def _chosen(sample: Sample) -> Sample:
     return {"half": sample["npy"] / 2, "words": sample["txt"], "seen": sample["jpg"].sum()}
 
 
-def test_what_functions_make_is_as_in_other_batches(
+def test_fields_that_functions_make_are_as_in_other_batches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = _tar(tmp_path / "a.tar", 2)

@@ -433,7 +433,7 @@ def test_masks_of_objects_are_those_of_their_boxes(tmp_path: Path) -> None:
             assert len(target["boxes"]) == len(ROWS[k][2])
     with dlio.open(tmp_path, split="train", tiers="none") as data:
         assert "masks" not in data[0][1]
-    # An object at the edge has no area and is no box, and its mask goes with it.
+    # An object at the edge has no area: its box is left out, and its mask, too.
     file = tmp_path / "Annotations" / "2007_000004.xml"
     height, width, boxes = ROWS[4]
     edges = [(left + 1, top + 1, right, bottom) for left, top, right, bottom in boxes]

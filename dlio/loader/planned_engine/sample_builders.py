@@ -271,7 +271,7 @@ class _EmptyBatch:
         self._like: BatchData | None = None
 
     def note(self, made: BatchData) -> None:
-        """Note what batches look like, where only the user's functions know that."""
+        """Note the fields of a batch, where only the user's functions know them."""
         if self._like is None and not self._is_known:
             self._like = _without_rows(made)
 
@@ -290,7 +290,7 @@ class _EmptyBatch:
         if self._like is None:
             tell_once(
                 f"{self._recipe.reader.path}: all samples of a batch were skipped before any other "
-                "was made: what batches hold is not known yet, and it is an empty tensor"
+                "was made: the fields of batches are not known yet, and it is an empty tensor"
             )
             return torch.empty(0)
         return _without_rows(self._like)
