@@ -82,8 +82,9 @@ def describe(path: str, **options: object) -> DatasetDescription:
     """
     import numpy as np
 
+    from dlio.data.boxes import boxes_by_class
     from dlio.data.reader import open_reading
-    from dlio.data.reader_contract import abilities_of, data_bytes
+    from dlio.data.reader_contract import data_bytes
     from dlio.image import native
     from dlio.loader.planned_engine import native_pool
     from dlio.storage.file_system_kind import file_system_of
@@ -98,8 +99,7 @@ def describe(path: str, **options: object) -> DatasetDescription:
     countable = len(own) and own.max() < _MOST_CLASSES and (own.size == labels.size or classes)
     mix = None
     counts: dict[str, int] = {}
-    box_counts = abilities_of(reader).box_counts
-    boxes = None if box_counts is None else box_counts()
+    boxes = boxes_by_class(reader)
     masks = "mask" in reader.schema.kinds and not labels.any()
     if boxes is not None:
         counts = boxes

@@ -30,6 +30,20 @@ _FORMATS: Final[Mapping[str, str]] = {
     "(webdataset.TarWriter)",
     r"\.(db|sqlite|sqlite3)": "SQLite: pandas.read_sql(...).to_parquet(...) converts a table",
     r"\.(xlsx|xls|ods)": "a table of a spreadsheet: pandas.read_excel(...).to_csv(...) converts it",
+    r"\.(mgz|mgh|mnc)": "a scan: nibabel.load(...) reads it, and nibabel.save(nibabel."
+    "Nifti1Image(scan.get_fdata(), scan.affine), 'scan.nii.gz') converts it",
+    r"\.(img|hdr)": "a part of a scan in two files (.hdr and .img), if it is a scan: nibabel.load("
+    "...) reads it, and nibabel.save(nibabel.Nifti1Image(scan.get_fdata(), scan.affine), "
+    "'scan.nii.gz') converts it",
+    r"\.(nrrd|nhdr|mha|mhd)": "a scan: SimpleITK.ReadImage(...) reads it, and SimpleITK.WriteImage("
+    "..., 'scan.nii.gz') converts it",
+    r"\.safetensors": "of safetensors: safetensors.numpy.load_file(...) reads it, and numpy.savez "
+    "writes its arrays",
+    r"\.(h5ad|loom)": "AnnData: anndata.read_h5ad(...) reads it; its X and labels by numpy.savez",
+    r"\.(wav|mp3|flac|ogg|m4a|opus)": "sound, which dlio does not decode: store samples or "
+    "spectrograms as .npy in the same folders",
+    r"\.(mp4|avi|mov|mkv|webm|m4v|mpg|mpeg)": "a film, which dlio does not decode: store its "
+    "frames as pictures, or as .npy in the same folders",
     r"\.(7z|rar)": "an archive that is not read in place: extract it",
 }
 _KNOWN: Final = [

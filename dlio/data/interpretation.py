@@ -6,7 +6,7 @@ once; a tie is an error that shows both and the option that chooses.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -82,7 +82,8 @@ class Interpretation:
         nothing was found, which is an error."""
         if not self.weight:
             return
-        shown = redact(str(self.path))
+        paths = self.path if isinstance(self.path, list) else [self.path]
+        shown = redact(", ".join(map(str, paths[:_NAMED])) + ", ..." * (len(paths) > _NAMED))
         text = f"{shown}: read as {self.words or self.format}"
         if self.left_out:
             tell_once(f"{text}; left out: {', '.join(self.left_out)}")
@@ -127,6 +128,8 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
             others = [f for f in others if f not in best.used]
             if others:
                 left.append(f"{named_files(others)}, which format={rival!r} reads")
+    if taken is not None and not best.is_marked:
+        left += files_further_down(source, lambda name: taken(name.lower()))
     for fit, rival, each in fits[1:]:
         if path_rules_of(each).owns is None and fit.weight:
             left.append(f"{fit.words}, which format={rival!r} reads")
@@ -184,6 +187,27 @@ def count_below(source: Source, folder: str, suffixes: tuple[str, ...], most: in
             elif not is_folder and name.lower().endswith(suffixes):
                 count += 1
     return min(count, most)
+
+
+def files_further_down(source: Source, is_own: Callable[[str], bool]) -> list[str]:
+    """Return the words about files in the folders of a folder of whose files each is read: these
+    are not. Folders of Hive's partitions, such as `country=DE`, are columns."""
+    stack = [name for name, folder in source.names() if folder and "=" not in name][:_LISTED]
+    files: list[str] = []
+    listed = 0
+    while stack and listed < _LISTED:
+        here = stack.pop(0)
+        listed += 1
+        try:
+            rows = source.names(here)
+        except SourceError:
+            continue
+        files += [f"{here}/{name}" for name, folder in rows if not folder and is_own(name)]
+        stack += [f"{here}/{name}" for name, folder in rows if folder]
+    if not files:
+        return []
+    folder = files[0].rpartition("/")[0]
+    return [f"{named_files(files)} in folders: open {source.path(folder)}, or a list of folders"]
 
 
 def counted_below(
@@ -311,6 +335,14 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     )
 
 
+def all_splits(path: str) -> list[str]:
+    """Return the folders of the splits in a folder that have some files; [] unless several do."""
+    source = Source(path)
+    parts = split_folders([name for name, folder in source.names() if folder])
+    full = [name for name in parts if source.names(name)]
+    return full if len({parts[name] for name in full}) > 1 else []
+
+
 def _check_alike(source: Source, chosen: str, splits: Sequence[str]) -> None:
     """Warn once of a split whose samples lie side by side, where others have class folders, as
     ImageNet's `val` of Kaggle: they have no labels."""
@@ -383,7 +415,10 @@ _DATA_TEXTS: Final = (
     *(".csv", ".tsv", ".txt", ".json", ".jsonl", ".xml", ".parquet", ".xlsx", ".mat", ".lst"),
 )
 _MOST_BESIDE: Final = 8
-_NO_DATA: Final = ("readme", "license", "licence", "requirements", "changelog", "citation")
+_NO_DATA: Final = (
+    *("readme", "dataset_info", "dataset_dict", "license", "licence", "requirements", "changelog"),
+    "citation",
+)
 
 
 def files_beside(path: str, read: str) -> list[str]:

@@ -53,6 +53,7 @@ _WHOLE: Final = re.compile(r"[+-]?[0-9]+", re.ASCII)
 # Python's float() takes 1_0 as well, and digits of other alphabets.
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 _MOST_DIGITS: Final = 400
+_BETWEEN_LABELS: Final = ("|", ";", ",", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,8 @@ def _why_none(values: npt.NDArray[np.generic]) -> str:
 def not_scalar(kind: str) -> str:
     """Return why a field of a kind, which is neither a number nor text, gives no labels."""
     kinds = "masks, several labels or one-hot" if "[" in kind else "not text"
-    return f"is {kind}, {kinds}"
+    gaps = ", or missing in some samples" if "[?]" in kind else ""
+    return f"is {kind}, {kinds}{gaps}"
 
 
 def label_names(names: Iterable[str]) -> list[str]:
@@ -229,6 +231,18 @@ def first_labels(
 def likely_label(names: Iterable[str]) -> str | None:
     """Return a field that may be a label by its name, such as `image/class/text`; None without."""
     return next((name for name in names if any(part in name.lower() for part in _LIKELY)), None)
+
+
+def several_labels(classes: Sequence[str]) -> str:
+    """Return the first of some classes that seems to be several labels, such as `cat|dog`, or
+    `cat dog` next to classes `cat` and `dog`; "" without one."""
+    known = set(classes)
+    for name in classes:
+        for mark in _BETWEEN_LABELS:
+            parts = [part.strip() for part in name.split(mark)]
+            if len(parts) > 1 and all(parts) and (mark in "|;" or known.issuperset(parts)):
+                return name
+    return ""
 
 
 def is_index(name: str) -> bool:

@@ -17,6 +17,7 @@ from dlio.data.foreign_formats import (
 from dlio.data.interpretation import (
     Interpretation,
     Kinds,
+    all_splits,
     best_fit,
     check_pattern,
     check_pointer,
@@ -30,7 +31,7 @@ from dlio.data.interpretation import (
     split_folder,
 )
 from dlio.data.kept_interpretation import understood
-from dlio.data.labels import is_number, label_names, likely_label
+from dlio.data.labels import is_number, label_names, likely_label, several_labels
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
@@ -76,6 +77,8 @@ _COMPARED: Final = 64 << 20
 _DEEPEST_LONE: Final = 4
 """Folders within one another that each hold nothing else, such as `MNIST/raw`, that are looked
 through."""
+_SHOWN: Final = 3
+"""Folders that a message names."""
 _MOST_FOLDERS: Final = 16
 """Folders that are looked into for data sets of their own."""
 
@@ -208,6 +211,12 @@ def _tell_of_labels(reader: Reader) -> None:
                 f"none of its fields has a label's name; if {name} is it, name it label in the "
                 "source (`targets` are 0)"
             )
+    several = several_labels(reader.classes)
+    if several and not text:
+        text = (
+            f"its label {several!r} seems to be several, and is one class: store one label a "
+            "sample, or a column of 0 and 1 for each"
+        )
     if text:
         tell_once(f"{reader.path}: {text}")
 
@@ -327,7 +336,11 @@ def _of_folder(
                 reading.left_out = [text for text in reading.left_out if "split=" not in text]
             return reading
     if reading is None or reading.has_folders or split is not None:
-        inner = split_folder(url, split) if split != WHOLE else None
+        # Folders that are called so may be classes, if the user says so.
+        are_classes = options.get("layout") == "classes"
+        if split == WHOLE and not are_classes and (every := all_splits(url)):
+            return _of_all(url, fields, kinds, every, options)
+        inner = split_folder(url, split) if split != WHOLE and not are_classes else None
         if inner is not None:
             made = _of_folder(inner[0], fields, kinds, None, options)
             made.split = inner[1]
@@ -336,7 +349,12 @@ def _of_folder(
         has_data = reading is not None and reading.weight > 0
         lone = _lone_data(url, fields, kinds, has_data)
         if lone is not None:
-            return _of_folder(lone, fields, kinds, split, options)
+            made = _of_folder(lone, fields, kinds, split, options)
+            files = files_beside(url, lone)
+            if files:
+                text = f"{named_files(files)} in {redact(url)}, next to the folder that is read"
+                made.left_out = [text, *made.left_out]
+            return made
         suffixes = path_rules_of(reading.kind).samples if reading is not None else ()
         below = folder_of_all(url, suffixes) if suffixes else None
         if below is not None:
@@ -361,6 +379,42 @@ def _of_folder(
             raise SourceError(f"{url} holds nothing to read: check the path")
         raise _unknown(url + fields, reasons, named=True, is_folder=True)
     return reading
+
+
+def _of_all(
+    url: str, fields: str, kinds: Kinds, splits: Sequence[str], options: dict[str, object]
+) -> Interpretation:
+    """Return how all of the folders of splits in a folder are read, as one data set.
+
+    Raises UsageError if they are of several formats.
+    """
+    inner = [Source(url).inner(name) for name in splits]
+    parts = [_of_folder(each, fields, kinds, None, options) for each in inner]
+    made = parts[0]
+    for name, part in zip(splits, parts, strict=True):
+        if part.kind is not made.kind:
+            raise UsageError(
+                f"{url}: split {splits[0]} is of {made.format}, and {name} of {part.format}: open "
+                "one of them"
+            )
+    paths = [each for part in parts for each in _each(cast("str | Sequence[str]", part.path))]
+    rows = Source(url).names()
+    others = [name for name, folder in rows if folder and name not in splits]
+    words = f"the splits {', '.join(splits)}, each {made.words or made.format}"
+    left = [text for part in parts for text in part.left_out]
+    if others:
+        left.append(f"{counted(len(others), 'folder')} ({', '.join(others[:_SHOWN])}) next to them")
+    doubts = [text for part in parts for text in part.doubts]
+    return Interpretation(
+        made.format,
+        made.kind,
+        paths,
+        made.options,
+        words=words,
+        split=WHOLE,
+        left_out=list(dict.fromkeys(left)),
+        doubts=list(dict.fromkeys(doubts)),
+    )
 
 
 def _lone_data(url: str, fields: str, kinds: Kinds, has_data: bool) -> str | None:

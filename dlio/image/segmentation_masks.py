@@ -320,6 +320,23 @@ def _counts(text: str | bytes) -> npt.NDArray[np.int64]:
     return np.array(runs, np.int64)
 
 
+def run_lengths(mask: npt.NDArray[np.bool_]) -> str:
+    """Return COCO's text of the run lengths of a mask, shape (height, width), down its columns."""
+    flat = np.concatenate([[False], mask.T.reshape(-1)])
+    ends = np.concatenate([np.flatnonzero(flat[1:] != flat[:-1]), [mask.size]])
+    runs = np.diff(ends, prepend=0).tolist()
+    made = bytearray()
+    for k, run in enumerate(runs):
+        value = run - runs[k - 2] if k > 2 else run
+        more = True
+        while more:
+            digit = value & 0x1F
+            value >>= 5
+            more = value != (-1 if digit & 0x10 else 0)
+            made.append((digit | 0x20 * more) + 48)
+    return made.decode("ascii")
+
+
 def _invalid(name: object, reason: str) -> DecodeError:
     return DecodeError(
         f"mask of {name} cannot be used: {reason} (repair or remove it; --on-error skip leaves "

@@ -15,7 +15,7 @@ from dlio.data.schema import IMAGES, Buffer, Schema
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decoder import decode_whole
 from dlio.loader.contract import Sample
-from dlio.loader.torch_private import collate_fn_map
+from dlio.loader.torch_private import collate_fn_map, tree_map
 from dlio.util.structured_text import parse_json
 
 _INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -91,6 +91,27 @@ def decoded_field(kind: str, value: Any, name: object) -> Any:
 
 def _is_of_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, str) or _is_of_texts(v) for v in value)
+
+
+def no_samples(schema: Schema) -> Sample:
+    """Return a batch of no samples, as default_collate would make it of what `decode_sample`
+    returns: tensors of no rows, and of 0 where a dimension differs between samples; lists of texts,
+    bytes and JSON."""
+    made: dict[str, Any] = {}
+    for name, text in schema.fields:
+        kind = schema.kinds[name]
+        if text in IMAGES:
+            made[name] = torch.empty((0, 3, 0, 0), dtype=torch.uint8)
+        elif kind.dtype is None:
+            made[name] = []
+        else:
+            rows = torch.from_numpy(np.empty((0, *(size or 0 for size in kind.shape)), kind.dtype))
+            is_bare = kind.scalar and kind.dtype != np.bool_
+            # Python's numbers become int64 and float64.
+            wide = torch.float64 if rows.is_floating_point() else torch.int64
+            made[name] = rows.to(wide) if is_bare else rows
+    # Lists where a sample has tuples, as default_collate has them.
+    return made if schema.structure is None else tree_map(made.__getitem__, schema.structure)
 
 
 def picture_tensor(value: Any, name: object, exact: bool = False) -> torch.Tensor:

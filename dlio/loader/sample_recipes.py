@@ -20,7 +20,8 @@ from dlio.image.fusion import TransformParts, check_pixelwise, fused, is_pipelin
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.picture_targets import Companion, companion_of
 from dlio.loader.recipe import CropRecipe, Recipe
-from dlio.loader.sample import decode_sample, picture_tensor
+from dlio.loader.sample import decode_sample, image_and_label, picture_tensor
+from dlio.util.printable import tell_once
 
 ImageSize = int | tuple[int, int] | Literal["auto"] | None
 """Side, or (height, width), of crops in pixels; None for none."""
@@ -98,11 +99,24 @@ def recipe_for(
             reader, companion, transform, parts, crop, seed, through_decoded, contiguous
         )
         _check_crops(recipe, parts)
+        if companion.is_class:
+            _tell_of_fields(reader)
         return recipe
     if companion is not None and (takes_pictures or companion.moves):
         whole = parts.whole if takes_pictures else transform
         return PictureRecipe(reader, companion, whole, seed, [transform], parts.exact)
     return FieldRecipe(reader, companion, transform, seed, [transform])
+
+
+def _tell_of_fields(reader: Reader) -> None:
+    """Warn once of the fields that crops and labels leave out."""
+    used = image_and_label(reader.schema) or ()
+    rest = [name for name, _ in reader.schema.fields if name not in used]
+    if used and rest:
+        tell_once(
+            f"{reader.path}: pairs of crop and label leave out its {', '.join(rest)}: "
+            "image_size=None gives samples with all fields"
+        )
 
 
 def _check_crops(recipe: CropRecipe, parts: TransformParts) -> None:

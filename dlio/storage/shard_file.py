@@ -71,6 +71,8 @@ class ShardIndex:
     """Sample names, UTF-8, one after another; uint8."""
     name_ends: RowArray
     """End of each name in `names`; uint64."""
+    boxes: tuple[int, ...] | None = None
+    """Boxes of each class in the shard, by its number; None without boxes."""
 
     @property
     def payload_bytes(self) -> int:
@@ -104,6 +106,8 @@ class ShardIndex:
             "blocks": len(self.counts),
             "samples": len(self.sizes),
         }
+        if self.boxes is not None:
+            meta["boxes"] = list(self.boxes)
         text = json.dumps(meta, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         # Widest first, so that every array is aligned.
@@ -286,6 +290,7 @@ def _decode(text: _FooterBytes, footer_start: int) -> ShardIndex:
         labels=rows["labels"],
         names=rows["names"],
         name_ends=rows["name_ends"],
+        boxes=tuple(map(_count, meta["boxes"])) if "boxes" in meta else None,
     )
 
 

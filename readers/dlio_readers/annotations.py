@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.boxes import by_name
 from dlio.data.index import Arrays, Names
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import Schema
@@ -102,9 +103,7 @@ class AnnotatedReader(ListedReader, PathReader):
         self.layout = shuffled_layout(self.sizes)
 
     def _box_counts(self) -> dict[str, int]:
-        labels = self._index["box_labels"]
-        counts = np.bincount(labels, minlength=len(self.classes)).tolist()
-        return {name: count for name, count in zip(self.classes, counts, strict=True) if count}
+        return by_name(self.classes, np.bincount(self._index["box_labels"]))
 
     def _read(self, sample: int) -> bytes | memoryview:
         picture = self._content(self._files, sample)

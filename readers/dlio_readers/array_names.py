@@ -33,6 +33,7 @@ _PARTS: Final = frozenset((
 # fmt: on
 """Words that say which part of samples a file holds, in lower case."""
 _DIGITS: Final = re.compile(r"[0-9]+")
+_NO_NAME: Final = re.compile(r"(arr_)?[0-9]+")
 _FEW_ARRAYS: Final = 3
 """Numbered arrays that may well be fields."""
 _BETWEEN: Final = re.compile(r"[-._ /]+")
@@ -139,7 +140,15 @@ def check_groups(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     several = {_DIGITS.sub("0", name) for name in shapes}
     rows = {shape[0] for shape in shapes.values() if shape}
     deep = all(len(shape) > 1 for shape in shapes.values())
-    numbered = len(shapes) > _FEW_ARRAYS and len(several) <= len(groups) and deep
+    numbered = len(several) <= len(groups) and (
+        (deep and len(shapes) > _FEW_ARRAYS)
+        # Names that numpy.savez gives, or that are numbers alone, as of samples of one shape.
+        or (
+            len(shapes) >= _FEW_ARRAYS
+            and len(set(shapes.values())) == 1
+            and all(_NO_NAME.fullmatch(name.rpartition("/")[2]) for name in shapes)
+        )
+    )
     if len(rows) == 1 and ((alike and same) or numbered):
         first, *_ = shapes
         tell_once(

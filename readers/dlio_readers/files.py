@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.index import Arrays, cached_index, fingerprint_of
-from dlio.data.interpretation import counted_below, named_files
+from dlio.data.interpretation import counted_below, files_further_down, named_files
 from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities, Fit
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
@@ -39,7 +39,13 @@ from dlio.util.units import counted
 from dlio_readers.columns import storable
 from dlio_readers.dicom import DICOM_SUFFIXES, dicom_array, is_dicom, may_be_dicom
 from dlio_readers.fileset import PICTURES
-from dlio_readers.folder_doubts import case_parts, doubt_of_masks, masks_among, parts_of_cases
+from dlio_readers.folder_doubts import (
+    case_parts,
+    doubt_of_masks,
+    doubts_of_classes,
+    masks_among,
+    parts_of_cases,
+)
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
@@ -158,6 +164,7 @@ _AGAIN: Final = "open it again"
 _PAIR: Final = ("image", "label")
 _PROBED: Final = 256
 """Folders by whose names of files cases are told from classes."""
+_DEEPEST: Final = 32
 _LOOKED_AT: Final = 2
 """Folders, and in them files without a suffix, that are looked into to recognise the format."""
 
@@ -312,7 +319,9 @@ class FilesReader(PathReader):
         if here:
             masks = masks_among(here)
             doubts = (doubt_of_masks(masks),) if masks else ()
-            return Fit(f"{named_files(here)}, one a sample", len(here), doubts=doubts)
+            below = files_further_down(source, lambda name: name.lower().endswith(_SCANS))
+            words = f"{named_files(here)}, one a sample"
+            return Fit(words, len(here), left_out=tuple(below), doubts=doubts)
         counts, more = counted_below(source, folders, _SUFFIXES)
         total = sum(counts.values())
         over = "over " if more else ""
@@ -323,7 +332,8 @@ class FilesReader(PathReader):
             doubts = () if layout else ("layout='classes' reads these folders as classes",)
             return Fit(words, total, in_folders=True, doubts=doubts)
         words = f"{counted(len(counts), 'class folder')} with {over}{total:,} arrays or scans"
-        return Fit(words, total, in_folders=True)
+        notes = () if layout else tuple(doubts_of_classes(list(counts), {}))
+        return Fit(words, total, in_folders=True, doubts=notes)
 
     @staticmethod
     def own_splits(path: str, _: Mapping[str, object]) -> list[str]:
@@ -588,9 +598,9 @@ def _find(
     rows: list[_SampleFiles] = []
     classes: list[str] = []
     for folder in folders:
-        files = _files(source, folder)
+        files = _files_below(source, folder)
         if files:
-            rows += [_SampleFiles(f"{folder}/{each.name}", (each,), len(classes)) for each in files]
+            rows += [_SampleFiles(name, (each,), len(classes)) for name, each in files]
             classes.append(folder)
     if not rows:
         raise SourceError(f"{url} holds no arrays or scans: check the path")
@@ -645,6 +655,21 @@ def _files(source: Source, folder: str) -> list[FilePlace]:
     names = _names_in(source, folder) or _unnamed(source, folder)
     prefix = f"{folder}/" if folder else ""
     return [source.file_at(prefix + name) for name in names]
+
+
+def _files_below(source: Source, folder: str) -> list[tuple[str, FilePlace]]:
+    """Return (name, place) of the arrays and scans at and below a class folder, in the order of
+    their folders."""
+    made: list[tuple[str, FilePlace]] = []
+    stack = [(folder, 0)]
+    while stack:
+        here, depth = stack.pop()
+        made += [(f"{here}/{each.name}", each) for each in _files(source, here)]
+        inner = [name for name, is_folder in source.names(here) if is_folder]
+        if inner and depth == _DEEPEST:
+            raise SourceError(f"{source.path(here)} lies too deep: move its files further up")
+        stack += [(f"{here}/{name}", depth + 1) for name in reversed(inner)]
+    return made
 
 
 def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:

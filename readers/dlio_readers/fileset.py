@@ -19,7 +19,7 @@ from dlio.data.links import OpenFolder, links_followed
 from dlio.data.reader_contract import IN_FOLDER, NAMED_FILE
 from dlio.data.requests import are_observed, request
 from dlio.data.source import ReadErrors, Source
-from dlio.data.splits import chosen_split, how_to_choose, split_of
+from dlio.data.splits import split_of
 from dlio.errors import SourceError
 from dlio.image.native.listed_files import read_files
 from dlio.plan.layout import Layout
@@ -53,8 +53,9 @@ class SideFolders:
 
     def other(self, picture: str, extension: str) -> str:
         """Return the name of the file that belongs to a picture."""
-        stem = os.path.splitext(picture[len(self.images) + 1 :])[0]
-        return f"{self.others}/{stem}{extension}"
+        start = len(self.images) + 1 if self.images else 0
+        name = f"{os.path.splitext(picture[start:])[0]}{extension}"
+        return f"{self.others}/{name}" if self.others else name
 
 
 def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]]:
@@ -71,7 +72,10 @@ def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]
     sides: list[tuple[str, SideFolders]] = []
     other = next((name for name in wanted if name in folders), None)
     if _IMAGES in folders and other is not None:
-        splits = [name for name, folder in source.names(_IMAGES) if folder]
+        rows = source.names(_IMAGES)
+        splits = [name for name, folder in rows if folder]
+        if any(name.lower().endswith(PICTURES) for name, folder in rows if not folder):
+            splits = []  # Pictures next to them would be lost.
         beside = [name for name, folder in source.names(other) if folder]
         both = [name for name in splits if name in beside]
         if both:
@@ -106,24 +110,6 @@ def _by_pictures(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolder
                 images = f"{_IMAGES}/{inside}" if inside else _IMAGES
                 return [("", SideFolders(root, images, folder))]
     return []
-
-
-def side_folders(path: str, wanted: Sequence[str], split: str | None) -> SideFolders:
-    """Return the folders of a split of the data set at a path.
-
-    Raises SourceError when there are several splits and none is chosen, or no such split.
-    """
-    sides = find_sides(path, wanted)
-    names = [name for name, _ in sides]
-    if split is not None:
-        return dict(sides)[chosen_split(split, names, path)]
-    if len(sides) > 1:
-        first = sides[0][1]
-        raise SourceError(
-            f"{path} has the splits {', '.join(names)}: {how_to_choose(names[0])}, or open "
-            f"{first.root.rstrip('/')}/{first.images}"
-        )
-    return sides[0][1]
 
 
 # Files of a listing

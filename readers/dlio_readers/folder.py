@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.foreign_formats import words_of
 from dlio.data.index import Arrays, Names
 from dlio.data.interpretation import counted_below, named_files
 from dlio.data.labels import (
@@ -274,6 +275,8 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
                 "JPEGImages, or where both are called images and annotations: rename them, or open "
                 "the folder of pictures alone"
             )
+        if files and (words := words_of(files[0])):
+            return f"{files[0]} in {source.path(at)} is {words}"
         if files:
             return (
                 f"it holds other files, such as {files[0]} in {source.path(at)}: name the folder "
@@ -381,7 +384,7 @@ def plan_of(
                 "choose with layout='classes' or layout='flat'"
             )
     if layout == "flat":
-        lost = (f"{words}, which layout='classes' reads",) if weight >= 1 else ()
+        lost = (f"{words}, which layout='classes' reads",) if weight else ()
         flat = Fit(f"{counted(len(here), 'picture')}", len(here) / 2, left_out=lost, used=(table,))
         return FolderPlan(flat, is_flat=True)
     if here:

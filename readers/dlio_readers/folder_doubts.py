@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import Final
 
 from dlio.data.interpretation import CONTAINERS, named_files
@@ -23,6 +24,11 @@ _MASK: Final = re.compile(
     r"(.+?)[-_. ]?(?:mask|masks|seg|segmentation|label|labels|labelids|gt|trimap|annotation)",
     re.IGNORECASE,
 )
+_MASK_FOLDER: Final = re.compile(
+    r"mask|segm|label|annot|truth|(?<![a-z])gts?(?![a-z])", re.IGNORECASE
+)
+_FEW_FOLDERS: Final = 8
+"""Folders that may be pictures and their masks, at most."""
 _WORDS: Final = re.compile(r"(.*?[^-_. (0-9].*?|[0-9]+(?=[-_. (]))[-_. (]*[0-9]+\)?", re.DOTALL)
 _NUMBER: Final = re.compile(r"(-1|[0-9]+)_.*[-_a-zA-Z]")
 _LONGEST: Final = 32
@@ -127,10 +133,18 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
         words.append(doubt_of_masks(masks))
     for name in stems:
         other = next((n for n, own in stems.items() if n != name and own == stems[name]), None)
-        if name.lower() in CONTAINERS and other is not None:
+        are_named = name.lower() in CONTAINERS or (other and _MASK_FOLDER.search(other))
+        if other is not None and are_named:
             words.append(
                 f"{name} and {other} hold the same names, as pictures and their masks do: "
                 f"format='masks', images={name!r}, masks={other!r} reads them so"
+            )
+    for name, other in permutations(stems, 2) if len(stems) <= _FEW_FOLDERS else ():
+        end = _end_of_masks(stems[name], stems[other])
+        if end:
+            words.append(
+                f"{other} holds the names of {name} with {end}, as masks do: format='masks', "
+                f"images={name!r}, masks={other!r} reads them so"
             )
     small: dict[str, str] = {}
     twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]
@@ -145,10 +159,21 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
         )
     if len(classes) == 1:
         words.append(
-            f"{classes[0]} is the only class, so all labels are 0: open that folder for pictures "
+            f"{classes[0]} is the only class, so all labels are 0: open that folder for samples "
             "without labels"
         )
     return words
+
+
+def _end_of_masks(pictures: Sequence[str], others: Sequence[str]) -> str:
+    """Return the ending, such as `_gt`, of the names of some files that are else those of pictures,
+    one each; "" unless it is a word for masks."""
+    first = min(pictures, default="")
+    longer = [name for name in others if name.startswith(first) and name != first]
+    for end in {name.removeprefix(first) for name in longer}:
+        if _MASK.fullmatch(f"a{end}") and sorted(others) == sorted(n + end for n in pictures):
+            return end
+    return ""
 
 
 def doubt_of_masks(masks: Sequence[str]) -> str:

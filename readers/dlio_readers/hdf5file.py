@@ -503,7 +503,8 @@ class _ChunkedDataset:
         with self._file.lock:
             dataset = self._file.handle()[self._name]
             self._chunks.check(dataset, key)
-            return dataset[key]
+            with ReadErrors(f"{self._file.file.name}::{self._name.lstrip('/')}"):
+                return dataset[key]
 
     def chunked(self, where: str) -> ChunkedArray:
         """Return the array with its chunks, or with parts in their place if it has none."""

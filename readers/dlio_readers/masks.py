@@ -305,7 +305,9 @@ def _matched(source: Source, sides: SideFolders, suffix: str | None) -> tuple[li
     images = list(files_in(source, sides.images, PICTURES))
     # Next to other masks, GIFs are those of pictures that are not read.
     files = list(files_in(source, sides.others, PICTURES))
-    files = files or list(files_in(source, sides.others, (".gif",)))
+    if not files:
+        files = list(files_in(source, sides.others, (".gif",)))
+        source.left_out.difference_update(files)
     masks = {name.rpartition(".")[0]: name for name in files}
     wanted = [sides.other(name, "") for name in images]
     if images and files and (suffix is not None or not any(stem in masks for stem in wanted)):

@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.boxes import by_name, total_of
 from dlio.data.open_files import Descriptor, PersistentFile, open_file
 from dlio.data.reader_contract import Abilities, FileLocations
 from dlio.data.source import File, FilePlace, Source, expand, failed, files_below, own_name
@@ -82,7 +83,13 @@ class ShardReader(PathReader):
     @property
     def abilities(self) -> Abilities:
         locate = None if self._files[0].local_path is None else self._locate
-        return Abilities(data_bytes=self._data_bytes, locate=locate)
+        # Shards of earlier versions do not say how many boxes they hold.
+        known = all(footer.boxes is not None for footer in self._footers)
+        counts = self._box_counts if known else None
+        return Abilities(data_bytes=self._data_bytes, locate=locate, box_counts=counts)
+
+    def _box_counts(self) -> dict[str, int]:
+        return by_name(self.classes, total_of(footer.boxes or () for footer in self._footers))
 
     @staticmethod
     def recognises(path: str) -> str | None:

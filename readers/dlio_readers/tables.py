@@ -24,7 +24,7 @@ from dlio.data.source import (
 from dlio.data.splits import WHOLE, no_splits
 from dlio.errors import UsageError
 from dlio.util.printable import tell_once
-from dlio_readers.array_names import chosen_arrays, joined_parts, side_by_side
+from dlio_readers.array_names import check_groups, chosen_arrays, joined_parts, side_by_side
 from dlio_readers.columns import (
     Arrays,
     Column,
@@ -246,6 +246,9 @@ def _array_columns(
     volumes = volumes_of(path, tables, samples)
     if volumes is not None:
         return volumes, len(files), True
+    if not names:
+        shapes = {name: array.shape for name, array in opened[0].items()}
+        check_groups(files[0].name, shapes)
     for file, table in zip(files, tables, strict=True):
         if _kinds(table) != _kinds(tables[0]):
             raise UsageError(

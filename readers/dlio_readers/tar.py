@@ -50,14 +50,21 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import is_plausible, parsing
 from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
-from dlio.util.printable import log_warning
+from dlio.util.printable import log_warning, tell_once
 from dlio.util.structured_text import parse_json
 from dlio.util.units import counted
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import codec_of, in_memory
 from dlio_readers.path_reader import PathReader, lie_at
 from dlio_readers.tar_members import LinkTargets, TarMember, TarMembers
-from dlio_readers.tarlabels import BLOCK, TarIndex, TextMembers, label_in_json, number_classes
+from dlio_readers.tarlabels import (
+    BLOCK,
+    TarIndex,
+    TextMembers,
+    label_in_json,
+    merged_keys,
+    number_classes,
+)
 
 # Random access into LZ4 frames of independent blocks
 
@@ -296,6 +303,9 @@ class TarReader(PathReader):
             ]
             self.unlabelled = next(filter(None, reasons), "") or self._without_label(indexes)
         self._label = None if label is None else names.index(label)
+        merged = merged_keys(names, int(counts.sum()))
+        if merged:
+            tell_once(f"{self.path}: {merged}")
         kind = f"tarsizes-{xxhash.xxh3_64_hexdigest(self.schema.to_json().encode())}"
         made = cached_index(kind, _VERSION, self._files, self._sizes_of_payloads)
         self.sizes: npt.NDArray[np.int64] = made["sizes"]

@@ -15,6 +15,7 @@ from dlio.util.structured_text import parse_json
 BLOCK: Final = 512
 """Bytes of which a tar's headers and members take whole numbers."""
 _PLAIN: Final = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
+_NUMBERED: Final = re.compile(r"([0-9]+)\.(.+)", re.ASCII | re.DOTALL)
 TarHead: TypeAlias = Any
 """Fields in a tar's index, as a dictionary."""
 
@@ -46,6 +47,20 @@ class TextMembers:
 
     def _add(self, text: str) -> None:
         self.codes.append(self.texts.setdefault(text, len(self.texts)))
+
+
+def merged_keys(names: Sequence[str], samples: int) -> str:
+    """Return the words about fields such as `001.jpg` and `002.jpg`, which may be of samples whose
+    names have a dot in them; "" without such."""
+    numbered = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    several = [each for each in numbered if sum(each[2] == other[2] for other in numbered) > 1]
+    if not several or (samples > 1 and all(len(each[1]) == 1 for each in several)):
+        return ""
+    shown = " and ".join(each[0] for each in several[:2])
+    return (
+        f"a sample has the fields {shown}, as a name's first dot ends its key, in WebDataset as "
+        "well: if each is a sample, write its number before that dot, as in img_001.jpg"
+    )
 
 
 class TarIndex:

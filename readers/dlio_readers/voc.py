@@ -12,6 +12,7 @@ Pixels count from 1, and a box has its last pixel: this one is the whole picture
 readers give them, it is 0, 0, 500, 375.
 """
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -22,17 +23,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.interpretation import named_files
-from dlio.data.labels import is_number
+from dlio.data.labels import is_number, whole_number
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.source import Source, inside
 from dlio.data.splits import WHOLE
 from dlio.errors import SourceError, UsageError
+from dlio.image.segmentation_masks import decode_mask, run_lengths
 from dlio.util.parallel import each_of
 from dlio.util.structured_text import parse_xml
 from dlio.util.units import counted
 from dlio_readers.annotations import MAX_BOXES, AnnotatedReader, Annotations, check_boxes
 from dlio_readers.fileset import PICTURES, SideFolders, index_kind
 from dlio_readers.voc_folders import (
+    OBJECT_FOLDER,
     XML,
     chosen_of,
     files_by_stem,
@@ -49,6 +52,10 @@ _OBJECT: Final = "object"
 _NAME: Final = "object/name"
 _EDGES: Final = tuple(f"object/bndbox/{name}" for name in ("xmin", "ymin", "xmax", "ymax"))
 _FLAGS: Final = ("difficult", "truncated")
+_FLAG_WORDS: Final = {"true": 1, "yes": 1, "false": 0, "no": 0, "unspecified": 0, "": 0}
+_MOST_MASK: Final = 64 << 20
+_NO_OBJECT: Final = 255
+"""Number of pixels at the edges of objects, which belong to none."""
 _OUTLINES: Final = ("object/polygon", "object/robndbox")
 _WANTED: Final = frozenset(
     (*_SIZE, _OBJECT, _NAME, *_EDGES, *(f"object/{name}" for name in _FLAGS), *_OUTLINES)
@@ -69,6 +76,8 @@ class VocReader(AnnotatedReader):
             of pictures with XML files next to them.
         split: which of several splits, by `ImageSets/Main` or by folders, or `all`.
         outside: `error` for a box that lies outside of its picture, or `clip`.
+        masks: give a mask of each box, out of `SegmentationObject`, whose number n is the n-th
+            object of the XML file; the pictures are those of `ImageSets/Segmentation`.
         first_pixel: number of the first pixel of a row: 1 as in Pascal VOC, whose boxes have their
             last pixel, or 0 for boxes that are edges as they stand.
 
@@ -85,6 +94,7 @@ class VocReader(AnnotatedReader):
         split: str | None = None,
         outside: Literal["error", "clip"] = "error",
         first_pixel: int = 1,
+        masks: bool = False,
     ) -> None:
         if first_pixel not in (0, 1):
             raise UsageError(f"first_pixel={first_pixel!r}: give 1 or 0")
@@ -98,16 +108,21 @@ class VocReader(AnnotatedReader):
         if not every:
             raise SourceError(f"{path} {_REASON}")
         source = Source(every[0][1].root)
-        lists = lists_of(source, "Main") if [name for name, _ in every] == [""] else {}
+        if masks and not source.is_folder(OBJECT_FOLDER):
+            raise UsageError(
+                f"masks=True: {path} has no folder {OBJECT_FOLDER}, of whose numbers masks are made"
+            )
+        kind = "Segmentation" if masks else "Main"
+        lists = lists_of(source, kind) if [name for name, _ in every] == [""] else {}
         chosen = chosen_of(list(lists) or [name for name, _ in every], split, path)
-        options = (every, lists and chosen, chosen, outside, first_pixel)
+        options = (every, lists and chosen, chosen, outside, first_pixel, masks)
 
         def build() -> Annotations:
             files = [lists[name] for name in chosen] if lists else []
             parts = [each for each in every if lists or each[0] in chosen]
             notes = _NoteFiles(source, [each for _, each in every], first_pixel)
             is_whole = split in (None, WHOLE)
-            return notes.annotations([each for _, each in parts], files, outside, is_whole)
+            return notes.annotations([each for _, each in parts], files, outside, is_whole, masks)
 
         super().__init__(source, index_kind("voc", options), build)
 
@@ -177,7 +192,12 @@ class _NoteFiles:
             )
 
     def annotations(
-        self, parts: Sequence[SideFolders], lists: Sequence[str], outside: str, is_whole: bool
+        self,
+        parts: Sequence[SideFolders],
+        lists: Sequence[str],
+        outside: str,
+        is_whole: bool,
+        masks: bool,
     ) -> Annotations:
         """Return the annotations of the pictures in some folders, or of those that lists name, by
         choice unless `is_whole`."""
@@ -207,6 +227,9 @@ class _NoteFiles:
         edges = check_boxes(boxes, sides_of[owner], outside, where)
         stay = np.flatnonzero((edges[:, 2:] > edges[:, :2]).all(axis=1))
         flags = np.concatenate([note.flags for note in notes])[stay]
+        segments, drawn = None, list[str]()
+        if masks:
+            segments, drawn = self._segments(files, counts, np.isin(np.arange(len(owner)), stay))
         every = [name for own in self._files.values() for name in own.values()]
         folders = {os.path.dirname(name) for name in (*pictures, *every, *lists)}
         return Annotations(
@@ -219,9 +242,37 @@ class _NoteFiles:
             declared=np.nan_to_num(sides_of[:, ::-1]).astype(np.int64),
             files=[self._source.file(name) for name in lists],
             folders=sorted(folders),
-            notes=every,
+            notes=[*every, *drawn],
+            segments=segments,
             doubts=self._doubts,
         )
+
+    def _segments(
+        self, files: Sequence[str], counts: npt.NDArray[np.int64], stay: npt.NDArray[np.bool_]
+    ) -> tuple[list[str], list[str]]:
+        """Return (JSON of the masks of each picture's boxes that stay, the files of the masks)."""
+        stems = files_by_stem(self._source, OBJECT_FOLDER, PICTURES)
+        drawn: list[str] = []
+        for file in files:
+            stem = os.path.splitext(os.path.basename(file))[0]
+            if stem not in stems:
+                raise SourceError(
+                    f"{self._source.path(file)} has no mask {OBJECT_FOLDER}/{stem}.png: copy it, "
+                    "or leave masks=True out"
+                )
+            drawn.append(stems[stem][0])
+        shapes = each_of(
+            lambda k: _shapes_in(self._source, drawn[k], int(counts[k])),
+            range(len(drawn)),
+            _THREADS,
+            self._source.path(OBJECT_FOLDER),
+        )
+        ends = np.cumsum(counts).tolist()
+        kept = [
+            [each for each, is_kept in zip(own, stay[end - len(own) : end], strict=True) if is_kept]
+            for own, end in zip(shapes, ends, strict=True)
+        ]
+        return [json.dumps(own, separators=(",", ":")) for own in kept], drawn
 
     def _stems(self, sides: SideFolders, lists: Sequence[str], is_whole: bool) -> list[str]:
         """Return the names of the pictures that are read, without suffix. Notes others to tell."""
@@ -300,11 +351,11 @@ def _parsed(source: Source, name: str) -> _Note:
             raise SourceError(f"{where}: its box ends before it begins: correct it")
         own = [each.get(f"object/{flag}", "0") for flag in _FLAGS]
         for flag, text in zip(_FLAGS, own, strict=True):
-            if text not in ("0", "1"):
+            if _flag(text) is None:
                 raise SourceError(f"{where}: its {flag} is {text[:40]!r}, not 0 or 1: correct it")
         names.append(each[_NAME])
         boxes.append(box)
-        flags.append([int(text) for text in own])
+        flags.append([_flag(text) for text in own])
     known = all(side > 0 and side.is_integer() for side in sides)
     return _Note(
         (sides[0], sides[1]) if known else (math.nan, math.nan),
@@ -313,6 +364,28 @@ def _parsed(source: Source, name: str) -> _Note:
         np.array(flags, np.uint8).reshape(-1, 2),
         sum(any(path in each for path in _OUTLINES) for each in objects),
     )
+
+
+def _shapes_in(source: Source, name: str, count: int) -> list[dict[str, object]]:
+    """Return the masks of the objects of a picture, as COCO's run lengths; 255 belongs to none.
+
+    Raises SourceError for the number of an object that the XML file does not have.
+    """
+    numbers = decode_mask(source.read(name, 0, _MOST_MASK), source.path(name))
+    most = int(numbers[numbers != _NO_OBJECT].max(initial=0))
+    if most > count:
+        raise SourceError(
+            f"{source.path(name)} has the number {most}, and the XML file "
+            f"{counted(count, 'object')}: make both agree"
+        )
+    size = list(numbers.shape)
+    return [{"size": size, "counts": run_lengths(numbers == k + 1)} for k in range(count)]
+
+
+def _flag(text: str) -> int | None:
+    """Return 1 or 0 for a flag as programs write it, 0 for nothing; None for other texts."""
+    number = whole_number(text)
+    return number if number in (0, 1) else _FLAG_WORDS.get(text.lower())
 
 
 def _number(text: str, what: str) -> float:

@@ -20,7 +20,8 @@ from dlio.util.units import counted
 from dlio_readers.fileset import PICTURES, SideFolders, files_in, find_sides
 
 PICTURE_FOLDER: Final = "JPEGImages"
-MASK_FOLDERS: Final = ("SegmentationClass", "SegmentationObject")
+OBJECT_FOLDER: Final = "SegmentationObject"
+MASK_FOLDERS: Final = ("SegmentationClass", OBJECT_FOLDER)
 XML: Final = (".xml",)
 _NOTE_FOLDER: Final = "Annotations"
 _NOTE_FOLDERS: Final = (_NOTE_FOLDER, "annotations")

@@ -1,4 +1,5 @@
-"""The reader of YOLO's format: images/, and labels/ with a text file for each picture.
+"""The reader of YOLO's format: images/, and labels/ with a text file for each picture; or both in
+one folder (`yolo_folders`).
 
 A line of a label file is `class x y width height`, with the middle of the box, in shares of the
 picture's sides; or `class x1 y1 x2 y2 ...`, a polygon; or, where data.yaml has `kpt_shape`, a box
@@ -8,7 +9,7 @@ and its keypoints. Pictures without a label file have no boxes.
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
@@ -29,23 +30,13 @@ from dlio_readers.annotations import (
     Annotations,
     check_boxes,
 )
-from dlio_readers.fileset import (
-    PICTURES,
-    SideFolders,
-    files_in,
-    find_sides,
-    index_kind,
-    side_folders,
-)
-from dlio_readers.yolosplits import NULLS, YoloSplit, yolo_split
+from dlio_readers.fileset import PICTURES, SideFolders, files_in, index_kind
+from dlio_readers.yolo_folders import CLASSES, NAME_LISTS, TEXT, folders_of_split, label_folders
+from dlio_readers.yolosplits import NULLS, YoloSplit, has_labels, label_of, split_lists, yolo_split
 
-_LABELS: Final = ("labels",)
 _YAML: Final = (".yaml", ".yml")
-_CLASSES: Final = "classes.txt"
 _TRAIN_LIST: Final = "train.txt"
 """A list of pictures, which some programs write next to labels."""
-_NAME_LISTS: Final = (".names", ".labels")
-"""Suffixes of lists of names of classes, as Darknet and Roboflow write them."""
 _HEAD: Final = 1 << 12
 _MOST_LABELS: Final = 64 << 20
 _MOST_YAML: Final = 1 << 20
@@ -58,7 +49,8 @@ class YoloReader(AnnotatedReader):
     """Read pictures, boxes, polygons and keypoints of a data set for YOLO.
 
     Args:
-        path: its folder, its data.yaml, or the folder of pictures of one split.
+        path: its folder, its data.yaml, or the folder of pictures of one split. Texts may also lie
+            next to their pictures.
         split: which of several splits, such as `train`, of data.yaml or of folders; `all` for all
             that data.yaml names.
         masks: give a mask of each polygon; of each box that has none, its own area.
@@ -83,21 +75,49 @@ class YoloReader(AnnotatedReader):
             kind = index_kind("yolo", listed, masks, outside)
             source = Source(sides.root)
         else:
-            sides = side_folders(_folder_of(path), _LABELS, split)
+            sides = folders_of_split(label_folders(path := _folder_of(path)), path, split)
             source = Source(sides.root)
             kind = index_kind("yolo", sides.images, masks, outside)
         super().__init__(source, kind, lambda: _annotations(source, sides, masks, outside, listed))
 
     @staticmethod
     def recognises(path: str) -> str | None:
+        folder = _folder_of(path)
         if own_name(path).endswith(_YAML):
-            is_data = bool(find_sides(_folder_of(path), _LABELS))
+            is_data = bool(label_folders(folder)) or _names_labels(folder, [own_name(path)])
             return None if is_data else "is a YAML file without images and labels next to it"
-        for _, sides in find_sides(path, _LABELS):
+        for _, sides in label_folders(path):
             source = Source(sides.root)
-            if any(map(partial(_may_be_boxes, source), files_in(source, sides.others, (".txt",)))):
+            if any(map(partial(_may_be_boxes, source), _texts_in(source, sides.others))):
                 return None
-        return "has no folders images and labels with text files"
+        source = Source(path)
+        rows = source.names() if source.is_folder() else []
+        if _names_labels(path, _yamls(name for name, inner in rows if not inner)):
+            return None
+        return "has no folders images and labels with text files, nor such texts next to pictures"
+
+
+def _names_labels(path: str, yamls: Sequence[str]) -> bool:
+    """True if a data.yaml in a folder names pictures that have label files."""
+    source = Source(path)
+    for name in yamls:
+        try:
+            whole = _parsed_yaml(source, name)
+        except SourceError:
+            continue
+        if isinstance(whole, dict) and "names" in whole:
+            return has_labels(source, whole)
+    return False
+
+
+def _texts_in(source: Source, folder: str) -> Iterable[str]:
+    """Return the texts at and below a folder; of the whole data set, those in it."""
+    return files_in(source, folder, TEXT) if folder else _here(source, TEXT)
+
+
+def _here(source: Source, suffixes: tuple[str, ...]) -> list[str]:
+    rows = source.names()
+    return [name for name, inner in rows if not inner and name.lower().endswith(suffixes)]
 
 
 def _may_be_boxes(source: Source, name: str) -> bool:
@@ -135,7 +155,11 @@ def _listed_split(path: str, split: str | None) -> YoloSplit | None:
         whole = _parsed_yaml(source, name)
         if isinstance(whole, dict) and "names" in whole:
             return yolo_split(source, name, whole, split)
-    return None
+    if yamls or not label_folders(path):
+        return None
+    lists = split_lists(source, _here(source, TEXT))
+    # One list alone may be there by chance, as of CVAT; it is read if it is chosen.
+    return yolo_split(source, "", lists, split) if split or len(lists) > 1 else None
 
 
 def _yamls(names: Iterable[str]) -> list[str]:
@@ -151,16 +175,20 @@ def _annotations(
     doubts: list[str] = []
     if listed is not None:
         pictures = list(listed.pictures)
-        notes = [listed.note(name) for name in pictures]
+        notes = [label_of(name) for name in pictures]
         places = {os.path.dirname(name) for name in notes}
         places = {place for place in places if source.is_folder(place)}
-        labels = {name for place in places for name in files_in(source, place, (".txt",))}
+        labels = {name for place in places for name in files_in(source, place, TEXT)}
     else:
-        pictures = list(files_in(source, sides.images, PICTURES))
-        labels = set(files_in(source, sides.others, (".txt",)))
+        pictures = (
+            list(files_in(source, sides.images, PICTURES))
+            if sides.images
+            else _here(source, PICTURES)
+        )
+        labels = set(_texts_in(source, sides.others))
         notes = [sides.other(name, ".txt") for name in pictures]
         lost = sorted(labels.difference(notes))
-        lost = [name for name in lost if name.rpartition("/")[2] not in (_CLASSES, _TRAIN_LIST)]
+        lost = [name for name in lost if name.rpartition("/")[2] not in (CLASSES, _TRAIN_LIST)]
         if lost and len(lost) < len(labels):
             doubts = [
                 f"{source.path(sides.others)}: {named_files(lost)} left out: {sides.images} has "
@@ -309,13 +337,15 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
     split or among the labels."""
     beside = os.path.dirname(sides.images)
     for folder in dict.fromkeys(["", beside, sides.others]):
+        if folder and not source.is_folder(folder):
+            continue  # Of splits that data.yaml names, each has labels of its own.
         names = [name for name, is_folder in source.names(folder) if not is_folder]
         for name in _yamls(names):
             path = f"{folder}/{name}" if folder else name
             made = _read_yaml(source, path)
             if made is not None:
                 return made
-        lists = [name for name in names if name == _CLASSES or name.endswith(_NAME_LISTS)]
+        lists = [name for name in names if name == CLASSES or name.endswith(NAME_LISTS)]
         if lists:
             path = f"{folder}/{lists[0]}" if folder else lists[0]
             lines = source.read(path, 0, _MOST_YAML).decode("utf-8-sig", "replace").splitlines()

@@ -1,4 +1,5 @@
-"""The splits that a data.yaml of YOLO names: folders of pictures, or lists of them (`.txt`).
+"""The splits that a data.yaml of YOLO names: folders of pictures, or lists of them (`.txt`); or the
+lists alone, as of Darknet.
 
 path: .                        # from where the others count; the file's own folder without it
 train: images/train            # a folder, a list of pictures (train.txt), or several of them
@@ -7,12 +8,13 @@ val: val.txt
 
 import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from dlio.data.source import Source
-from dlio.data.splits import WHOLE, chosen_split, how_to_choose, split_of
+from dlio.data.splits import WHOLE, chosen_split, how_to_choose, split_of, split_word
 from dlio.errors import SourceError, UsageError, printable
 from dlio.util.printable import tell_once
 from dlio_readers.fileset import PICTURES, files_in
@@ -20,6 +22,9 @@ from dlio_readers.fileset import PICTURES, files_in
 NULLS: Final = ("", "~", "null", "Null", "NULL")
 """Texts of YAML for no value."""
 _MOST_LIST: Final = 128 << 20
+_LOOKED_AT: Final = 64
+"""Pictures of a place whose label files are looked for."""
+_HEAD: Final = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +36,48 @@ class YoloSplit:
     files: tuple[str, ...] = ()
     """Lists of pictures that were read, below the source."""
 
-    def note(self, picture: str) -> str:
-        """Return the label file of a picture: `images` in its path becomes `labels`."""
-        parts = posixpath.splitext(picture)[0].split("/")
-        places = [k for k, part in enumerate(parts[:-1]) if part == "images"]
-        if places:
-            parts[places[-1]] = "labels"
-        return "/".join(parts) + ".txt"
+
+def label_of(picture: str) -> str:
+    """Return the label file of a picture: `images` in its path becomes `labels`."""
+    parts = posixpath.splitext(picture)[0].split("/")
+    places = [k for k, part in enumerate(parts[:-1]) if part == "images"]
+    if places:
+        parts[places[-1]] = "labels"
+    return "/".join(parts) + ".txt"
+
+
+def split_lists(source: Source, files: Iterable[str]) -> dict[str, object]:
+    """Return the lists of pictures among the files of a folder, by the split in their names."""
+    made: dict[str, object] = {}
+    for name in files:
+        split = split_word(posixpath.splitext(name)[0]) if name.endswith(".txt") else None
+        if split and _is_list(source, name):
+            made.setdefault(split, name)
+    return made
+
+
+def _is_list(source: Source, name: str) -> bool:
+    head = source.read(name, 0, _HEAD).decode("utf-8-sig", "replace").strip()
+    return head.partition("\n")[0].strip().lower().endswith(PICTURES)
+
+
+def has_labels(source: Source, described: Mapping[str, object]) -> bool:
+    """True if one of the first pictures that a data.yaml names for its splits has a label file."""
+    for key, value in described.items():
+        for entry in value if isinstance(value, list) else [value]:
+            if not split_of(key, folder=True) or not isinstance(entry, str) or entry in NULLS:
+                continue
+            place = _place(source, described, entry)
+            if place is None:
+                continue
+            try:
+                is_list = place.endswith(".txt")
+                names = _listed(source, place) if is_list else files_in(source, place, PICTURES)
+                if any(source.exists(label_of(name)) for name in islice(names, _LOOKED_AT)):
+                    return True
+            except SourceError:
+                return True  # The reader says what is wrong.
+    return False
 
 
 def yolo_split(
@@ -122,15 +162,23 @@ def _listed(source: Source, name: str) -> list[str]:
     data = source.read(name, 0, _MOST_LIST + 1)
     if len(data) > _MOST_LIST:
         raise SourceError(f"{source.path(name)} has over {_MOST_LIST} bytes: it is not a list")
-    pictures = []
+    pictures: list[str] = []
     folder = posixpath.dirname(name)
+    cut = 0
     for number, line in enumerate(data.decode("utf-8-sig", "replace").splitlines(), 1):
-        entry = line.strip()
+        entry = line.strip().replace("\\", "/")
         if not entry:
             continue
         inside = _below(source, posixpath.join(folder, entry))
         if inside is not None and folder and not source.exists(inside):
             inside = _below(source, entry)
+        parts = entry.split("/")
+        if cut or inside is None or (not pictures and not source.exists(inside)):
+            # Of another machine, or from a folder above, as CVAT and Darknet write them.
+            tries = (cut, *range(1, len(parts))) if cut else range(1, len(parts))
+            ends = ((k, _below(source, "/".join(parts[k:]))) for k in tries)
+            known = ((k, each) for k, each in ends if each and source.exists(each))
+            cut, inside = next(known, (0, inside))
         if inside is None:
             raise SourceError(
                 f"{source.path(name)}, line {number}: {entry} lies outside of the data set's "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.boxes import BoxCounts
 from dlio.data.schema import IMAGES, Buffer, Kind, Schema
 from dlio.errors import UsageError
 from dlio.storage.block import encode_block
@@ -107,6 +108,7 @@ class NativeWriter:
         self._sizes: list[int] = []
         self._labels: list[int] = []
         self._names: list[bytes] = []
+        self._boxes = BoxCounts(shard.schema)
 
     def write(
         self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
@@ -121,6 +123,7 @@ class NativeWriter:
                 compress=shard.lz4,
             )
         )
+        self._boxes.add(payloads)
         self._counts.append(len(payloads))
         self._sizes += [len(payload) for payload in payloads]
         self._labels += labels
@@ -144,6 +147,7 @@ class NativeWriter:
                 labels=np.array(self._labels, np.int64),
                 names=np.frombuffer(b"".join(self._names), np.uint8),
                 name_ends=ends,
+                boxes=tuple(self._boxes.counts.tolist()) if self._boxes.is_known else None,
             )
         )
 

@@ -52,7 +52,7 @@ class FolderVerification:
     samples: int = 0
     bytes: int = 0
     damaged: list[str] = field(default_factory=list)
-    """One line for each damaged sample, or damaged or missing block of a tier."""
+    """One line for each sample that loaders refuse, or damaged or missing block of a tier."""
     warned: list[str] = field(default_factory=list)
     """One line for each picture that is damaged, and read as every other loader reads it."""
     notices: list[str] = field(default_factory=list)
@@ -283,8 +283,9 @@ class VerifyOptions:
 def command(options: VerifyOptions) -> None:
     """Read a data set or a tier completely and verify it.
 
-    Exit code 2 when something is damaged.
+    Exit code 2 when something is damaged, or samples are refused.
     """
+    is_tier = bool(find_folders(options.path))
     checked = verify(
         options.path,
         heal=options.heal,
@@ -295,16 +296,21 @@ def command(options: VerifyOptions) -> None:
         print(json_text({"path": options.path, **asdict(checked)}, indent=2))
     else:
         _print_lines("warning", checked.notices)
-        _print_lines("damaged", checked.damaged)
+        _print_lines("damaged" if is_tier else "refused", checked.damaged)
         _print_lines("read with a warning", checked.warned)
     samples = counted(checked.samples, "sample")
     summary = f"{options.path}: {samples}, {format_bytes(checked.bytes)} checked"
     left = len(checked.damaged) - checked.healed
     if left > 0:
         which = f" ({checked.damaged[0]})" if len(checked.damaged) == 1 else ""
+        them = "it" if left == 1 else "them"
+        # A sound sample may be refused as well, such as a mask in colours.
         raise CorruptBlock(
-            f"{summary}, {left} damaged{which}: restore or remove {'it' if left == 1 else 'them'}; "
-            "in a tier, --heal fetches damaged blocks again"
+            f"{summary}, {left} damaged{which}: --heal fetches damaged blocks again, or remove "
+            f"{them}"
+            if is_tier
+            else f"{summary}, {counted(left, 'sample')} refused{which}: repair, convert or remove "
+            f"{them}"
         )
     if options.as_json:
         return

@@ -267,7 +267,7 @@ def test_verify_names_every_damaged_picture(dlio: Dlio, pictures: Path, tmp_path
     done = dlio("verify", "data")
     assert done.returncode == 2
     assert all(f"{victim.parent.name}/{victim.name}" in done.stdout for victim in victims)
-    assert f"{len(victims)} damaged" in done.stderr
+    assert f"{len(victims)} samples refused" in done.stderr
 
 
 def test_staging_into_ram_alone_is_refused_with_a_reason(dlio: Dlio, pictures: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from dlio.cli import ls, view
 from dlio.errors import SourceError, UsageError
+from dlio_staging.pack_folder import pack
 from tests.conftest import SOURCES
-from tests.loader.targets_data import drawn, painted, write, write_coco
+from tests.loader.targets_data import drawn, painted, write, write_coco, write_yolo
 
 View = Callable[..., str]
 
@@ -141,3 +142,19 @@ def test_ls_draws_histograms(
     assert json.loads(capsys.readouterr().out)["classes"] == {"cat": 5}
     with pytest.raises(UsageError, match="--html"):
         ls.command(ls.ListOptions(str(coco), html=str(tmp_path / "no" / "ls.html")))
+
+
+@pytest.mark.parametrize("form", ["native", "tar", "hdf5", "zarr"])
+@pytest.mark.parametrize("kind", ["coco", "yolo"])
+def test_packed_boxes_are_counted_as_those_of_the_source(
+    kind: str, form: str, tmp_path: Path
+) -> None:
+    source, packed = tmp_path / "source", tmp_path / "packed"
+    rows = drawn(3, 7, boxes=3)
+    (write_coco if kind == "coco" else write_yolo)(source, rows)
+    pack(str(source), str(packed), format=form, shard_bytes=4096, workers=1)
+    counts = ls.describe(str(source))["classes"]
+    assert sum(counts.values()) == sum(len(boxes) for _, _, boxes in rows)
+    about = ls.describe(str(packed))
+    assert about["classes"] == counts
+    assert about["class_mix"] is None

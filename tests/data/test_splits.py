@@ -11,14 +11,14 @@ import zarr
 import dlio
 from dlio.data.reader import open_reader
 from dlio.data.splits import reading_options, split_of, split_words
-from dlio.errors import UsageError
+from dlio.errors import SourceError, UsageError
 
 
 @pytest.mark.parametrize(
     "names", [("train", "val"), ("Training", "test"), ("train", "valid"), ("train", "eval")]
 )
 def test_parts_of_a_data_set_are_no_classes(
-    pictures: Path, tmp_path: Path, names: tuple[str, str]
+    pictures: Path, tmp_path: Path, names: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in names:
         shutil.copytree(pictures, tmp_path / "both" / name)
@@ -27,7 +27,29 @@ def test_parts_of_a_data_set_are_no_classes(
     for name in names:
         reader = open_reader(str(tmp_path / "both"), split=name)
         assert list(reader.classes) == sorted(each.name for each in pictures.iterdir())
-    assert list(open_reader(str(tmp_path / "both"), split="all").classes) == sorted(names)
+    whole = open_reader(str(tmp_path / "both"), split="all")
+    assert list(whole.classes) == list(reader.classes)
+    assert whole.labels.tolist() == 2 * reader.labels.tolist()
+    shutil.copytree(next(pictures.iterdir()), tmp_path / "both" / "unlabeled")
+    beside = open_reader(str(tmp_path / "both"), split="all")
+    assert beside.labels.tolist() == whole.labels.tolist()
+    assert "left out: 1 folder (unlabeled) next to them" in caplog.text
+    shutil.rmtree(tmp_path / "both" / "unlabeled")
+    named = open_reader(str(tmp_path / "both"), layout="classes")  # As the user says.
+    assert list(named.classes) == sorted(names)
+    assert len(named) == len(whole)
+
+
+def test_a_split_that_is_a_link_elsewhere_is_not_read_with_the_others(
+    pictures: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(pictures, tmp_path / "set" / "train")
+    shutil.copytree(pictures, tmp_path / "elsewhere")
+    (tmp_path / "set" / "test").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="--follow-links"):
+        open_reader(str(tmp_path / "set"), split="all")
+    with dlio.open(tmp_path / "set", split="all", follow_links=True, tiers="none") as data:
+        assert len(data) == 2 * len(open_reader(str(pictures)))
 
 
 @pytest.mark.parametrize(

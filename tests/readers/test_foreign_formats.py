@@ -28,6 +28,13 @@ NAMES = {
     "a.sqlite": "SQLite",
     "a.xlsx": "spreadsheet",
     "a.7z": "archive",
+    "a.mgz": "scan",
+    "a.img": "scan",
+    "a.mha": "scan",
+    "a.safetensors": "safetensors",
+    "a.h5ad": "AnnData",
+    "a.wav": "sound",
+    "a.mp4": "film",
 }
 
 

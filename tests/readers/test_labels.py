@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -137,12 +138,15 @@ GROUPS = {
     "names": (["anna/image", "bert/image"], (4, 4), False),
     "arrays of classes": (["cat/0", "cat/1", "dog/0", "dog/1"], (4, 4), False),
     "numbered arrays": (["0", "1", "2", "3"], (4, 4), False),
+    "numbers alone": (["0", "1", "2"], (4,), False),
+    "of numpy.savez": (["arr_0", "arr_1", "arr_2"], (4, 4), False),
+    "inputs and targets": (["arr_0", "arr_1"], (4, 4), None),
     "features": (["x0", "x1", "x2", "x3"], (4,), None),
     "a few fields": (["image", "depth", "mask0", "mask1"], (4, 4), None),
 }
 
 
-@pytest.mark.parametrize("form", ["h5", "zarr"])
+@pytest.mark.parametrize("form", ["h5", "zarr", "npz"])
 @pytest.mark.parametrize("kind", GROUPS)
 def test_groups_and_arrays_that_may_be_samples_are_refused_or_told(
     kind: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -153,6 +157,9 @@ def test_groups_and_arrays_that_may_be_samples_are_refused_or_told(
         with h5py.File(path, "w") as file:
             for name in names:
                 file[name] = np.ones(shape, np.float32)
+    elif form == "npz":
+        arrays: dict[str, Any] = {name: np.ones(shape, np.float32) for name in names}
+        np.savez(path, **arrays)
     else:
         root = zarr.open_group(path, mode="w")
         for name in names:
@@ -165,6 +172,28 @@ def test_groups_and_arrays_that_may_be_samples_are_refused_or_told(
     with caplog.at_level(logging.WARNING, "dlio"):
         assert len(open_reader(path)) == 4
     assert caplog.text.count("arrays named alike") == (is_refused is False)
+
+
+@pytest.mark.parametrize(
+    ("labels", "several"),
+    [
+        (["a|b", "c"], "a|b"),
+        (["a; b", "a"], "a; b"),
+        (["cat dog", "cat", "dog"], "cat dog"),
+        (["x,y", "x", "y", "z"], "x,y"),
+        (["black cat", "white cat", "cat"], ""),
+        (["a|", "|", "No Finding"], ""),
+    ],
+)
+def test_several_labels_in_one_are_told(
+    labels: list[str], several: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = pa.table({"x": np.zeros(len(labels)), "label": labels})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert list(open_reader(str(tmp_path)).classes) == sorted(labels)
+    words = f"its label {several!r} seems to be several, and is one class"
+    assert (words in caplog.text) == bool(several)
+    assert bool(several) == ("seems to be several" in caplog.text)
 
 
 def test_truth_values_of_yaml_stay_the_names_of_classes(tmp_path: Path) -> None:

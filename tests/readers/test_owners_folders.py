@@ -288,6 +288,39 @@ def test_masks_are_known_by_the_names_of_their_pictures() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("pictures", "masks", "end"),
+    [
+        ("img", "gt", "_gt"),
+        ("photos", "Ground Truth", ""),
+        ("Original", "truth", "-mask"),
+        ("a", "segmentations", "_segmentation"),
+    ],
+)
+def test_masks_in_a_class_folder_are_told_with_the_remedy(
+    pictures: str, masks: str, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for k in range(20):
+        for folder, name in ((pictures, f"{k:04}.png"), (masks, f"{k:04}{end}.png")):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            Image.new("L", (4, 4), 1).save(tmp_path / folder / name)
+    assert len(open_reader(str(tmp_path))) == 40
+    assert f"format='masks', images={pictures!r}, masks={masks!r} reads them so" in caplog.text
+    made = open_reader(str(tmp_path), format="masks", images=pictures, masks=masks)
+    assert (made.format, len(made)) == ("masks", 20)
+
+
+def test_classes_of_the_same_names_are_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder, start in (("cats", ""), ("dogs", ""), ("gtr", "x_")):
+        (tmp_path / folder).mkdir()
+        for k in range(20):
+            Image.new("L", (4, 4), 1).save(tmp_path / folder / f"{start}{k:04}.png")
+    assert len(open_reader(str(tmp_path)).classes) == 3
+    assert "format='masks'" not in caplog.text
+
+
 # One case a folder
 
 

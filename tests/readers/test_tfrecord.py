@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dlio
+from dlio.data.reader import open_reader
 from dlio.data.source import File
 from dlio.errors import CorruptBlock, DlioError, SourceError, UsageError
 from dlio.storage.file_system_kind import file_system_of
@@ -337,3 +338,13 @@ def test_few_numbers_are_those_of_many(numbers: list[int]) -> None:
     assert ints_of(record, feature).tolist() == numbers
     many = RecordBytes(memoryview(example({"x": numbers * 9})))
     assert ints_of(many, features_of(many)["x"]).tolist() == numbers * 9
+
+
+def test_a_label_that_a_record_lacks_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = [example({"x": [1.0], "label": [1]}), example({"x": [2.0]})]
+    write(tmp_path / "a.tfrecord", records)
+    assert open_reader(str(tmp_path)).labels.tolist() == [0, 0]
+    assert "its label is int64[?]" in caplog.text
+    assert "or missing in some samples; so the data set has no labels" in caplog.text

@@ -17,6 +17,7 @@ import dlio
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Value
 from dlio.errors import SourceError, UsageError
+from dlio.image.segmentation_masks import draw_instance, run_lengths
 from dlio.testing import ReaderTests
 from dlio.util import printable
 from tests.conftest import examples
@@ -407,6 +408,85 @@ def test_masks_are_read_where_they_are_asked_for(
     options |= {"images": "JPEGImages", "masks": "SegmentationObject", "format": "masks"}
     with dlio.open(tmp_path, split="all", **options) as data:
         assert [data[k][1].unique().tolist() for k in range(2)] == [[1, 255], [1, 255]]
+
+
+def _write_objects(root: Path, sample: int) -> list[np.ndarray[Any, Any]]:
+    """Write the mask of a picture's objects, and return that of each; the box of an object of no
+    area lies before them in the XML file."""
+    name = f"2007_{sample:06d}"
+    height, width, boxes = ROWS[sample]
+    numbers = np.zeros((height, width), np.uint8)
+    for k, (left, top, right, bottom) in enumerate(boxes):
+        numbers[int(top) : int(bottom), int(left) : int(right)] = k + 1
+    numbers[0] = 255
+    made = [(numbers == k + 1).astype(np.uint8) for k in range(len(boxes))]
+    (root / "SegmentationObject").mkdir(exist_ok=True)
+    mask = Image.fromarray(numbers, "P")
+    mask.putpalette(bytes(range(256)) * 3)
+    mask.save(root / "SegmentationObject" / f"{name}.png")
+    return made
+
+
+def test_masks_of_objects_are_those_of_their_boxes(tmp_path: Path) -> None:
+    write_voc(tmp_path, ROWS)
+    with pytest.raises(UsageError, match=r"masks=True: .* has no folder SegmentationObject"):
+        open_reader(str(tmp_path), split="train", masks=True)
+    wanted = {k: _write_objects(tmp_path, k) for k in (1, 4)}
+    _text(tmp_path / "ImageSets" / "Segmentation" / "train.txt", "2007_000004\n2007_000001\n")
+    options: dict[str, Any] = {"image_size": None, "tiers": "none", "masks": True}
+    with dlio.open(tmp_path, split="train", **options) as data:
+        assert len(data) == 2
+        for sample, k in enumerate((4, 1)):
+            target = data[sample][1]
+            assert target["masks"].tolist() == [each.tolist() for each in wanted[k]]
+            assert len(target["boxes"]) == len(ROWS[k][2])
+    with dlio.open(tmp_path, split="train", tiers="none") as data:
+        assert "masks" not in data[0][1]
+    # An object at the edge has no area: its box is left out, and its mask, too.
+    file = tmp_path / "Annotations" / "2007_000004.xml"
+    height, width, boxes = ROWS[4]
+    edges = [(left + 1, top + 1, right, bottom) for left, top, right, bottom in boxes]
+    flat = (width + 1, 1, width + 1, 9)
+    file.write_text(note(height, width, one("dog", flat), *[one("cat", each) for each in edges]))
+    path = tmp_path / "SegmentationObject" / "2007_000004.png"
+    numbers = np.asarray(Image.open(path)).copy()
+    numbers[(numbers > 0) & (numbers < 255)] += 1
+    Image.fromarray(numbers).save(path)
+    with dlio.open(tmp_path, split="train", **options) as data:
+        assert data[0][1]["masks"].tolist() == [each.tolist() for each in wanted[4]]
+    numbers[5, 5] = 9
+    Image.fromarray(numbers).save(path)
+    with pytest.raises(SourceError, match=r"000004\.png has the number 9, and the XML file 3 obj"):
+        open_reader(str(tmp_path), split="train", masks=True)
+    path.unlink()
+    with pytest.raises(
+        SourceError, match=r"000004\.xml has no mask SegmentationObject/2007_000004"
+    ):
+        open_reader(str(tmp_path), split="train", masks=True)
+
+
+@given(data=st.data())
+def test_run_lengths_are_those_of_cocos_tools(data: st.DataObject) -> None:
+    tools = pytest.importorskip("pycocotools.mask")
+    height, width = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    seed, share = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0, 0.02, 0.5, 1]))
+    mask = np.random.default_rng(seed).random((height, width)) < share
+    text = run_lengths(mask)
+    assert text == tools.encode(np.asfortranarray(mask.astype(np.uint8)))["counts"].decode()
+    shape = {"size": [height, width], "counts": text}
+    assert (draw_instance(shape, height, width, "a") == mask).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("Unspecified", 0), ("False", 0), ("true", 1), ("", 0), ("1.0", 1), (" 0 ", 0)],
+)
+def test_flags_as_programs_write_them(text: str, number: int, tmp_path: Path) -> None:
+    write_voc(tmp_path, [(20, 30, [])])
+    more = f"<truncated>{text}</truncated><difficult>{text}</difficult>"
+    _text(tmp_path / "Annotations/2007_000000.xml", note(20, 30, one("a", (1, 1, 9, 9), more)))
+    made = fields(open_reader(str(tmp_path), split="val"), 0)
+    assert (made["box_truncated"].tolist(), made["box_difficult"].tolist()) == ([number], [number])
 
 
 def test_masks_are_read_of_a_data_set_that_has_nothing_else(tmp_path: Path) -> None:

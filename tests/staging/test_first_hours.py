@@ -104,11 +104,26 @@ def test_the_list_of_another_user_is_not_believed(
 
 def test_one_damaged_file_is_named_on_the_line(pictures: Path) -> None:
     (pictures / "a" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
-    with pytest.raises(dlio.CorruptBlock, match=r"1 damaged \(.*1\.png.*\): restore or remove it"):
+    with pytest.raises(dlio.CorruptBlock, match=r"1 sample refused \(.*1\.png.*\): repair, con"):
         verify(VerifyOptions(str(pictures)))
     (pictures / "b" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
-    with pytest.raises(dlio.CorruptBlock, match="2 damaged: restore or remove them"):
+    with pytest.raises(
+        dlio.CorruptBlock, match="2 samples refused: repair, convert or remove them"
+    ):
         verify(VerifyOptions(str(pictures)))
+
+
+def test_sound_files_that_are_refused_are_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, colour in (("images", (1, 2, 3)), ("masks", (9, 0, 0))):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (8, 8), colour).save(tmp_path / folder / "a.png")
+    with pytest.raises(dlio.CorruptBlock, match=r"1 sample refused .*it is in colour") as error:
+        verify(VerifyOptions(str(tmp_path)))
+    shown = capsys.readouterr().out + str(error.value)
+    assert "refused: mask of images/a.png cannot be used: it is in colour" in shown
+    assert not any(word in shown for word in ("damaged", "restore", "corrupt"))
 
 
 def test_names_are_escaped(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.boxes import boxes_by_class
 from dlio.data.identity import spread
-from dlio.data.reader_contract import Reader, SampleName, abilities_of
+from dlio.data.reader_contract import Reader, SampleName
 from dlio.data.schema import IMAGES
 from dlio.errors import CorruptBlock, DecodeError, SourceError
 from dlio.image.decoder import image_size
@@ -89,8 +90,7 @@ def _picture_sides(reader: Reader) -> npt.NDArray[np.int64]:
 
 def _of_classes(reader: Reader) -> Histogram | None:
     """Count samples of each class, or boxes where there are some; None without classes."""
-    box_counts = abilities_of(reader).box_counts
-    boxes = None if box_counts is None else box_counts()
+    boxes = boxes_by_class(reader)
     if boxes is not None:
         return _most("boxes of a class", list(boxes), list(boxes.values())) if boxes else None
     labels = np.asarray(reader.labels)

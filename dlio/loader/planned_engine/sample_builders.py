@@ -32,9 +32,11 @@ from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
 from dlio.loader.planned_engine.patch_builder import patch_batches
 from dlio.loader.recipe import CropRecipe, Recipe
+from dlio.loader.sample import no_samples
 from dlio.loader.sample_recipes import FieldRecipe
 from dlio.loader.torch_private import tree_map
 from dlio.storage.decoded_tier import DecodedTier
+from dlio.util.printable import tell_once
 
 # For smaller ones the pieces of memory cost more than the copy that they save.
 _DIRECT_BYTES: Final = 1 << 16
@@ -66,10 +68,12 @@ def host_batches(
     if collate is None:
         collate = _as_lists if recipe.ragged else torch.utils.data.default_collate
 
+    empty = _EmptyBatch(recipe, collate)
+
     def begin(
         epoch: int, samples: npt.NDArray[np.int64], _: Sequence[int], __: BatchPartners | None
     ) -> SampleBatchBuilder:
-        return SampleBatchBuilder(recipe, collate, epoch, samples)
+        return SampleBatchBuilder(recipe, collate, epoch, samples, empty)
 
     # Arrays of samples share their payloads' memory: stacking them copies them anyway.
     return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
@@ -259,13 +263,66 @@ def _dtype(schema: Schema, name: str) -> np.dtype[Any]:
 # Samples of any kind
 
 
+class _EmptyBatch:
+    """The batch of which all samples were skipped: it is not left out, as other ranks have theirs
+    and would wait. Its fields are those of other batches, with no rows."""
+
+    def __init__(self, recipe: Recipe, collate: CollateFn) -> None:
+        self._recipe, self._collate = recipe, collate
+        self._like: BatchData | None = None
+
+    def note(self, made: BatchData) -> None:
+        """Note the fields of a batch, where only the user's functions know them."""
+        if self._like is None and not self._is_known:
+            self._like = _without_rows(made)
+
+    @property
+    def _is_known(self) -> bool:
+        recipe = self._recipe
+        plain = isinstance(recipe, FieldRecipe) and recipe.transform is None
+        return self._collate is torch.utils.data.default_collate and plain
+
+    def made(self) -> BatchData:
+        """Return the batch of no samples."""
+        if self._is_known:
+            return no_samples(self._recipe.reader.schema)
+        if self._collate is _as_lists:
+            return [], []
+        if self._like is None:
+            tell_once(
+                f"{self._recipe.reader.path}: all samples of a batch were skipped before any other "
+                "was made: the fields of batches are not known yet, and it is an empty tensor"
+            )
+            return torch.empty(0)
+        return _without_rows(self._like)
+
+
+def _without_rows(made: BatchData) -> BatchData:
+    """Return a batch with no rows: empty tensors and lists in a dictionary or a tuple of them."""
+    if isinstance(made, torch.Tensor):
+        return made[:0].clone()
+    if isinstance(made, dict):
+        return {name: _without_rows(each) for name, each in made.items()}
+    if isinstance(made, tuple):
+        return tuple(_without_rows(each) for each in made)
+    # As default_collate makes of tuples.
+    is_of_fields = isinstance(made, list) and made and isinstance(made[0], torch.Tensor)
+    return [_without_rows(each) for each in made] if is_of_fields else []
+
+
 class SampleBatchBuilder(BatchBuilder):
     """Samples of any kind, made one by one, then collated by the loader's collate_fn."""
 
     def __init__(
-        self, recipe: Recipe, collate: CollateFn, epoch: int, samples: npt.NDArray[np.int64]
+        self,
+        recipe: Recipe,
+        collate: CollateFn,
+        epoch: int,
+        samples: npt.NDArray[np.int64],
+        empty: _EmptyBatch,
     ) -> None:
         super().__init__(samples)
+        self._empty = empty
         self._recipe, self._collate, self._epoch = recipe, collate, epoch
         self._made: list[Sample] = [None] * len(samples)
 
@@ -284,13 +341,15 @@ class SampleBatchBuilder(BatchBuilder):
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         samples = self._made if slots is None else [self._made[slot] for slot in slots]
         if not samples:
-            return torch.empty(0)
+            return self._empty.made()
         try:
-            return self._collate(samples)
+            made = self._collate(samples)
         except RuntimeError as error:
             if self._collate is torch.utils.data.default_collate:
                 _check_shapes(samples, self._recipe.reader.path, error)
             raise
+        self._empty.note(made)
+        return made
 
 
 def _as_lists(samples: Sequence[Sample]) -> BatchData:
