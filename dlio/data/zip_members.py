@@ -151,7 +151,7 @@ def _members(files: Any) -> dict[str, StoredMember]:
 
 
 def _stored(files: Any, path: str) -> ZipInfo | None:
-    """Return what the archive's directory says of a file that is stored; None if it is compressed
+    """Return the entry of a stored file in the archive's directory; None if it is compressed
     or encrypted, or `files` are not those of an archive that fsspec reads as it is."""
     if getattr(getattr(files, "of", None), "compression", "") is not None:
         return None

@@ -172,7 +172,7 @@ def _tell_if_unlikely(file: File, dtype: np.dtype[np.generic]) -> None:
 
 
 def _of_head(file: File) -> _Layout | None:
-    """Return what a header in front of the tokens says; None if there is none."""
+    """Return the facts of a header in front of the tokens; None if there is none."""
     head = file.read(0, 12)
     if len(head) < 12 or file.size < _HEAD_BYTES:
         return None
@@ -193,7 +193,7 @@ def _of_head(file: File) -> _Layout | None:
 
 
 def _of_index(file: File, index: File) -> _Layout:
-    """Return what an index of Megatron says, whose sequences lie one after another in the file."""
+    """Return the facts of an index of Megatron, whose sequences follow each other in the file."""
     head = index.read(0, _IDX_HEAD.size)
     if len(head) < _IDX_HEAD.size or not head.startswith(_IDX_MAGIC):
         raise SourceError(

@@ -76,7 +76,7 @@ def has_labels(source: Source, described: Mapping[str, object]) -> bool:
                 if any(source.exists(label_of(name)) for name in islice(names, _LOOKED_AT)):
                     return True
             except SourceError:
-                return True  # The reader says what is wrong.
+                return True  # The reader tells.
     return False
 
 

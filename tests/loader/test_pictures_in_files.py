@@ -1,5 +1,5 @@
 """Pictures that are files of their own: native threads, and reads of many files by one call, give
-what Python reads one by one, and leave to it whatever is not the file that was listed."""
+the bytes that Python reads one by one, and leave to it files that are not the listed ones."""
 
 import os
 from collections.abc import Callable

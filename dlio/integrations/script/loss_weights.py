@@ -195,7 +195,7 @@ class ScriptLossWeights:
         batch: ScriptBatch,
     ) -> Iterator["_WholeLoss | None"]:
         """Weigh the terms of a loss, and of the gradients that backward is given, inside the `with`
-        block. Yields what makes it the loss of the whole batch after that, or None if that is
+        block. Yields the step that makes it the whole batch's loss after that, or None if that is
         unknown."""
         line = self._context.guard.line
         whole = len(batch.samples) if self._context.batch == "global" else batch.weight

@@ -1,4 +1,4 @@
-"""Hooks of a script on gradients of samples: what they make of a rank's part is told."""
+"""Hooks of a script on gradients of samples: those that depend on a rank's part are told."""
 
 from collections.abc import Callable
 
