@@ -118,16 +118,19 @@ class ChunkReader:
         self.layout = Layout(np.arange(count + 1, dtype=np.int64), order)
         facts = [*(reader.fingerprint for reader in readers), repr(list(self.arrays))]
         self.fingerprint = fingerprint_of("chunks", 1, *facts)
-        self.abilities = Abilities()
         plain = [each.stored is not None and each.has_plain_chunks for each in self._flat]
-        if any(plain):
-            self.abilities = Abilities(locate=self._locate_in_files)
+        self._has_plain = any(plain)
         if all_of_them and all(plain):
             self.layout = cut_blocks(self.sizes, order)
             self.fingerprint = fingerprint_of("chunks", 1, *facts, self.layout.starts)
         self._lock = new_lock()
         self._kept: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._kept_bytes = 0
+
+    @property
+    def abilities(self) -> Abilities:
+        # Not an attribute: it would refer to the reader, which is to go with its last user.
+        return Abilities(locate=self._locate_in_files if self._has_plain else None)
 
     def __len__(self) -> int:
         return len(self.sizes)

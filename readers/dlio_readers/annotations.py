@@ -86,7 +86,6 @@ class AnnotatedReader(ListedReader, PathReader):
 
     def __init__(self, source: Source, kind: str, build: Callable[[], Annotations]) -> None:
         self._build, self._turns = build, TurnedPictures()
-        self.abilities = Abilities(box_counts=self._box_counts)
         index, head = self._open(source, kind)
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
         self._index, self._relative = index, bool(head["relative"])
@@ -101,6 +100,11 @@ class AnnotatedReader(ListedReader, PathReader):
         self.labels = np.zeros(len(self._files), np.int64)
         self.sizes = self._payload_sizes()
         self.layout = shuffled_layout(self.sizes)
+
+    @property
+    def abilities(self) -> Abilities:
+        # Not an attribute: it would refer to the reader, which is to go with its last user.
+        return Abilities(box_counts=self._box_counts)
 
     def _box_counts(self) -> dict[str, int]:
         return by_name(self.classes, np.bincount(self._index["box_labels"]))

@@ -216,7 +216,6 @@ class FilesReader(PathReader):
         layout: Literal["classes", "cases"] | None = None,
     ) -> None:
         self._rows, self.classes, self._sides_named = _find(path, split, layout)
-        self.abilities = Abilities(chunked=self._chunked, files_are_samples=True)
         self._found = [file for row in self._rows for file in row.files]
         self._urls = [file.url for file in self._found]
         self._sides = len(self._rows[0].files)
@@ -340,6 +339,11 @@ class FilesReader(PathReader):
         """Return the splits of a task of the Medical Segmentation Decathlon or of nnU-Net."""
         folders = [name for name, folder in Source(path).names() if folder]
         return ["train", "test"] if _TRAINS in folders and _TESTS in folders else []
+
+    @property
+    def abilities(self) -> Abilities:
+        # Not an attribute: it would refer to the reader, which is to go with its last user.
+        return Abilities(chunked=self._chunked, files_are_samples=True)
 
     def name(self, sample: int) -> str:
         return self._rows[sample].name

@@ -141,8 +141,11 @@ class FolderReader(ListedReader):
         """Bytes of each payload: the file's, and eight for the label."""
         self._files = FileSet(self._source, index, overhead=self.schema.overhead)
         self.layout = shuffled_layout(self.sizes)
-        if self._source.local:
-            self.abilities = Abilities(locate=self._locate)
+
+    @property
+    def abilities(self) -> Abilities:
+        # Not an attribute: it would refer to the reader, which is to go with its last user.
+        return Abilities(locate=self._locate) if self._source.local else Abilities()
 
     @staticmethod
     def recognises(path: str) -> str | None:

@@ -17,7 +17,6 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -257,7 +256,6 @@ class TarReader(PathReader):
 
     format = "tar"
     path_rules = PathRules(owns=lambda name: name.endswith(SUFFIXES))
-    abilities = Abilities(random_access=True)
 
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
         opened = [each.opened_as(PersistentFile) for each in files_below(path, SUFFIXES)]
@@ -322,8 +320,13 @@ class TarReader(PathReader):
         is_plain &= len(kinds) == 1 + len(self._numbers)
         is_plain &= not any(part.is_array[k] for part in indexes for k in self._numbers)
         self._is_plain = is_plain
-        if is_plain and not any(self._frames):
-            self.abilities = replace(self.abilities, locate=self._locate)
+        self._is_located = is_plain and not any(self._frames)
+
+    @property
+    def abilities(self) -> Abilities:
+        # Not an attribute: it would refer to the reader, which is to go with its last user.
+        locate = self._locate if self._is_located else None
+        return Abilities(random_access=True, locate=locate)
 
     def _without_label(self, indexes: Sequence[TarIndex]) -> str:
         """Return why samples have no label that may have one; "" if nothing looks like it."""

@@ -483,11 +483,11 @@ def test_a_tar_whose_samples_differ_is_refused(tmp_path: Path) -> None:
 def test_the_error_for_a_path_without_a_data_set_lists_the_formats_tried_which_say_why(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "x.bin").write_bytes(b"hello")
+    (tmp_path / "x.dat").write_bytes(b"hello")
     with pytest.raises(SourceError) as caught:
-        open_reader(f"{tmp_path}/x.bin")
+        open_reader(f"{tmp_path}/x.dat")
     for name in ("folder", "hdf5", "mds", "parquet", "shard", "tables", "tar", "zarr"):
         assert re.search(rf"\b{name}\b", str(caught.value))
         with pytest.raises(SourceError, match=rf"\({name}: "):
-            open_reader(f"{tmp_path}/x.bin", format=name)
-    assert len(str(caught.value)) < 300 + len(f"{tmp_path}/x.bin")
+            open_reader(f"{tmp_path}/x.dat", format=name)
+    assert len(str(caught.value)) < 300 + len(f"{tmp_path}/x.dat")

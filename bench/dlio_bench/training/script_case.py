@@ -170,7 +170,7 @@ def _no_losses(*_: object) -> Iterator[list[object]]:
 
 
 @contextmanager
-def _weighed_by_samples(weights: Any, _: object, batch: Any) -> Iterator[None]:
+def _weighed_by_samples(weights: Any, _: object, __: object, batch: Any) -> Iterator[None]:
     for exchange in weights._exchanges():
         exchange.weigh(batch.weight)
     yield None
