@@ -67,8 +67,14 @@ class LossTerm:
         """Return a divisor; `NEARLY_NONE` for a count of no element that the script keeps from
         being 0, as by `clamp(min=1)`: where all ranks have none, the loss is 0 and not NaN."""
         divisor = self.divisors[number]
-        is_kept = divisor.is_tensor and divisor.value == 1 and selects_nothing(self.reduces)
+        is_kept = divisor.is_tensor and divisor.value == 1 and self.selects_nothing
         return NEARLY_NONE if is_kept else divisor.value
+
+    @property
+    def selects_nothing(self) -> bool:
+        """True if no element counts: there are none, or a mask is zero throughout; of a sum over
+        single samples, in none of these."""
+        return all(selects_nothing(each.reduces) for each in self.each or (self,))
 
     @property
     def may_be_kept(self) -> bool:

@@ -44,7 +44,6 @@ from dlio.integrations.script.loss_terms import (
     find_terms,
     has_mask,
     is_of_one,
-    selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
 from dlio.integrations.script.script_assigner import ScriptBatch
@@ -844,7 +843,7 @@ def _row(
         is_kept = divisor.value == 1 and 0 in numbers_read  # As by max(1, count.item()).
         if (divisor.value in numbers_read or is_kept) and not divisor.is_factor:
             counts = 1 + _READ
-            value = NEARLY_NONE if divisor.value == 1 and selects_nothing(term.reduces) else value
+            value = NEARLY_NONE if divisor.value == 1 and term.selects_nothing else value
         row[5 + 4 * number : 9 + 4 * number] = [
             value,
             value**2,
