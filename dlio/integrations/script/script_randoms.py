@@ -6,6 +6,7 @@ numbers of their own all the same, as in one process:
 - A tensor with a dimension of this rank's samples, such as noise or the time steps of a diffusion,
   is drawn for the whole batch, and the rank takes its part: one process draws the same. So are
   arrays, lists and orders of that length, from all generators of NumPy and Python.
+- A size that the script writes as a number is not that of its samples, though a part may have it.
 - Other draws by the number of samples, such as one for each sample in a loop, are told.
 - Threads of a loader, which stand for torch's worker processes, draw from generators of their own,
   also by Python's `random` and by NumPy.
@@ -31,7 +32,14 @@ from torch import nn
 
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.fetch_randoms import rank_seed
-from dlio.integrations.script.script_lines import line_of, script_frame, script_line, takes_size
+from dlio.integrations.script.script_lines import (
+    calling_frame,
+    line_of,
+    script_frame,
+    script_line,
+    sizes_written,
+    takes_size,
+)
 from dlio.integrations.script.share import ScriptContext
 
 _BY_SIZE: Final = ("rand", "randn")
@@ -162,6 +170,10 @@ class ScriptRandoms:
         much."""
         self._by_size: set[tuple[CodeType, int]] = set()
         """Calls of the script that have drawn a number for each sample of a part."""
+        self._of_parts: set[tuple[CodeType, int, tuple[int, ...]]] = set()
+        """Calls of the script, and shapes, that were taken for those of parts."""
+        self._fixed: set[tuple[CodeType, int, tuple[int, ...]]] = set()
+        """The same of calls whose shapes were not those of parts."""
         self._seeds = 0
         """Generators that had no seed of the script's so far."""
         self._has_told_inside = False
@@ -310,6 +322,8 @@ class ScriptRandoms:
                 is_array = isinstance(args[0], np.ndarray)
                 args[0][:] = args[0][mine] if is_array else [args[0][k] for k in mine]
                 return (None,)
+            if not self._is_for_part((count,), 0):
+                continue
             if name == "permutation" and args and _length(args[0]) == count:
                 order = original(size)
                 mine = order[(order >= place.start) & (order < place.stop)] - place.start
@@ -479,9 +493,11 @@ class ScriptRandoms:
 
         return draw
 
-    def _whole(self, shape: Sequence[int]) -> tuple[int, range, list[int]] | None:
+    def _whole(
+        self, shape: Sequence[int], is_asked: bool = True
+    ) -> tuple[int, range, list[int]] | None:
         """Return the dimension of this rank's samples in a shape, their place in it, and the shape
-        of the whole batch; None if it has none."""
+        of the whole batch; None if it has none. `is_asked` if the script asks for this shape."""
         if self._is_left() or tuple(shape) == ():
             return None
         is_single = tuple(shape) == (1,)
@@ -489,11 +505,44 @@ class ScriptRandoms:
             return None  # One number for all samples.
         for place, size in self._context.places():
             for dim, count in enumerate(shape[:_DIMS]):
-                if count == len(place):
+                if count == len(place) and not (is_asked and not self._is_for_part(shape, dim)):
                     if len(shape) == 1 and not is_single and (frame := script_frame()):
                         self._by_size.add((frame.f_code, frame.f_lasti))
                     return dim, place, [*shape[:dim], size, *shape[dim + 1 :]]
+        if is_asked:
+            self._note_fixed(shape)
         return None
+
+    def _is_for_part(self, shape: Sequence[int], dim: int) -> bool:
+        """False if a size that the script asks for is that of this rank's part by chance: it is
+        written in the script, or was the same with a part of another size."""
+        frame = calling_frame()
+        if frame is None or self._context.batch == "per-rank":
+            return True
+        written = sizes_written(frame.f_code, frame.f_lasti, len(shape))
+        call = (frame.f_code, frame.f_lasti, tuple(shape))
+        if written[dim] == shape[dim] or call in self._fixed:
+            return False
+        self._of_parts.add(call)
+        return True
+
+    def _note_fixed(self, shape: Sequence[int]) -> None:
+        """Note a shape that is not of this rank's part, and tell if it was taken for that."""
+        frame = calling_frame()
+        # Without gradients it may be for other samples, as of an evaluation.
+        if frame is None or not torch.is_grad_enabled() or takes_size(frame.f_code, frame.f_lasti):
+            return
+        if self._context.batch == "per-rank" or not any(self._context.places()):
+            return
+        call = (frame.f_code, frame.f_lasti, tuple(shape))
+        self._fixed.add(call)
+        if call in self._of_parts:
+            self._context.say(
+                f"{line_of(frame)}: as many random numbers are drawn there whatever the size of a "
+                "batch, and were taken for those of samples while a rank's part had that size: "
+                "they are not one process's. Write the size as a number to tell them apart",
+                any_rank=True,
+            )
 
     def _is_of_part(self) -> bool:
         """True if a single number that the script draws is for the only sample of a part: its call
@@ -506,7 +555,7 @@ class ScriptRandoms:
 
     def _whole_of(self, tensor: torch.Tensor) -> tuple[int, range, list[int]] | None:
         """Return the same of a tensor: None also for a parameter, its values or its gradient."""
-        sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape)
+        sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape, False)
         if sized is not None and not tensor.requires_grad and tensor.is_leaf:
             for parameter in self._parameters():
                 gradient = parameter.grad
