@@ -159,8 +159,8 @@ def _is_bool(node: ast.expr) -> bool:
 
 
 def _number(node: ast.expr | None) -> int | None:
-    is_number = isinstance(node, ast.Constant) and type(node.value) is int
-    return node.value if is_number else None
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 @cache

@@ -11,7 +11,7 @@ numbers of their own all the same, as in one process:
 - Threads of a loader, which stand for torch's worker processes, draw from generators of their own,
   also by Python's `random` and by NumPy.
 - So are numbers that `normal`, `bernoulli` and `multinomial` draw by the values of tensors.
-- Generators without a seed have the same one on all ranks.
+- Generators without a seed have the same one on all ranks; seeds that differ by rank are told.
 - Operations that draw inside (dropout, `poisson`) draw from a state of the rank,
   and leave all ranks with equal states. Their numbers are not one process's, which is told. So do
   calls of functions that TorchScript or `torch.compile` has made.
@@ -134,6 +134,16 @@ def _has_no_seed(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     return all(each is None for each in (*args, *options.values()))
 
 
+def _in_place_of(kind: type[Any], methods: dict[str, Any]) -> type[Any]:
+    """Return a subclass of a class of generators with other methods, for which all of the class
+    are instances."""
+    check = {"__instancecheck__": lambda _, instance: isinstance(instance, kind)}
+    meta: Any = type("SubclassOfGenerators", (type(kind),), check)
+    about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    made: type[Any] = meta(kind.__name__, (kind,), {**methods, **about})
+    return made
+
+
 class _ThreadGenerators(threading.local):
     """Generators of one thread of a loader, seeded as torch seeds a worker process."""
 
@@ -176,6 +186,8 @@ class ScriptRandoms:
         """The same of calls whose shapes were not those of parts."""
         self._seeds = 0
         """Generators that had no seed of the script's so far."""
+        self._given: dict[str, int] = {}
+        """Lines of the script that seed, with a digest of the seeds."""
         self._has_told_inside = False
         self._all = list(self._replacements())
         self._originals = _present(self._all)
@@ -218,6 +230,48 @@ class ScriptRandoms:
         """Return a seed that all ranks have, for a generator that the script gives none."""
         self._seeds += 1
         return rank_seed(0, torch.initial_seed(), self._seeds) % 2**32
+
+    def _seeding(
+        self, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call that seeds: with a seed if there is none; one of the
+        script's is noted, as ranks may have others, such as the time."""
+        if _has_no_seed(args, options):
+            return (self._next_seed(),), {}
+        is_main = threading.get_ident() == self._thread
+        if is_main and not self._context.is_outside and (frame := script_frame()):
+            line, text = line_of(frame), repr((args, options))
+            self._given[line] = zlib.crc32(text.encode(), self._given.get(line, 0))
+        return args, options
+
+    def _seeded(
+        self, original: Callable[..., Any], result: Callable[[], Any] | None = None
+    ) -> Callable[..., Any]:
+        """Wrap a function that seeds; `result` returns what it is to return."""
+
+        @wraps(original)
+        def seed(*args: Any, **options: Any) -> Any:
+            args, options = self._seeding(args, options)
+            done = original(*args, **options)
+            return done if result is None else result()
+
+        return seed
+
+    def _generator_of_torch(self) -> type[torch.Generator]:
+        """Return a class in the place of torch's generators, whose seeds are known."""
+        kind = torch.Generator
+
+        def seed(generator: torch.Generator) -> int:
+            number = self._next_seed()
+            kind.manual_seed(generator, number)
+            return number
+
+        def manual_seed(generator: torch.Generator, seed: int) -> torch.Generator:
+            self._seeding((seed,), {})
+            kind.manual_seed(generator, seed)
+            return generator
+
+        return _in_place_of(kind, {"seed": seed, "manual_seed": manual_seed})
 
     def _is_worker(self) -> bool:
         """True in a thread of a loader."""
@@ -266,23 +320,16 @@ class ScriptRandoms:
 
             return draw
 
-        class SubclassOfGenerators(type):
-            """Takes all generators of the class for instances of the subclass."""
-
-            def __instancecheck__(cls, instance: object) -> bool:
-                return isinstance(instance, kind)
-
         names = [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
         methods = {name: method(name) for name in names if name not in _STATES}
 
         def made(generator: Any, *args: Any, **options: Any) -> None:
-            if _has_no_seed(args, options) and kind is not np.random.Generator:
-                args, options = (self._next_seed(),), {}
+            if kind is not np.random.Generator:
+                args, options = self._seeding(args, options)
             kind.__init__(generator, *args, **options)
 
         methods["__init__"] = made
-        about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-        return SubclassOfGenerators(kind.__name__, (kind,), {**methods, **about})
+        return _in_place_of(kind, methods)
 
     def _drawn(
         self, original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -290,8 +337,8 @@ class ScriptRandoms:
         """Call a method of a generator of Python or NumPy: for the whole batch if it draws for this
         rank's samples, which get their part."""
         name = original.__name__
-        if name == "seed" and _has_no_seed(args, options):
-            return original(self._next_seed())
+        if name == "seed":
+            args, options = self._seeding(args, options)
         if self._is_left() or name in _STATES or not any(self._context.places()):
             return original(*args, **options)
         self._is_inside = True  # Methods call others.
@@ -389,13 +436,15 @@ class ScriptRandoms:
     def tell(self) -> None:
         """Tell of lines where ranks have drawn other amounts of random numbers since the last call,
         and let all go on with the states of rank 0. Collective."""
-        comm, mine = self._context.comm, self._amounts
-        self._amounts = {}
+        comm, mine, given = self._context.comm, self._amounts, self._given
+        self._amounts, self._given = {}, {}
         numpy: Any = np.random
         torchs = torch.get_rng_state()
         state = repr((random.getstate(), numpy.get_state(), torchs.numpy().tobytes()))
-        own = mine, zlib.crc32(state.encode())
-        everyone: list[tuple[dict[str, int], int]] = uniform(comm, lambda: comm.allgather(own))
+        own = mine, zlib.crc32(state.encode()), given
+        everyone: list[tuple[dict[str, int], int, dict[str, int]]] = uniform(
+            comm, lambda: comm.allgather(own)
+        )
         amounts = [each[0] for each in everyone]
         lines = [
             line for line in mine if any(each.get(line) != amounts[0].get(line) for each in amounts)
@@ -405,6 +454,16 @@ class ScriptRandoms:
                 f"{', '.join(lines[:_LINES])}: the random numbers that the script draws there "
                 "depend on how many samples a batch has, and each rank draws for its part: they "
                 "are not those of one process"
+            )
+        seeds = [
+            line for line in given if any(each[2].get(line) != given[line] for each in everyone)
+        ]
+        if seeds:
+            self._context.say(
+                f"{', '.join(seeds[:_LINES])}: the script gives another seed there on each rank, "
+                "as by the time or a process's number: what it draws from it, such as a split of "
+                "the data, differs by rank and is not one process's. Give no seed, or one that all "
+                "ranks have"
             )
         if any(each[1] != everyone[0][1] for each in everyone):
             version, words, gauss = random.getstate()
@@ -449,8 +508,7 @@ class ScriptRandoms:
 
         @wraps(np.random.default_rng)
         def default_rng(*args: Any, **options: Any) -> np.random.Generator:
-            if _has_no_seed(args, options):
-                args, options = (self._next_seed(),), {}
+            args, options = self._seeding(args, options)
             made = original_rng(*args, **options)
             is_plain = type(made) is np.random.Generator
             return generators(made.bit_generator) if is_plain else made
@@ -459,19 +517,11 @@ class ScriptRandoms:
         yield np.random, "default_rng", default_rng
         yield np.random, "RandomState", self._of_class(np.random.RandomState)
         yield random, "Random", self._of_class(random.Random)
-        seed = np.random.seed
-        yield (
-            np.random,
-            "seed",
-            wraps(seed)(
-                lambda *args, **options: (
-                    seed(self._next_seed())
-                    if _has_no_seed(args, options)
-                    else seed(*args, **options)
-                )
-            ),
-        )
-        yield torch, "seed", lambda: torch.manual_seed(self._next_seed()).initial_seed()
+        for module in (torch, torch.random):
+            yield module, "manual_seed", self._seeded(torch.manual_seed)
+            yield module, "seed", self._seeded(torch.manual_seed, torch.initial_seed)
+        yield np.random, "seed", self._seeded(np.random.seed)
+        yield torch, "Generator", self._generator_of_torch()
         for owner, name in _DROPS:
             yield owner, name, self._inside(getattr(owner, name))
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _distributions: Any = torch.distributions
 class _HalfBatch:
     """Stands for the context of a script that computes on its part of 8 samples."""
 
-    batch = "global"
+    batch, is_outside = "global", False
 
     def __init__(self, rank: int, part: int = 4) -> None:
         self._rank, self.part = rank, part
@@ -286,6 +287,35 @@ for x, y in DataLoader(TensorDataset(torch.randn(32, 4), torch.randn(32, 1)), 8)
     optimizer.step()
 print(random.random(), np.random.rand())
 """
+
+
+_SEEDS = """
+import itertools, os, random, time
+import numpy as np, torch
+seed = int(time.time()) + os.getpid()  # Other ones, though all begin in one second.
+torch.manual_seed(seed)
+random.seed(seed)
+np.random.seed(seed % 2**32)
+torch.Generator().manual_seed(seed)
+random.Random(seed)
+np.random.default_rng(seed)
+torch.manual_seed(0)
+generator = torch.Generator()
+os.write(2, f"own {generator.seed()} {torch.rand(1, generator=generator).item()};".encode())
+"""
+
+
+@pytest.mark.mpi
+def test_seeds_that_differ_by_rank_are_told(tmp_path: Path, mpirun: MpiRun) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_SEEDS, encoding="utf-8")
+    done = mpirun(2, "-m", "dlio.cli", "run", str(script))
+    assert done.returncode == 0, done.stderr
+    lines = ", ".join(f"train.py:{line}" for line in range(5, 11))
+    assert f"{lines}: the script gives another seed there on each rank" in done.stderr
+    own = re.findall("own [^;]*;", done.stderr)
+    assert len(own) == 2
+    assert len(set(own)) == 1
 
 
 @pytest.mark.mpi
