@@ -102,9 +102,10 @@ def test_terms_of_all_samples_are_not_joined_though_they_are_as_many() -> None:
     terms = find_terms([heads()], GraphStates(_N)).terms
     assert [(term.is_sum, term.count, term.divisors) for term in terms] == [(False, _N, ())] * _N
     one = functional.mse_loss(_net(_x[:1]), _t[:1]) / 1
-    for has_loop in (False, True):  # What a line of the script does with one sample, it remembers.
-        (term,) = find_terms([one], GraphStates(1), has_loop).terms
-        assert term.is_sum == has_loop
+    # What a line of the script does with one sample, it remembers, by term.
+    for name in ("mse_loss", "sum"):
+        (term,) = find_terms([one], GraphStates(1), {f"{name} of each sample"}).terms
+        assert term.is_sum == (name == "mse_loss")
 
 
 def test_predictions_may_be_given_where_the_target_is_expected() -> None:
