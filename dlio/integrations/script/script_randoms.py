@@ -19,11 +19,12 @@ numbers of their own all the same, as in one process:
 
 import contextlib
 import random
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -34,6 +35,7 @@ from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.fetch_randoms import rank_seed
 from dlio.integrations.script.script_lines import (
     calling_frame,
+    is_foreign,
     line_of,
     script_frame,
     script_line,
@@ -140,7 +142,7 @@ def _in_place_of(kind: type[Any], methods: dict[str, Any]) -> type[Any]:
     check = {"__instancecheck__": lambda _, instance: isinstance(instance, kind)}
     meta: Any = type("SubclassOfGenerators", (type(kind),), check)
     about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-    made: type[Any] = meta(kind.__name__, (kind,), {**methods, **about})
+    made: type[Any] = meta(kind.__name__, (kind,), {**about, **methods})
     return made
 
 
@@ -239,7 +241,8 @@ class ScriptRandoms:
         if _has_no_seed(args, options):
             return (self._next_seed(),), {}
         is_main = threading.get_ident() == self._thread
-        if is_main and not self._context.is_outside and (frame := script_frame()):
+        is_main &= not self._context.is_outside and _is_called_by_others()
+        if is_main and (frame := script_frame()):
             line, text = line_of(frame), repr((args, options))
             self._given[line] = zlib.crc32(text.encode(), self._given.get(line, 0))
         return args, options
@@ -271,7 +274,9 @@ class ScriptRandoms:
             kind.manual_seed(generator, seed)
             return generator
 
-        return _in_place_of(kind, {"seed": seed, "manual_seed": manual_seed})
+        # By that name, copies that are sent to worker processes find it.
+        methods = {"seed": seed, "manual_seed": manual_seed, "__module__": "torch"}
+        return _in_place_of(kind, methods)
 
     def _is_worker(self) -> bool:
         """True in a thread of a loader."""
@@ -793,6 +798,14 @@ class ScriptRandoms:
             generator.set_offset(offset + 4 * draws)
             if draws:
                 self._tell_inside()
+
+
+def _is_called_by_others() -> bool:
+    """True if what calls this module is neither torch nor dlio, which have seeds of each rank."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_code.co_filename == __file__:
+        caller = caller.f_back
+    return caller is not None and is_foreign(caller.f_code.co_filename)
 
 
 def _present(places: Sequence[_Place]) -> list[_Place]:

@@ -290,7 +290,7 @@ print(random.random(), np.random.rand())
 
 
 _SEEDS = """
-import itertools, os, random, time
+import os, pickle, random, time
 import numpy as np, torch
 seed = int(time.time()) + os.getpid()  # Other ones, though all begin in one second.
 torch.manual_seed(seed)
@@ -300,7 +300,13 @@ torch.Generator().manual_seed(seed)
 random.Random(seed)
 np.random.default_rng(seed)
 torch.manual_seed(0)
+generator = pickle.loads(pickle.dumps(torch.Generator()))
+assert isinstance(torch.default_generator, torch.Generator)
 generator = torch.Generator()
+data = torch.utils.data.TensorDataset(torch.ones(8, 1))
+model = torch.nn.Linear(1, 1)
+for (x,) in torch.utils.data.DataLoader(data, 4, num_workers=1):  # Its seeds are not the script's.
+    model(x).sum().backward()
 os.write(2, f"own {generator.seed()} {torch.rand(1, generator=generator).item()};".encode())
 """
 
@@ -312,7 +318,8 @@ def test_seeds_that_differ_by_rank_are_told(tmp_path: Path, mpirun: MpiRun) -> N
     done = mpirun(2, "-m", "dlio.cli", "run", str(script))
     assert done.returncode == 0, done.stderr
     lines = ", ".join(f"train.py:{line}" for line in range(5, 11))
-    assert f"{lines}: the script gives another seed there on each rank" in done.stderr
+    assert done.stderr.count("gives another seed") == 1
+    assert f"run: {lines}: the script gives another seed there on each rank" in done.stderr
     own = re.findall("own [^;]*;", done.stderr)
     assert len(own) == 2
     assert len(set(own)) == 1
