@@ -186,8 +186,8 @@ class LossPlans:
     """Lines of which a plan has been settled."""
     divergent: set[str] = field(default_factory=set)
     """Lines where ranks have had different terms in one step."""
-    loops: set[str] = field(default_factory=set)
-    """Lines whose loss a loop adds up, sample by sample."""
+    loops: dict[str, set[str]] = field(default_factory=dict)
+    """By line, the names of terms of the loss that a loop adds up, sample by sample."""
     begun: bool = False
     """True once a batch was dealt to the ranks."""
     dim: int = 0

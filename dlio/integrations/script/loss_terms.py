@@ -5,7 +5,7 @@ these, the loss has to be linear for a sum over ranks to equal the value of the 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
@@ -67,8 +67,14 @@ class LossTerm:
         """Return a divisor; `NEARLY_NONE` for a count of no element that the script keeps from
         being 0, as by `clamp(min=1)`: where all ranks have none, the loss is 0 and not NaN."""
         divisor = self.divisors[number]
-        is_kept = divisor.is_tensor and divisor.value == 1 and selects_nothing(self.reduces)
+        is_kept = divisor.is_tensor and divisor.value == 1 and self.selects_nothing
         return NEARLY_NONE if is_kept else divisor.value
+
+    @property
+    def selects_nothing(self) -> bool:
+        """True if no element counts: there are none, or a mask is zero throughout; of a sum over
+        single samples, in none of these."""
+        return all(selects_nothing(each.reduces) for each in self.each or (self,))
 
     @property
     def may_be_kept(self) -> bool:
@@ -396,13 +402,13 @@ def count_along(root: torch.Tensor, chain: Sequence[str]) -> float | None:
 def find_terms(
     roots: Sequence[torch.Tensor],
     states: GraphStates,
-    has_loop: bool = False,
+    of_loops: Collection[str] = (),
     gradients: Sequence[torch.Tensor | None] = (),
 ) -> LossTerms:
     """Return the terms of a loss, or of several: the tensors on which backward is called.
 
     Those of single samples, one by one, are joined to one term: a sum over samples. Of one sample
-    alone, only if `has_loop` says that a loop adds them up.
+    alone, only those whose names `of_loops` has, which a loop adds up.
 
     Args:
         gradients: those that backward is given, of the first roots.
@@ -427,7 +433,7 @@ def find_terms(
             stack.append(
                 (child, point if is_alone else child, divisors if is_again else (*more, *divisors))
             )
-    terms.terms = _joined(terms.terms, states.samples, has_loop)
+    terms.terms = _joined(terms.terms, states.samples, of_loops)
     return terms
 
 
@@ -442,14 +448,15 @@ def _divisor_given(gradient: torch.Tensor) -> tuple[Divisor, ...] | None:
     return (Divisor(float(f"{1 / most:.6g}")),) if most else ()
 
 
-def _joined(terms: Sequence[LossTerm], samples: int, has_loop: bool) -> list[LossTerm]:
+def _joined(terms: Sequence[LossTerm], samples: int, of_loops: Collection[str]) -> list[LossTerm]:
     """Return terms with one in the place of those of single samples."""
     groups: dict[tuple[str, bool], list[LossTerm]] = {}
     for term in terms:
         groups.setdefault((term.name, term.is_sum), []).append(term)
     result = []
     for (name, _), group in groups.items():
-        can = len(group) % samples == 0 and (samples > 1 or has_loop)
+        text = f"{name} of each sample"
+        can = len(group) % samples == 0 and (samples > 1 or text in of_loops)
         if not (can and all(is_of_one(each.reduces, samples) for each in group)):
             for term in group:
                 kept = [d for d in term.divisors if d is not _JOIN and not d.is_of_list]
@@ -462,7 +469,7 @@ def _joined(terms: Sequence[LossTerm], samples: int, has_loop: bool) -> list[Los
         ):
             common += 1
         divisors = outer[0][len(outer[0]) - common :]
-        node, text = group[0].node, f"{name} of each sample"
+        node = group[0].node
         result.append(
             LossTerm(
                 node, group[0].reduces, text, True, 0.0, (samples,), divisors, each=tuple(group)

@@ -44,7 +44,6 @@ from dlio.integrations.script.loss_terms import (
     find_terms,
     has_mask,
     is_of_one,
-    selects_nothing,
 )
 from dlio.integrations.script.mixed_samples import mixed_samples
 from dlio.integrations.script.script_assigner import ScriptBatch
@@ -205,11 +204,10 @@ class ScriptLossWeights:
             self._knows_part(step, batch)
             yield self._whole_loss(roots[0], None)
             return
-        loops = batch.of.use.plans.loops
+        loops = batch.of.use.plans.loops.setdefault(line, set())
         states = _states(batch)
-        parts = find_terms(roots, states, line in loops, gradients)
-        if any(term.each for term in parts.terms):
-            loops.add(line)
+        parts = find_terms(roots, states, loops, gradients)
+        loops.update(term.name for term in parts.terms if term.each)
         self._tell(roots, batch, parts, line)
         products = learned_products(parts, states)
         exchanges = self._exchanges()
@@ -463,7 +461,7 @@ class ScriptLossWeights:
         before, first = plans.dim, _structure(parts)
         seen: dict[str, LossTerms] = {}
         for plans.dim in (before, 1 - before):
-            each = find_terms(roots, _states(batch), line in plans.loops)
+            each = find_terms(roots, _states(batch), plans.loops.get(line, ()))
             seen.setdefault(_structure(each), each)
         mine = list(seen)
         every = uniform(self._comm, lambda: self._comm.allgather([first, *mine]))
@@ -487,16 +485,16 @@ class ScriptLossWeights:
         plans = batch.of.use.plans
         if line in plans.divergent:
             return False
-        mine = any(term.each for term in parts.terms)
-        sees: list[bool] = uniform(self._comm, lambda: self._comm.allgather(mine))
-        if not any(sees):
+        mine = [term.name for term in parts.terms if term.each]
+        every: list[list[str]] = uniform(self._comm, lambda: self._comm.allgather(mine))
+        loops = plans.loops.setdefault(line, set())
+        loops.update(name for names in every for name in names)
+        if not loops:
             return False
-        plans.loops.add(line)
-        of_loop = find_terms(roots, _states(batch), has_loop=True)
-        parts.terms = of_loop.terms
+        parts.terms = find_terms(roots, _states(batch), loops).terms
         self._plan = plans.plan(line, _structure(parts))
-        mine = any(term.each for term in parts.terms) and not mine
-        return any(uniform(self._comm, lambda: self._comm.allgather(mine)))
+        sees = [term.name for term in parts.terms if term.each] != mine
+        return any(uniform(self._comm, lambda: self._comm.allgather(sees)))
 
     def _learn(
         self,
@@ -708,7 +706,8 @@ class ScriptLossWeights:
         """True if a sum is divided by a number of the data that its batch has not."""
         read = self._context.numbers_read
         numbers = [each.value for each in term.divisors if each.is_tensor or each.value in read]
-        return term.is_sum and any(each > math.prod(term.shape) for each in numbers)
+        elements = sum(math.prod(each.shape) for each in term.each or (term,))
+        return term.is_sum and any(each > max(elements, 1) for each in numbers)
 
     def _is_slice(self, term: LossTerm, batch: ScriptBatch, key: str) -> bool:
         """True if a mean at a line has counted another number of samples of the same batch."""
@@ -844,7 +843,7 @@ def _row(
         is_kept = divisor.value == 1 and 0 in numbers_read  # As by max(1, count.item()).
         if (divisor.value in numbers_read or is_kept) and not divisor.is_factor:
             counts = 1 + _READ
-            value = NEARLY_NONE if divisor.value == 1 and selects_nothing(term.reduces) else value
+            value = NEARLY_NONE if divisor.value == 1 and term.selects_nothing else value
         row[5 + 4 * number : 9 + 4 * number] = [
             value,
             value**2,

@@ -59,6 +59,15 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+def calling_frame() -> FrameType | None:
+    """Return the frame of the user's files that has called this package itself; None if another
+    one's code has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame if frame is not None and is_script(frame.f_code.co_filename) else None
+
+
 def script_frames(most: int) -> list[FrameType]:
     """Return at most `most` frames of the user's files that are running, the innermost first: none
     of what started dlio."""
@@ -115,21 +124,84 @@ def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
 def takes_size(code: CodeType, instruction: int) -> bool:
     """True if the call at an instruction (a frame's `f_lasti`) has an argument such as `len(x)`,
     `x.shape[0]` or `x.size(0)`, alone or in a tuple."""
+    call = _call_at(code, instruction)
+    return call is not None and any(
+        _is_size(each) for each in (*call.args, *(named.value for named in call.keywords))
+    )
+
+
+@cache
+def sizes_written(code: CodeType, instruction: int, dims: int) -> tuple[int | None, ...]:
+    """Return the sizes of so many dimensions that the call at an instruction asks for and that the
+    file itself tells, as a number or by a name that is one throughout; None for others."""
+    call = _call_at(code, instruction)
+    if call is None:
+        return (None,) * dims
+    named = {each.arg: each.value for each in call.keywords}
+    given = [named[name] for name in ("size", "k") if name in named] or call.args
+    tuples = [each.elts for each in given if isinstance(each, ast.Tuple | ast.List)]
+    # `replace=False` may come after a size.
+    numbers = [each for each in given if not _is_bool(each)]
+    several = next((each for each in tuples if len(each) == dims), None)
+    if several is None:
+        function = getattr(call.func, "attr", getattr(call.func, "id", None))
+        several = numbers if function in ("rand", "randn") else numbers[-1:]
+    if len(several) != dims:
+        return (None,) * dims
+    known = _constants(code.co_filename)
+    return tuple(
+        _number(each) if not isinstance(each, ast.Name) else known.get(each.id) for each in several
+    )
+
+
+def _is_bool(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
+
+
+def _number(node: ast.expr | None) -> int | None:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+@cache
+def _constants(file: str) -> dict[str, int]:
+    """Return the names of a file that are given one whole number, and nothing else anywhere."""
+    nodes = _nodes(file)
+    given: dict[str, set[int | None]] = {}
+    pairs: list[tuple[ast.expr, ast.expr | None]] = []
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                pairs += zip(names, values, strict=False)
+            case ast.Assign(targets=targets, value=value):
+                pairs += [(each, value) for each in targets]
+            case ast.AnnAssign(target=target, value=value):
+                pairs.append((target, value))
+            case ast.arg(arg=name):
+                given.setdefault(name, set()).add(None)
+    numbers = {id(target): _number(value) for target, value in pairs}
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            given.setdefault(node.id, set()).add(numbers.get(id(node)))
+    single = {name: each.pop() for name, each in given.items() if len(each) == 1}
+    return {name: number for name, number in single.items() if number is not None}
+
+
+def _call_at(code: CodeType, instruction: int) -> ast.Call | None:
+    """Return the call at an instruction of a frame; None if its text cannot be read."""
     line, end_line, column, end_column = next(islice(code.co_positions(), instruction // 2, None))
     if line is None or end_line is None or column is None or end_column is None:
-        return False
+        return None
     lines = [each.encode() for each in linecache.getlines(code.co_filename)[line - 1 : end_line]]
     if not lines:
-        return False
+        return None
     lines[-1] = lines[-1][:end_column]  # First: both columns may be of one line.
     lines[0] = lines[0][column:]
     try:
         call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
     except (SyntaxError, ValueError):
-        return False
-    return isinstance(call, ast.Call) and any(
-        _is_size(each) for each in (*call.args, *(named.value for named in call.keywords))
-    )
+        return None
+    return call if isinstance(call, ast.Call) else None
 
 
 def _is_size(node: ast.expr) -> bool:

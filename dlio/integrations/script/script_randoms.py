@@ -6,11 +6,12 @@ numbers of their own all the same, as in one process:
 - A tensor with a dimension of this rank's samples, such as noise or the time steps of a diffusion,
   is drawn for the whole batch, and the rank takes its part: one process draws the same. So are
   arrays, lists and orders of that length, from all generators of NumPy and Python.
+- A size that the script writes as a number is not that of its samples, though a part may have it.
 - Other draws by the number of samples, such as one for each sample in a loop, are told.
 - Threads of a loader, which stand for torch's worker processes, draw from generators of their own,
   also by Python's `random` and by NumPy.
 - So are numbers that `normal`, `bernoulli` and `multinomial` draw by the values of tensors.
-- Generators without a seed have the same one on all ranks.
+- Generators without a seed have the same one on all ranks; seeds that differ by rank are told.
 - Operations that draw inside (dropout, `poisson`) draw from a state of the rank,
   and leave all ranks with equal states. Their numbers are not one process's, which is told. So do
   calls of functions that TorchScript or `torch.compile` has made.
@@ -18,11 +19,12 @@ numbers of their own all the same, as in one process:
 
 import contextlib
 import random
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -31,7 +33,15 @@ from torch import nn
 
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.fetch_randoms import rank_seed
-from dlio.integrations.script.script_lines import line_of, script_frame, script_line, takes_size
+from dlio.integrations.script.script_lines import (
+    calling_frame,
+    is_foreign,
+    line_of,
+    script_frame,
+    script_line,
+    sizes_written,
+    takes_size,
+)
 from dlio.integrations.script.share import ScriptContext
 
 _BY_SIZE: Final = ("rand", "randn")
@@ -126,6 +136,16 @@ def _has_no_seed(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     return all(each is None for each in (*args, *options.values()))
 
 
+def _in_place_of(kind: type[Any], methods: dict[str, Any]) -> type[Any]:
+    """Return a subclass of a class of generators with other methods, for which all of the class
+    are instances."""
+    check = {"__instancecheck__": lambda _, instance: isinstance(instance, kind)}
+    meta: Any = type("SubclassOfGenerators", (type(kind),), check)
+    about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    made: type[Any] = meta(kind.__name__, (kind,), {**about, **methods})
+    return made
+
+
 class _ThreadGenerators(threading.local):
     """Generators of one thread of a loader, seeded as torch seeds a worker process."""
 
@@ -162,8 +182,14 @@ class ScriptRandoms:
         much."""
         self._by_size: set[tuple[CodeType, int]] = set()
         """Calls of the script that have drawn a number for each sample of a part."""
+        self._of_parts: set[tuple[CodeType, int, tuple[int, ...]]] = set()
+        """Calls of the script, and shapes, that were taken for those of parts."""
+        self._fixed: set[tuple[CodeType, int, tuple[int, ...]]] = set()
+        """The same of calls whose shapes were not those of parts."""
         self._seeds = 0
         """Generators that had no seed of the script's so far."""
+        self._given: dict[str, int] = {}
+        """Lines of the script that seed, with a digest of the seeds."""
         self._has_told_inside = False
         self._all = list(self._replacements())
         self._originals = _present(self._all)
@@ -206,6 +232,51 @@ class ScriptRandoms:
         """Return a seed that all ranks have, for a generator that the script gives none."""
         self._seeds += 1
         return rank_seed(0, torch.initial_seed(), self._seeds) % 2**32
+
+    def _seeding(
+        self, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call that seeds: with a seed if there is none; one of the
+        script's is noted, as ranks may have others, such as the time."""
+        if _has_no_seed(args, options):
+            return (self._next_seed(),), {}
+        is_main = threading.get_ident() == self._thread
+        is_main &= not self._context.is_outside and _is_called_by_others()
+        if is_main and (frame := script_frame()):
+            line, text = line_of(frame), repr((args, options))
+            self._given[line] = zlib.crc32(text.encode(), self._given.get(line, 0))
+        return args, options
+
+    def _seeded(
+        self, original: Callable[..., Any], result: Callable[[], Any] | None = None
+    ) -> Callable[..., Any]:
+        """Wrap a function that seeds; `result` returns what it is to return."""
+
+        @wraps(original)
+        def seed(*args: Any, **options: Any) -> Any:
+            args, options = self._seeding(args, options)
+            done = original(*args, **options)
+            return done if result is None else result()
+
+        return seed
+
+    def _generator_of_torch(self) -> type[torch.Generator]:
+        """Return a class in the place of torch's generators, whose seeds are known."""
+        kind = torch.Generator
+
+        def seed(generator: torch.Generator) -> int:
+            number = self._next_seed()
+            kind.manual_seed(generator, number)
+            return number
+
+        def manual_seed(generator: torch.Generator, seed: int) -> torch.Generator:
+            self._seeding((seed,), {})
+            kind.manual_seed(generator, seed)
+            return generator
+
+        # By that name, copies that are sent to worker processes find it.
+        methods = {"seed": seed, "manual_seed": manual_seed, "__module__": "torch"}
+        return _in_place_of(kind, methods)
 
     def _is_worker(self) -> bool:
         """True in a thread of a loader."""
@@ -254,23 +325,16 @@ class ScriptRandoms:
 
             return draw
 
-        class SubclassOfGenerators(type):
-            """Takes all generators of the class for instances of the subclass."""
-
-            def __instancecheck__(cls, instance: object) -> bool:
-                return isinstance(instance, kind)
-
         names = [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
         methods = {name: method(name) for name in names if name not in _STATES}
 
         def made(generator: Any, *args: Any, **options: Any) -> None:
-            if _has_no_seed(args, options) and kind is not np.random.Generator:
-                args, options = (self._next_seed(),), {}
+            if kind is not np.random.Generator:
+                args, options = self._seeding(args, options)
             kind.__init__(generator, *args, **options)
 
         methods["__init__"] = made
-        about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-        return SubclassOfGenerators(kind.__name__, (kind,), {**methods, **about})
+        return _in_place_of(kind, methods)
 
     def _drawn(
         self, original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -278,8 +342,8 @@ class ScriptRandoms:
         """Call a method of a generator of Python or NumPy: for the whole batch if it draws for this
         rank's samples, which get their part."""
         name = original.__name__
-        if name == "seed" and _has_no_seed(args, options):
-            return original(self._next_seed())
+        if name == "seed":
+            args, options = self._seeding(args, options)
         if self._is_left() or name in _STATES or not any(self._context.places()):
             return original(*args, **options)
         self._is_inside = True  # Methods call others.
@@ -310,6 +374,8 @@ class ScriptRandoms:
                 is_array = isinstance(args[0], np.ndarray)
                 args[0][:] = args[0][mine] if is_array else [args[0][k] for k in mine]
                 return (None,)
+            if not self._is_for_part((count,), 0):
+                continue
             if name == "permutation" and args and _length(args[0]) == count:
                 order = original(size)
                 mine = order[(order >= place.start) & (order < place.stop)] - place.start
@@ -375,13 +441,15 @@ class ScriptRandoms:
     def tell(self) -> None:
         """Tell of lines where ranks have drawn other amounts of random numbers since the last call,
         and let all go on with the states of rank 0. Collective."""
-        comm, mine = self._context.comm, self._amounts
-        self._amounts = {}
+        comm, mine, given = self._context.comm, self._amounts, self._given
+        self._amounts, self._given = {}, {}
         numpy: Any = np.random
         torchs = torch.get_rng_state()
         state = repr((random.getstate(), numpy.get_state(), torchs.numpy().tobytes()))
-        own = mine, zlib.crc32(state.encode())
-        everyone: list[tuple[dict[str, int], int]] = uniform(comm, lambda: comm.allgather(own))
+        own = mine, zlib.crc32(state.encode()), given
+        everyone: list[tuple[dict[str, int], int, dict[str, int]]] = uniform(
+            comm, lambda: comm.allgather(own)
+        )
         amounts = [each[0] for each in everyone]
         lines = [
             line for line in mine if any(each.get(line) != amounts[0].get(line) for each in amounts)
@@ -391,6 +459,16 @@ class ScriptRandoms:
                 f"{', '.join(lines[:_LINES])}: the random numbers that the script draws there "
                 "depend on how many samples a batch has, and each rank draws for its part: they "
                 "are not those of one process"
+            )
+        seeds = [
+            line for line in given if any(each[2].get(line) != given[line] for each in everyone)
+        ]
+        if seeds:
+            self._context.say(
+                f"{', '.join(seeds[:_LINES])}: the script gives another seed there on each rank, "
+                "as by the time or a process's number: what it draws from it, such as a split of "
+                "the data, differs by rank and is not one process's. Give no seed, or one that all "
+                "ranks have"
             )
         if any(each[1] != everyone[0][1] for each in everyone):
             version, words, gauss = random.getstate()
@@ -435,8 +513,7 @@ class ScriptRandoms:
 
         @wraps(np.random.default_rng)
         def default_rng(*args: Any, **options: Any) -> np.random.Generator:
-            if _has_no_seed(args, options):
-                args, options = (self._next_seed(),), {}
+            args, options = self._seeding(args, options)
             made = original_rng(*args, **options)
             is_plain = type(made) is np.random.Generator
             return generators(made.bit_generator) if is_plain else made
@@ -445,19 +522,11 @@ class ScriptRandoms:
         yield np.random, "default_rng", default_rng
         yield np.random, "RandomState", self._of_class(np.random.RandomState)
         yield random, "Random", self._of_class(random.Random)
-        seed = np.random.seed
-        yield (
-            np.random,
-            "seed",
-            wraps(seed)(
-                lambda *args, **options: (
-                    seed(self._next_seed())
-                    if _has_no_seed(args, options)
-                    else seed(*args, **options)
-                )
-            ),
-        )
-        yield torch, "seed", lambda: torch.manual_seed(self._next_seed()).initial_seed()
+        for module in (torch, torch.random):
+            yield module, "manual_seed", self._seeded(torch.manual_seed)
+            yield module, "seed", self._seeded(torch.manual_seed, torch.initial_seed)
+        yield np.random, "seed", self._seeded(np.random.seed)
+        yield torch, "Generator", self._generator_of_torch()
         for owner, name in _DROPS:
             yield owner, name, self._inside(getattr(owner, name))
 
@@ -479,9 +548,11 @@ class ScriptRandoms:
 
         return draw
 
-    def _whole(self, shape: Sequence[int]) -> tuple[int, range, list[int]] | None:
+    def _whole(
+        self, shape: Sequence[int], is_asked: bool = True
+    ) -> tuple[int, range, list[int]] | None:
         """Return the dimension of this rank's samples in a shape, their place in it, and the shape
-        of the whole batch; None if it has none."""
+        of the whole batch; None if it has none. `is_asked` if the script asks for this shape."""
         if self._is_left() or tuple(shape) == ():
             return None
         is_single = tuple(shape) == (1,)
@@ -489,11 +560,44 @@ class ScriptRandoms:
             return None  # One number for all samples.
         for place, size in self._context.places():
             for dim, count in enumerate(shape[:_DIMS]):
-                if count == len(place):
+                if count == len(place) and not (is_asked and not self._is_for_part(shape, dim)):
                     if len(shape) == 1 and not is_single and (frame := script_frame()):
                         self._by_size.add((frame.f_code, frame.f_lasti))
                     return dim, place, [*shape[:dim], size, *shape[dim + 1 :]]
+        if is_asked:
+            self._note_fixed(shape)
         return None
+
+    def _is_for_part(self, shape: Sequence[int], dim: int) -> bool:
+        """False if a size that the script asks for is that of this rank's part by chance: it is
+        written in the script, or was the same with a part of another size."""
+        frame = calling_frame()
+        if frame is None or self._context.batch == "per-rank":
+            return True
+        written = sizes_written(frame.f_code, frame.f_lasti, len(shape))
+        call = (frame.f_code, frame.f_lasti, tuple(shape))
+        if written[dim] == shape[dim] or call in self._fixed:
+            return False
+        self._of_parts.add(call)
+        return True
+
+    def _note_fixed(self, shape: Sequence[int]) -> None:
+        """Note a shape that is not of this rank's part, and tell if it was taken for that."""
+        frame = calling_frame()
+        # Without gradients it may be for other samples, as of an evaluation.
+        if frame is None or not torch.is_grad_enabled() or takes_size(frame.f_code, frame.f_lasti):
+            return
+        if self._context.batch == "per-rank" or not any(self._context.places()):
+            return
+        call = (frame.f_code, frame.f_lasti, tuple(shape))
+        self._fixed.add(call)
+        if call in self._of_parts:
+            self._context.say(
+                f"{line_of(frame)}: as many random numbers are drawn there whatever the size of a "
+                "batch, and were taken for those of samples while a rank's part had that size: "
+                "they are not one process's. Write the size as a number to tell them apart",
+                any_rank=True,
+            )
 
     def _is_of_part(self) -> bool:
         """True if a single number that the script draws is for the only sample of a part: its call
@@ -506,7 +610,7 @@ class ScriptRandoms:
 
     def _whole_of(self, tensor: torch.Tensor) -> tuple[int, range, list[int]] | None:
         """Return the same of a tensor: None also for a parameter, its values or its gradient."""
-        sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape)
+        sized = None if isinstance(tensor, nn.Parameter) else self._whole(tensor.shape, False)
         if sized is not None and not tensor.requires_grad and tensor.is_leaf:
             for parameter in self._parameters():
                 gradient = parameter.grad
@@ -694,6 +798,14 @@ class ScriptRandoms:
             generator.set_offset(offset + 4 * draws)
             if draws:
                 self._tell_inside()
+
+
+def _is_called_by_others() -> bool:
+    """True if what calls this module is neither torch nor dlio, which have seeds of each rank."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_code.co_filename == __file__:
+        caller = caller.f_back
+    return caller is not None and is_foreign(caller.f_code.co_filename)
 
 
 def _present(places: Sequence[_Place]) -> list[_Place]:

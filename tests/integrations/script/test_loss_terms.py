@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from dlio.integrations.script.learned_products import learned_products, multiplied_values
 from dlio.integrations.script.loss_terms import (
+    NEARLY_NONE,
     GraphStates,
     chain_to,
     count_along,
@@ -101,9 +102,10 @@ def test_terms_of_all_samples_are_not_joined_though_they_are_as_many() -> None:
     terms = find_terms([heads()], GraphStates(_N)).terms
     assert [(term.is_sum, term.count, term.divisors) for term in terms] == [(False, _N, ())] * _N
     one = functional.mse_loss(_net(_x[:1]), _t[:1]) / 1
-    for has_loop in (False, True):  # What a line of the script does with one sample, it remembers.
-        (term,) = find_terms([one], GraphStates(1), has_loop).terms
-        assert term.is_sum == has_loop
+    # What a line of the script does with one sample, it remembers, by term.
+    for name in ("mse_loss", "sum"):
+        (term,) = find_terms([one], GraphStates(1), {f"{name} of each sample"}).terms
+        assert term.is_sum == (name == "mse_loss")
 
 
 def test_predictions_may_be_given_where_the_target_is_expected() -> None:
@@ -230,6 +232,17 @@ def test_sums_of_no_element_are_seen(kept: int) -> None:
         loss = total / mask.sum().clamp(min=1)
         (term,) = find_terms([loss], GraphStates(_N)).terms
         assert selects_nothing(term.reduces) == (kept == 0)
+
+
+@pytest.mark.parametrize(("empty", "divisor"), [(range(1), 1.0), (range(_N), NEARLY_NONE)])
+def test_a_sum_over_samples_selects_nothing_if_none_of_them_does(
+    empty: range, divisor: float
+) -> None:
+    out = _out()
+    far = [(out[k, : k not in empty] - _t[k, : k not in empty]).abs().sum() for k in range(_N)]
+    (term,) = find_terms([sum(far, torch.zeros(())) / torch.tensor(1.0)], GraphStates(_N)).terms
+    assert len(term.each) == _N
+    assert term.divided_by(0) == divisor
 
 
 def test_a_divisor_of_all_elements_is_one_of_their_sum() -> None:

@@ -470,7 +470,7 @@ def test_gradients_and_samples_of_a_rank_s_own_are_told(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_ranks_that_slice_their_shares_otherwise_are_told_how_to_go_on(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         _SCRIPT.partition("def train")[0]
         + """
 for x, y, label in DataLoader(data, batch_size=9):
@@ -480,11 +480,12 @@ for x, y, label in DataLoader(data, batch_size=9):
     optimizer.step()
 """
     )
+    script.write_text(text)
+    line = next(k for k, each in enumerate(text.splitlines(), 1) if "backward()" in each)
     done = _run("-m", "dlio.cli", "run", "-n", "2", str(script), check=False)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
-    line = script.read_text().partition(".backward()")[0].count("\n") + 1
-    assert f"with backward at script.py:{line}" in last
+    assert f"with backward at script.py:{line}. " in last
     assert "take batches of the slice's size from the loader" in last
 
 

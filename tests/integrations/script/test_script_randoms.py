@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,19 @@ _distributions: Any = torch.distributions
 class _HalfBatch:
     """Stands for the context of a script that computes on its part of 8 samples."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    batch, is_outside = "global", False
+
+    def __init__(self, rank: int, part: int = 4) -> None:
+        self._rank, self.part = rank, part
         self.mixed_inputs, self.batches = MixedInputs(print), 1
         self.notes: list[str] = []
         self.note = self.notes.append
 
+    def say(self, text: str, any_rank: bool = False) -> None:
+        self.notes.append(f"{text} {any_rank}")
+
     def places(self) -> Iterator[tuple[range, int]]:
-        yield range(4 * self._rank, 4 * self._rank + 4), 8
+        yield range(self.part * self._rank, self.part * (self._rank + 1)), 2 * self.part
 
 
 def _installed(rank: int, *parameters: torch.Tensor) -> ScriptRandoms:
@@ -163,6 +169,52 @@ def test_arrays_of_samples_are_parts_of_one_process_s() -> None:
         assert np.array_equal(one, np.concatenate([first, second]))
 
 
+_WIDTH = 4
+
+
+def test_sizes_that_the_script_writes_are_not_those_of_a_part() -> None:
+    def drawn() -> list[Any]:
+        torch.manual_seed(0)
+        _numpy.seed(0)
+        random.seed(0)
+        return [
+            torch.randn(4, 4),
+            torch.rand(size=(_WIDTH,)),
+            torch.randint(0, 9, (4, 2)),
+            torch.randperm(4),
+            _numpy.rand(4),
+            _numpy.normal(0, 1, _WIDTH),
+            _numpy.permutation(4),
+            np.random.default_rng(3).choice(10, 4, False),
+            random.sample(range(9), 4),
+            random.choices([1, 2], k=4),
+        ]
+
+    whole = drawn()
+    for rank in range(2):
+        with _installed(rank).installed():
+            for one, own in zip(whole, drawn(), strict=True):
+                assert np.array_equal(one, own)
+
+
+def test_sizes_that_stay_as_parts_change_are_told_or_taken_for_all() -> None:
+    def drawn(width: int) -> list[float]:
+        torch.manual_seed(0)
+        return torch.rand(width).tolist()
+
+    whole, rows = drawn(4), len(range(4))
+    for first in (4, 3):
+        randoms, context = _installed_with(1)
+        with randoms.installed():
+            results = []
+            for context.part in (first, 7 - first):
+                results.append(drawn(rows))
+        # A part of 3 shows that 4 is not the size of one.
+        assert (results[0] == whole) == (first == 3)
+        assert results[1] == whole
+        assert len(context.notes) == (first == 4)
+
+
 def test_a_part_is_permuted_by_the_order_of_the_whole() -> None:
     torch.manual_seed(0)
     _numpy.seed(0)
@@ -172,7 +224,8 @@ def test_a_part_is_permuted_by_the_order_of_the_whole() -> None:
         with _installed(rank).installed():
             torch.manual_seed(0)
             _numpy.seed(0)
-            mine = torch.randperm(4).tolist(), _numpy.permutation(4).tolist()
+            count = len(range(4))
+            mine = torch.randperm(count).tolist(), _numpy.permutation(count).tolist()
             assert (torch.rand(3).tolist(), _numpy.rand()) == after
             assert torch.randperm(5).tolist() != list(range(5))
         for part, order in zip(mine, orders, strict=True):
@@ -234,6 +287,42 @@ for x, y in DataLoader(TensorDataset(torch.randn(32, 4), torch.randn(32, 1)), 8)
     optimizer.step()
 print(random.random(), np.random.rand())
 """
+
+
+_SEEDS = """
+import os, pickle, random, time
+import numpy as np, torch
+seed = int(time.time()) + os.getpid()  # Other ones, though all begin in one second.
+torch.manual_seed(seed)
+random.seed(seed)
+np.random.seed(seed % 2**32)
+torch.Generator().manual_seed(seed)
+random.Random(seed)
+np.random.default_rng(seed)
+torch.manual_seed(0)
+generator = pickle.loads(pickle.dumps(torch.Generator()))
+assert isinstance(torch.default_generator, torch.Generator)
+generator = torch.Generator()
+data = torch.utils.data.TensorDataset(torch.ones(8, 1))
+model = torch.nn.Linear(1, 1)
+for (x,) in torch.utils.data.DataLoader(data, 4, num_workers=1):  # Its seeds are not the script's.
+    model(x).sum().backward()
+os.write(2, f"own {generator.seed()} {torch.rand(1, generator=generator).item()};".encode())
+"""
+
+
+@pytest.mark.mpi
+def test_seeds_that_differ_by_rank_are_told(tmp_path: Path, mpirun: MpiRun) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_SEEDS, encoding="utf-8")
+    done = mpirun(2, "-m", "dlio.cli", "run", str(script))
+    assert done.returncode == 0, done.stderr
+    lines = ", ".join(f"train.py:{line}" for line in range(5, 11))
+    assert done.stderr.count("gives another seed") == 1
+    assert f"run: {lines}: the script gives another seed there on each rank" in done.stderr
+    own = re.findall("own [^;]*;", done.stderr)
+    assert len(own) == 2
+    assert len(set(own)) == 1
 
 
 @pytest.mark.mpi
