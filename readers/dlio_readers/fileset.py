@@ -400,15 +400,21 @@ class ListedReader:
         """Return `head` and the bytes of a file. Raises SourceError, and forgets the cached index,
         if it is not the one that was listed.
         """
-        content = files.read(number, head)
+        what = (
+            f"is no longer the {files.size_of(number)} bytes that were listed, or has other times"
+        )
+        try:
+            content = files.read(number, head)
+        except SourceError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            content, what = None, "is gone"
         if content is not None:
             return content
         if self._source.local:
             forget_index(self._kind, self.version, self._source.root)
-        size = files.size_of(number)
         raise SourceError(
-            f"{files.path(number)} is no longer the {size} bytes that were listed: the data set "
-            "has changed; run again to list it anew"
+            f"{files.path(number)} {what}: the data set has changed; run again to list it anew"
         )
 
     def _holds(self, index: Arrays) -> bool:
