@@ -436,10 +436,10 @@ class ListedReader:
         """True if the arrays of an index are of one data set."""
         return True
 
-    def _times_of(self, folders: Sequence[str]) -> list[int]:
+    def _times_of(self, folders: Sequence[str]) -> list[list[int]]:
         # In parallel, because each is a request to a remote file system.
         source = self._source
-        return each_of(source.modified_ns, folders, min(len(folders), _THREADS), source.path(""))
+        return each_of(source.times_ns, folders, min(len(folders), _THREADS), source.path(""))
 
     def _listed(
         self, started: float, index: Arrays, head: dict[str, Any], *parts: Any
@@ -453,7 +453,9 @@ class ListedReader:
         head["left_out"] = _left_out(self._source)
         index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
         settled_ns = int((started - _SETTLED_S) * 1e9)
-        return index, self._source.local and all(w < settled_ns for w in head["folders"].values())
+        return index, self._source.local and all(
+            w < settled_ns for w, _ in head["folders"].values()
+        )
 
 
 def index_kind(format_: str, *options: object) -> str:

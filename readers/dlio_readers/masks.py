@@ -154,12 +154,12 @@ class MaskReader(ListedReader, PathReader):
             images, masks = [each for each, _ in pairs], [each for _, each in pairs]
             names |= {*lists.files, *(file.rpartition("/")[0] for file in lists.files)}
         index = {**FileSet.listing(source, images), **FileSet.listing(source, masks, "mask_")}
-        folders = {name: source.modified_ns(name) for name in sorted(names)}
+        folders = {name: source.times_ns(name) for name in sorted(names)}
         classes: list[str] = []
         if source.exists("classes.txt"):
             text = source.read("classes.txt", 0, _MOST_NAMES).decode("utf-8-sig", "replace")
             classes = [line.strip() for line in text.splitlines() if line.strip()]
-            folders["classes.txt"] = source.modified_ns("classes.txt")
+            folders["classes.txt"] = source.times_ns("classes.txt")
         head: dict[str, Any] = {"classes": classes, "folders": folders}
         return self._listed(
             started,

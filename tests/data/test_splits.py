@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -158,12 +159,13 @@ def test_wrong_options_of_a_reader_are_refused(words: tuple[str, ...], said: str
 
 
 @pytest.mark.parametrize(
-    ("option", "hint"), [("tiers", "option (of dlio.open)"), ("teirs", "; did you mean tiers?")]
+    ("option", "hint"), [("crops", "option (of dlio.open)"), ("corps", "; did you mean crops?")]
 )
 def test_an_option_that_is_no_reader_s_is_not_suggested_for_itself(
     tmp_path: Path, option: str, hint: str
 ) -> None:
     np.save(tmp_path / "x.npy", np.zeros((3, 2)))
+    options: dict[str, Any] = {option: 2}
     with pytest.raises(UsageError) as refused:
-        open_reader(str(tmp_path / "x.npy"), **{option: "none"})
+        open_reader(str(tmp_path / "x.npy"), **options)
     assert str(refused.value).endswith(hint)
