@@ -117,7 +117,9 @@ class MaskReader(ListedReader, PathReader):
     @staticmethod
     def fit(path: str, options: Mapping[str, object]) -> Fit:
         """Return how well a folder fits: less than lists of its pictures that have labels."""
-        named = [str(options[name]) for name in ("images", "masks") if options.get(name)]
+        # `masks=True` is an option of pictures with boxes.
+        given = [options.get(name) for name in ("images", "masks")]
+        named = [each for each in given if each and isinstance(each, str)]
         if named:
             return Fit(f"pictures and masks in {' and '.join(named)}", 1, is_marked=True)
         sides = _sides_of(path)
