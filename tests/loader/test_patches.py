@@ -260,7 +260,7 @@ def test_a_window_is_consecutive_steps_at_every_so_many(tmp_path: Path) -> None:
             assert batch["x"].shape == (3, 8, 5)
     with pytest.raises(UsageError, match=r"no file holds a whole window of 22: .* 21 rows; give"):
         dlio.open(path, window=22)
-    with pytest.raises(UsageError, match=r"^stride of window=0: give"):
+    with pytest.raises(UsageError, match=r"^stride of window 0: give"):
         dlio.open(path, window=(8, 0))
 
 
