@@ -168,7 +168,10 @@ class PatchReader:
         self._steps = self._count_steps()
         counts = self._steps.prod(1)
         if not counts.any():
-            raise UsageError(f"{self.path}: no volume holds a whole window of {self.sides[0]}")
+            raise UsageError(
+                f"{self.path}: no file holds a whole window of {self.sides[0]}: the longest has "
+                f"{counted(int(self._extents[:, 0].max()), 'row')}; give a smaller window="
+            )
         self._firsts = np.append(0, np.cumsum(counts))
         count = int(self._firsts[-1])
         self.sizes = np.broadcast_to(np.int64(_NUMBER.size), count)
@@ -415,7 +418,9 @@ def _window(given: object) -> tuple[int, int]:
             "steps from every second one on"
         )
     length, step = (*parts, 1)[:2]
-    return whole_number("window", length, 1, _MOST), whole_number("window", step, 1, _MOST)
+    return whole_number("window", length, 1, _MOST), whole_number(
+        "stride of window", step, 1, _MOST
+    )
 
 
 def _pad(given: object) -> _Fill:

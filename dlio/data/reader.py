@@ -579,9 +579,10 @@ def _made(name: str, kind: ReaderType, path: object, options: dict[str, object])
     own = [each for each in known if each != "path"]
     for option in options:
         if option not in known:
+            every = [*own, *OPEN_ARGUMENTS]
+            hint = " (of dlio.open)" if option in every else nearest(option, every)
             raise UsageError(
-                f"{option}=: the {name} reader, which reads {path}, has no such "
-                f"option{nearest(option, [*own, *OPEN_ARGUMENTS])}"
+                f"{option}=: the {name} reader, which reads {path}, has no such option{hint}"
             )
     options = {
         each: _fitting(each, value, known[each].annotation) for each, value in options.items()

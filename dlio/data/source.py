@@ -260,10 +260,15 @@ class Source(FsspecHandle):
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""
+        return self.times_ns(name)[0]
+
+    def times_ns(self, name: str = "") -> list[int]:
+        """Do `modified_ns`, and return the time that nobody can set (ctime), too."""
         with suppress(OSError):
             if self._files is None:
-                return os.stat(self.path(name)).st_mtime_ns
-        return 0
+                status = os.stat(self.path(name))
+                return [status.st_mtime_ns, status.st_ctime_ns]
+        return [0, 0]
 
     def listing(self, name: str = "") -> list[Entry]:
         """List a folder, sorted by name, without hidden files (`is_hidden`).

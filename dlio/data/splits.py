@@ -53,7 +53,7 @@ ReaderChoices: TypeAlias = Annotated[
     ),
 ]
 """A command's option for those of `dlio.open` that single formats have."""
-_OF_COMMANDS: Final = ("split", "format", "follow_links", "trust")
+_OF_COMMANDS: Final = ("path", "split", "format", "follow_links", "trust")
 
 
 def reading_options(

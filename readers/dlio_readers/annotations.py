@@ -213,7 +213,7 @@ class AnnotatedReader(ListedReader, PathReader):
             "flags": list(made.flags),
             "doubts": made.doubts,
             "relative": made.relative,
-            "folders": {name: source.modified_ns(name) for name in made.folders},
+            "folders": {name: source.times_ns(name) for name in made.folders},
         }
         head["states"] = {file.url: file.state for file in made.files}
         return self._listed(

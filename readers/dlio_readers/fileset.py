@@ -400,15 +400,21 @@ class ListedReader:
         """Return `head` and the bytes of a file. Raises SourceError, and forgets the cached index,
         if it is not the one that was listed.
         """
-        content = files.read(number, head)
+        what = (
+            f"is no longer the {files.size_of(number)} bytes that were listed, or has other times"
+        )
+        try:
+            content = files.read(number, head)
+        except SourceError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            content, what = None, "is gone"
         if content is not None:
             return content
         if self._source.local:
             forget_index(self._kind, self.version, self._source.root)
-        size = files.size_of(number)
         raise SourceError(
-            f"{files.path(number)} is no longer the {size} bytes that were listed: the data set "
-            "has changed; run again to list it anew"
+            f"{files.path(number)} {what}: the data set has changed; run again to list it anew"
         )
 
     def _holds(self, index: Arrays) -> bool:
@@ -430,10 +436,10 @@ class ListedReader:
         """True if the arrays of an index are of one data set."""
         return True
 
-    def _times_of(self, folders: Sequence[str]) -> list[int]:
+    def _times_of(self, folders: Sequence[str]) -> list[list[int]]:
         # In parallel, because each is a request to a remote file system.
         source = self._source
-        return each_of(source.modified_ns, folders, min(len(folders), _THREADS), source.path(""))
+        return each_of(source.times_ns, folders, min(len(folders), _THREADS), source.path(""))
 
     def _listed(
         self, started: float, index: Arrays, head: dict[str, Any], *parts: Any
@@ -447,7 +453,9 @@ class ListedReader:
         head["left_out"] = _left_out(self._source)
         index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
         settled_ns = int((started - _SETTLED_S) * 1e9)
-        return index, self._source.local and all(w < settled_ns for w in head["folders"].values())
+        return index, self._source.local and all(
+            w < settled_ns for w, _ in head["folders"].values()
+        )
 
 
 def index_kind(format_: str, *options: object) -> str:

@@ -76,10 +76,10 @@ _IMAGE: Final = Schema((("image", "image"),))
 
 @dataclass(frozen=True, slots=True)
 class _FolderFiles:
-    """The images of one folder, or of a part of it, and the folder's modification time."""
+    """The images of one folder, or of a part of it, and its times by `Source.times_ns`."""
 
     name: str
-    modified_ns: int
+    times_ns: list[int]
     names: bytes
     ends: WholeNumbers
     sizes: npt.NDArray[np.int64]
@@ -244,7 +244,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
     """List class folders recursively."""
     listed = _Walk(source).run(classes)
     source.check_dangling(sum(len(each.sizes) for each in listed))
-    folders = {"": source.modified_ns()}
+    folders = {"": source.times_ns()}
     parts: list[_FolderFiles] = []
     labels = []
     by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
@@ -252,7 +252,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
         by_class[each.name.split("/", 1)[0]].append(each)
     for label, name in enumerate(classes):
         own = sorted(by_class[name], key=lambda each: (each.name, each.first))
-        folders.update({each.name: each.modified_ns for each in own})
+        folders.update({each.name: each.times_ns for each in own})
         count = sum(len(each.sizes) for each in own)
         if not count:
             raise SourceError(
@@ -586,7 +586,7 @@ def _by_table(
     index["labels"], classes = _numbered([labels[name] for name in names])
     below = {name.rpartition("/")[0] for name in names}
     places = ["", *[table] * bool(table), *sorted(below - {""})]
-    folders = {place: source.modified_ns(place) for place in places}
+    folders = {place: source.times_ns(place) for place in places}
     return index, {"classes": classes, "labelled": True, "folders": folders}
 
 
@@ -612,7 +612,7 @@ def _by_lists(
     own = [file for file in lists.files if not os.path.isabs(file) and "://" not in file]
     below |= {file.rpartition("/")[0] for file in own}
     places = ["", *own, *sorted(below - {""})]
-    folders = {place: source.modified_ns(place) for place in places}
+    folders = {place: source.times_ns(place) for place in places}
     return index, {"classes": classes, "labelled": bool(has), "folders": folders}
 
 
@@ -641,12 +641,12 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
         listed = source.listing()
         images = [e for e in listed if not e.folder and e.name.lower().endswith(PICTURES)]
     table = next((name for name in TABLES if any(name == each for each, _ in top)), None)
-    folders = {"": source.modified_ns()}
+    folders = {"": source.times_ns()}
     labels = np.zeros(len(images), np.int64)
     classes: list[str] = []
     labelled = False
     if table is not None:
-        folders[table] = source.modified_ns(table)
+        folders[table] = source.times_ns(table)
         own = [entry.name for entry in images]
         label_of = read_table(source, table, own)
         labelled = bool(label_of)
@@ -691,12 +691,12 @@ class _Walk:
         if source.local and os.path.islink(source.path(folder)):
             source.check_links(folder)
             came_by = self._links.enter(source.path(folder), came_by)
-        modified_ns = source.modified_ns(folder)
+        times_ns = source.times_ns(folder)
         if not source.local:
             entries = source.listing(folder)
             note_others(source, folder, [each.name for each in entries if not each.folder])
             images = [e for e in entries if not e.folder and e.name.lower().endswith(PICTURES)]
-            self.listed.append(_listed(folder, modified_ns, images))
+            self.listed.append(_listed(folder, times_ns, images))
             inner = [entry.name for entry in entries if entry.folder]
             return [partial(self._list_folder, f"{folder}/{name}", came_by) for name in inner]
         rows = source.names(folder, keep=False)
@@ -707,12 +707,12 @@ class _Walk:
         _look_for_folders(source, folder, rows)
         return [
             *(partial(self._list_folder, f"{folder}/{name}", came_by) for name in below),
-            *(partial(self._look_at, folder, modified_ns, part) for part in parts),
+            *(partial(self._look_at, folder, times_ns, part) for part in parts),
         ]
 
-    def _look_at(self, folder: str, modified_ns: int, names: list[str]) -> "list[_Task]":
+    def _look_at(self, folder: str, times_ns: list[int], names: list[str]) -> "list[_Task]":
         entries = [self._source.entry(folder, name) for name in names]
-        self.listed.append(_listed(folder, modified_ns, [entry for entry in entries if entry]))
+        self.listed.append(_listed(folder, times_ns, [entry for entry in entries if entry]))
         return []
 
 
@@ -735,7 +735,7 @@ def _look_for_folders(source: Source, folder: str, rows: Sequence[tuple[str, boo
 _Task = Callable[[], "list[_Task]"]
 
 
-def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _FolderFiles:
+def _listed(folder: str, times_ns: list[int], images: Sequence[Entry]) -> _FolderFiles:
     """Return the images of a folder; refuse those too large for a sample, or of unknown size."""
     for entry in images:
         if entry.known_size() > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead:
@@ -743,7 +743,7 @@ def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _FolderFi
     names = Names.of([f"{folder}/{entry.name}" if folder else entry.name for entry in images])
     return _FolderFiles(
         folder,
-        modified_ns,
+        times_ns,
         names.blob.tobytes(),
         names.ends,
         np.array([entry.size for entry in images], np.int64),

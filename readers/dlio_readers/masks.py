@@ -117,7 +117,9 @@ class MaskReader(ListedReader, PathReader):
     @staticmethod
     def fit(path: str, options: Mapping[str, object]) -> Fit:
         """Return how well a folder fits: less than lists of its pictures that have labels."""
-        named = [str(options[name]) for name in ("images", "masks") if options.get(name)]
+        # `masks=True` is an option of pictures with boxes.
+        given = [options.get(name) for name in ("images", "masks")]
+        named = [each for each in given if each and isinstance(each, str)]
         if named:
             return Fit(f"pictures and masks in {' and '.join(named)}", 1, is_marked=True)
         sides = _sides_of(path)
@@ -154,12 +156,12 @@ class MaskReader(ListedReader, PathReader):
             images, masks = [each for each, _ in pairs], [each for _, each in pairs]
             names |= {*lists.files, *(file.rpartition("/")[0] for file in lists.files)}
         index = {**FileSet.listing(source, images), **FileSet.listing(source, masks, "mask_")}
-        folders = {name: source.modified_ns(name) for name in sorted(names)}
+        folders = {name: source.times_ns(name) for name in sorted(names)}
         classes: list[str] = []
         if source.exists("classes.txt"):
             text = source.read("classes.txt", 0, _MOST_NAMES).decode("utf-8-sig", "replace")
             classes = [line.strip() for line in text.splitlines() if line.strip()]
-            folders["classes.txt"] = source.modified_ns("classes.txt")
+            folders["classes.txt"] = source.times_ns("classes.txt")
         head: dict[str, Any] = {"classes": classes, "folders": folders}
         return self._listed(
             started,

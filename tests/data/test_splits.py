@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -146,6 +147,7 @@ def test_options_of_a_reader_are_read_from_words() -> None:
     [
         (("layout",), "give NAME=VALUE"),
         (("=flat",), "give NAME=VALUE"),
+        (("path=x",), "of the command's own"),
         (("split=val",), "of the command's own"),
         (("trust=true",), "of the command's own"),
         (("a=1", "a=2"), "a is given twice"),
@@ -154,3 +156,16 @@ def test_options_of_a_reader_are_read_from_words() -> None:
 def test_wrong_options_of_a_reader_are_refused(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         reading_options(None, None, words)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"), [("crops", "option (of dlio.open)"), ("corps", "; did you mean crops?")]
+)
+def test_an_option_that_is_no_reader_s_is_not_suggested_for_itself(
+    tmp_path: Path, option: str, hint: str
+) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((3, 2)))
+    options: dict[str, Any] = {option: 2}
+    with pytest.raises(UsageError) as refused:
+        open_reader(str(tmp_path / "x.npy"), **options)
+    assert str(refused.value).endswith(hint)

@@ -258,8 +258,10 @@ def test_a_window_is_consecutive_steps_at_every_so_many(tmp_path: Path) -> None:
                 assert data[k]["hour"].tolist() == list(range(2 * k, 2 * k + 8))
             batch = next(iter(dlio.DataLoader(data, batch_size=3)))
             assert batch["x"].shape == (3, 8, 5)
-    with pytest.raises(UsageError, match="no volume holds a whole window of 22"):
+    with pytest.raises(UsageError, match=r"no file holds a whole window of 22: .* 21 rows; give"):
         dlio.open(path, window=22)
+    with pytest.raises(UsageError, match=r"^stride of window 0: give"):
+        dlio.open(path, window=(8, 0))
 
 
 def test_windows_do_not_cross_files(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Class folders: read in torchvision's order, listed once; changed files are errors."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -119,11 +120,24 @@ def test_a_file_that_changed_size_is_refused_and_listed_again(
     assert open_reader(str(folder)).sizes[0] == len(content) + 8
 
 
-def test_a_file_that_vanished_is_named(folder: Path) -> None:
+def test_a_file_that_vanished_is_named_and_listed_again(folder: Path, cache: Path) -> None:
     reader = open_reader(str(folder))
-    (folder / "C" / "1.jpg").unlink()
-    with pytest.raises(SourceError, match=r"C/1\.jpg cannot be read: No such file"):
+    before = os.stat(folder / "C")
+    (folder / "C" / "1.jpg").rename(folder / "C" / "2.jpg")
+    os.utime(folder / "C", ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(SourceError, match=r"C/1\.jpg is gone: the data set has changed; run again"):
         reader.read(np.array([0]))
+    assert list(cache.glob("*/kept")) == []
+    assert open_reader(str(folder)).name(0).endswith("2.jpg")
+
+
+def test_a_new_file_is_noticed_also_if_its_folder_has_the_time_of_before(folder: Path) -> None:
+    for name in ("", "C"):
+        os.utime(folder / name, ns=(10**18, 10**18))
+    assert len(open_reader(str(folder))) == 6
+    shutil.copy(folder / "C" / "1.jpg", folder / "C" / "2.jpg")
+    os.utime(folder / "C", ns=(10**18, 10**18))
+    assert len(open_reader(str(folder))) == 7
 
 
 def test_paths_without_a_data_set_are_refused(tmp_path: Path) -> None:

@@ -397,6 +397,7 @@ def test_masks_are_read_where_they_are_asked_for(
     write_voc_masks(tmp_path)
     assert len(open_reader(str(tmp_path), split="train")) == 6
     assert "masks in SegmentationClass, which format='masks' reads" in caplog.text
+    assert open_reader(str(tmp_path), split="train", masks=True).format == "voc"
     options: dict[str, Any] = {"image_size": None, "tiers": "none"}
     with pytest.raises(UsageError, match="has the splits train, val: choose one"):
         dlio.open(tmp_path, format="masks", **options)
