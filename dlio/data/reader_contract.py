@@ -97,6 +97,18 @@ time of change (ctime) of the file that is meant: another one is not read; 1 if 
 over links, 0 if a file behind one is not read."""
 
 
+def locate_in_memory(
+    parts: npt.NDArray[np.void],
+    values: npt.NDArray[np.generic],
+    rows: npt.NDArray[np.int64] | None = None,
+) -> None:
+    """Have `parts` of type PART, shape (n,), be numbers of a contiguous array that stays: those at
+    `rows`, or all."""
+    rows = np.arange(len(values), dtype=np.int64) if rows is None else rows
+    parts["descriptor"], parts["bytes"] = IN_MEMORY, values.itemsize
+    parts["offset"] = values.ctypes.data + rows * values.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class FileLocations:
     """Where samples lie in open files; a row for each, all of shape (n,).

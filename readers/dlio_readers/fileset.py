@@ -239,13 +239,13 @@ class FileSet:
     def read_many(
         self, numbers: npt.NDArray[np.int64], heads: npt.NDArray[np.uint8]
     ) -> list[memoryview | None]:
-        """Return payloads: a head, of `heads` of shape (n, bytes), and a file's bytes.
+        """Return payloads of some files: a head, of `heads` of shape (n, bytes), and its bytes.
 
         None for files that are to be read by `read`, which tells the reason: without the C library
         it reads them all.
         """
         nothing: list[memoryview | None] = [None] * len(numbers)
-        located = None if len(numbers) < 2 or are_observed() else self._named(numbers)
+        located = None if are_observed() else self._named(numbers)
         if located is None:
             return nothing
         sizes, head = self.sizes[numbers] - self._overhead, heads.shape[1]
@@ -273,7 +273,7 @@ class FileSet:
         parts["descriptor"] = IN_FOLDER
         parts["offset"] = files.ctypes.data + np.arange(len(files)) * files.itemsize
         parts["bytes"] = self.sizes[numbers] - self._overhead
-        return list(located)
+        return [*located, self.names.blob]
 
     def _named(
         self, numbers: npt.NDArray[np.int64]

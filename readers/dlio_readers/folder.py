@@ -25,12 +25,12 @@ from dlio.data.labels import (
 )
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import (
-    IN_MEMORY,
     PART,
     Abilities,
     FileLocations,
     Fit,
     PathRules,
+    locate_in_memory,
 )
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema, WholeNumbers
 from dlio.data.source import Entry, Source, file_at
@@ -182,6 +182,8 @@ class FolderReader(ListedReader):
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
+        if len(samples) < 2:
+            return super().read(samples)
         labels = self.labels[samples].astype("<i8").view(np.uint8).reshape(len(samples), 8)
         payloads = self._files.read_many(samples, labels[:, : self.schema.overhead])
         return [
@@ -196,9 +198,7 @@ class FolderReader(ListedReader):
         holders = self._files.locate(samples, parts[:, -1])
         known = np.full(len(samples), holders is not None)
         if has_label:
-            label = parts[:, 0]
-            label["descriptor"], label["bytes"] = IN_MEMORY, labels.itemsize
-            label["offset"] = labels.ctypes.data + np.arange(len(labels)) * labels.itemsize
+            locate_in_memory(parts[:, 0], labels)
         return FileLocations.of_parts(known, parts, [*(holders or ()), labels])
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:

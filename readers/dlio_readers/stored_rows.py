@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.open_files import open_file
-from dlio.data.reader_contract import IN_MEMORY, PART, FileLocations
+from dlio.data.reader_contract import PART, FileLocations, locate_in_memory
 from dlio.data.schema import Schema
 from dlio.data.source import File
 
@@ -67,8 +67,7 @@ class StoredRows:
         for number, field in enumerate(self._fields):
             part = parts[:, number]
             if isinstance(field, np.ndarray):
-                part["descriptor"], part["bytes"] = IN_MEMORY, field.itemsize
-                part["offset"] = field.ctypes.data + samples * field.itemsize
+                locate_in_memory(part, field, samples)
                 holders.append(field)
                 continue
             firsts = self._firsts[number]

@@ -37,11 +37,11 @@ from dlio.data.labels import (
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile, open_file
 from dlio.data.reader_contract import (
-    IN_MEMORY,
     PART,
     Abilities,
     FileLocations,
     PathRules,
+    locate_in_memory,
 )
 from dlio.data.schema import IMAGES, LABEL, Schema, array_kind
 from dlio.data.source import File, files_below
@@ -419,9 +419,7 @@ class TarReader(PathReader):
             for k in self._numbers:
                 numbers[here] = part.numbers_at(k, rows)
         if has_number:
-            number = parts[:, 0]
-            number["descriptor"], number["bytes"] = IN_MEMORY, numbers.itemsize
-            number["offset"] = numbers.ctypes.data + np.arange(count) * numbers.itemsize
+            locate_in_memory(parts[:, 0], numbers)
         return FileLocations.of_parts(known, parts, holders)
 
     def _read_file(
