@@ -5,7 +5,7 @@ so do files that are named as pictures are, one each.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from dlio.data.interpretation import named_files
@@ -38,13 +38,14 @@ def files_of_labels(
 
     A strict search, of a folder above, leaves out those whose names alone say so weakly.
     """
-    names = [name for name, inner in source.names(folder) if not inner]
+    shown = set(pictures)
+    names = [name for name, inner in source.names(folder) if not inner and name not in shown]
     stems = {os.path.splitext(name)[0] for name in pictures}
     known = [os.fsencode(name) for name in sorted(stems)[:_MOST_PICTURES] if name]
-    likely = [n for n in names if n.lower().endswith((*_TEXTS, *_TABLES)) and n not in pictures]
+    likely = [name for name in names if name.lower().endswith((*_TEXTS, *_TABLES))]
     prefix = f"{folder}/" if folder else ""
-    own = [] if is_strict else [name for name in likely if os.path.splitext(name)[0] in stems]
-    others = [name for name in likely if name not in own][:_MOST_FILES]
+    own, others = _named_alike(likely, set() if is_strict else stems)
+    others = others[:_MOST_FILES]
     if is_strict:
         words = [name for name in others if any(word in name.lower() for word in _SURE)]
         texts = [n for n in others if n not in words and n.lower().endswith(_TEXTS)]
@@ -55,9 +56,10 @@ def files_of_labels(
 def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Return (words about files next to a folder's pictures, these files)."""
     stems = {os.path.splitext(name)[0] for name in pictures}
-    files = [name for name, folder in source.names() if not folder and name not in set(pictures)]
-    own = [n for n in files if n.lower().endswith(_TEXTS) and os.path.splitext(n)[0] in stems]
-    likely = [n for n in files if n not in own and n.lower().endswith((*_TEXTS, *_TABLES))]
+    shown = set(pictures)
+    files = [name for name, folder in source.names() if not folder and name not in shown]
+    own, others = _named_alike([n for n in files if n.lower().endswith(_TEXTS)], stems)
+    likely = sorted([*others, *(name for name in files if name.lower().endswith(_TABLES))])
     names = [os.fsencode(name) for name in sorted(stems)[:_MOST_PICTURES] if name]
     kept = [name for name in likely[:_MOST_FILES] if _may_label(source, name, names)]
     words = [
@@ -66,6 +68,14 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
     if own:
         words.append(f"{named_files(own)} named as pictures are, one each")
     return tuple(words), [*kept, *own]
+
+
+def _named_alike(names: Sequence[str], stems: Set[str]) -> tuple[list[str], list[str]]:
+    """Return (names that are one of the stems but for the suffix, all others)."""
+    alike: tuple[list[str], list[str]] = ([], [])
+    for name in names:
+        alike[os.path.splitext(name)[0] not in stems].append(name)
+    return alike
 
 
 def labels_beside(source: Source, lists: PictureLists) -> tuple[str, ...]:
