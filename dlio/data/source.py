@@ -209,6 +209,12 @@ class Source(FsspecHandle):
         except (OSError, SourceError):
             return None
 
+    def folder_of(self, name: str) -> tuple[OpenFolder, bool]:
+        """Return a local folder below the root, open for its files to be looked at, and True if
+        links in it are followed. Raises SourceError."""
+        with ReadErrors(self.path(name)):
+            return self._place.folder(self.path(name)), self._place.follows
+
     def close(self) -> None:
         """Close folders that are kept open. Those that are needed again are opened again."""
         self._place.close()

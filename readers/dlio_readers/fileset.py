@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from dlio.data.requests import are_observed, request
 from dlio.data.source import ReadErrors, Source
 from dlio.data.splits import split_of
 from dlio.errors import SourceError
-from dlio.image.native.listed_files import read_files
+from dlio.image.native.listed_files import look_at_files, read_files
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular
@@ -115,7 +116,7 @@ def _by_pictures(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolder
 # Files of a listing
 
 _THREADS: Final = 32
-_LOOKED_AT: Final = 64
+LOOKED_AT: Final = 64
 """Files per task of reading attributes."""
 _CHECKED: Final = 2048
 """Files whose attributes are compared with a listing."""
@@ -165,21 +166,19 @@ class FileSet:
         rows = np.zeros((len(names), 3), np.int64)
         lost: list[int] = []
         if source.local:
+            runs: list[tuple[str, int, int]] = []  # Names one after another in the same folder.
+            for folder, own in groupby(names, lambda name: name.rpartition("/")[0]):
+                begin = runs[-1][2] if runs else 0
+                end = begin + sum(1 for _ in own)
+                runs += [(folder, k, min(k + LOOKED_AT, end)) for k in range(begin, end, LOOKED_AT)]
 
-            def look(first: int) -> list[int]:
-                gone = []
-                for k in range(first, min(first + _LOOKED_AT, len(names))):
-                    folder, _, name = names[k].rpartition("/")
-                    entry = source.entry(folder, name)
-                    if entry is None:
-                        gone.append(k)
-                    else:
-                        rows[k] = entry.size, entry.modified_ns, entry.changed_ns
-                return gone
+            def look(run: tuple[str, int, int]) -> None:
+                folder, begin, end = run
+                own = [name.rpartition("/")[2] for name in names[begin:end]]
+                rows[begin:end] = look_at(source, folder, own)
 
-            begins = range(0, len(names), _LOOKED_AT)
-            for gone in each_of(look, begins, _THREADS, source.path("")):
-                lost += gone
+            each_of(look, runs, _THREADS, source.path(""))
+            lost = np.flatnonzero(rows[:, 0] < 0).tolist()
         else:
             listed = {}
             for folder in {name.rpartition("/")[0] for name in names}:
@@ -307,7 +306,7 @@ class FileSet:
             return True
 
         chosen = spread(len(self), _CHECKED)
-        parts = [chosen[k : k + _LOOKED_AT] for k in range(0, len(chosen), _LOOKED_AT)]
+        parts = [chosen[k : k + LOOKED_AT] for k in range(0, len(chosen), LOOKED_AT)]
         return all(each_of(same, parts, min(len(parts), _THREADS), self._source.path("")))
 
     def content_samples(self) -> list[str]:
@@ -342,6 +341,31 @@ class FileSet:
                 os.close(descriptor)
         unchanged = done == size and status.st_ctime_ns == changed_ns
         return memoryview(memory) if unchanged else None
+
+
+def look_at(source: Source, folder: str, names: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return (size, times of the last change of the contents and of all) of files of a local
+    folder, shape (n, 3); the size is -1 for those that are not there, which `Source.entry` notes.
+
+    Raises SourceError, also if one is not a regular file, or a link out of the root.
+    """
+    rows = np.full((len(names), 3), -1, np.int64)
+    rest: Iterable[int] = range(len(names))
+    # A name with a slash could lead over links.
+    if names and not any("/" in name for name in names):
+        try:
+            opened, follows = source.folder_of(folder)
+        except SourceError:
+            pass  # The first file tells.
+        else:
+            text = Names.of(names)
+            known = look_at_files(opened.number, follows, text.blob, text.ends)
+            rows[:] = known[:, :3]
+            rest = np.flatnonzero(known[:, 3] == 0).tolist()
+    for k in rest:
+        entry = source.entry(folder, names[k])
+        rows[k] = -1 if entry is None else (entry.size, entry.modified_ns, entry.changed_ns)
+    return rows
 
 
 class ListedReader:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -39,14 +40,16 @@ from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
-from dlio.util.parallel import follow
+from dlio.util.parallel import each_of, follow
 from dlio.util.units import counted
 from dlio_readers.fileset import (
+    LOOKED_AT,
     PICTURES,
     FileSet,
     ListedReader,
     files_in,
     index_kind,
+    look_at,
     note_others,
 )
 from dlio_readers.folder_doubts import (
@@ -66,11 +69,10 @@ from dlio_readers.picture_lists import (
 from dlio_readers.unread_labels import files_of_labels, labels_beside, unread_labels, write_them
 
 _LISTING_THREADS: Final = 32
-_LOOKED_AT: Final = 64
-"""Files per task of reading file sizes."""
 _CHOICES: Final = ("layout", "table", "label")
 _PROBED: Final = 64
 """Class folders whose names of files are looked at for what else they may mean."""
+_NO_ROWS: Final = np.zeros((0, 3), np.int64)
 _IMAGE: Final = Schema((("image", "image"),))
 
 
@@ -215,7 +217,7 @@ class FolderReader(ListedReader):
         source, started = self._source, time.time()
         rows = source.names()
         classes = [name for name, folder in rows if folder]
-        plan = plan_of(source, self._layout, self._table, self._label)
+        plan = plan_of(source, self._layout, self._table, self._label, explains=False)
         if plan.lists is not None:
             index, head = _by_lists(source, plan.lists, self._split)
         elif plan.labels or plan.is_named:
@@ -326,9 +328,16 @@ class FolderPlan:
 
 
 def plan_of(
-    source: Source, layout: object = None, table: object = None, label: object = None
+    source: Source,
+    layout: object = None,
+    table: object = None,
+    label: object = None,
+    *,
+    explains: bool = True,
 ) -> FolderPlan:
     """Return how a folder is read: with a table or lists, as class folders, or flat.
+
+    Its fit lacks what is left out, and doubts, unless it `explains`: for these all names are read.
 
     Raises UsageError if it holds about as many pictures as its folders do.
     """
@@ -360,13 +369,14 @@ def plan_of(
         weight = len(here) if table else len(here) / 2
         notes: tuple[str, ...] = ()
         files: list[str] = []
-        if here and not table and not layout:
+        if explains and here and not table and not layout:
             notes, files = unread_labels(source, here)
             notes = (*_names_words(here), *_lists_above(source, here), *notes)
         if rest:
             notes = (*notes, f"{named_files(rest)}, since {table} is read")
-        doubts = [doubt_of_masks(masks)] if (masks := masks_among(here)) and not layout else []
-        parts = splits_among(here)
+        masks = [] if layout or not explains else masks_among(here)
+        doubts = [doubt_of_masks(masks)] if masks else []
+        parts = splits_among(here) if explains else {}
         if len(parts) > 1 and sum(map(len, parts.values())) == len(here) and not table:
             shown = ", ".join(f"{name} ({len(own)})" for name, own in parts.items())
             doubts.append(f"names say the splits {shown}: put the pictures of each into a folder")
@@ -394,7 +404,7 @@ def plan_of(
         others.append(f"{shown} next to them, which layout='flat' reads")
     used = (table,) if table else ()
     doubts = []
-    if layout is None:
+    if layout is None and explains:
         below = {name: _pictures_in(source, name) for name in folders[:_PROBED]}
         doubts = doubts_of_classes(folders, {name: own for name, own in below.items() if own})
         doubts += _nested(source, folders)
@@ -635,25 +645,25 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     note_others(source, "", [name for name, folder in top if not folder])
     if source.local:
         here = [name for name, folder in top if not folder and name.lower().endswith(PICTURES)]
-        images = [entry for name in here if (entry := source.entry("", name)) is not None]
-        source.check_dangling(len(images))
+        parts = [here[k : k + LOOKED_AT] for k in range(0, len(here), LOOKED_AT)]
+        rows = each_of(partial(look_at, source, ""), parts, _LISTING_THREADS, source.path(""))
+        own, looks = _present(here, np.concatenate([_NO_ROWS, *rows]))
+        source.check_dangling(len(own))
     else:
-        listed = source.listing()
-        images = [e for e in listed if not e.folder and e.name.lower().endswith(PICTURES)]
+        own, looks = _images_of(source.listing())
     table = next((name for name in TABLES if any(name == each for each, _ in top)), None)
     folders = {"": source.times_ns()}
-    labels = np.zeros(len(images), np.int64)
+    labels = np.zeros(len(own), np.int64)
     classes: list[str] = []
     labelled = False
     if table is not None:
         folders[table] = source.times_ns(table)
-        own = [entry.name for entry in images]
         label_of = read_table(source, table, own)
         labelled = bool(label_of)
         if labelled:
             _check_agreement(source, table, label_of, own)
-            labels, classes = _numbered([label_of[entry.name] for entry in images])
-    files = _listed("", folders[""], images)
+            labels, classes = _numbered([label_of[name] for name in own])
+    files = _listed("", folders[""], own, looks)
     index = _index_of([files], labels, IMAGE_LABEL.overhead * labelled)
     return index, {"classes": classes, "labelled": labelled, "folders": folders}
 
@@ -695,13 +705,12 @@ class _Walk:
         if not source.local:
             entries = source.listing(folder)
             note_others(source, folder, [each.name for each in entries if not each.folder])
-            images = [e for e in entries if not e.folder and e.name.lower().endswith(PICTURES)]
-            self.listed.append(_listed(folder, times_ns, images))
+            self.listed.append(_listed(folder, times_ns, *_images_of(entries)))
             inner = [entry.name for entry in entries if entry.folder]
             return [partial(self._list_folder, f"{folder}/{name}", came_by) for name in inner]
         rows = source.names(folder, keep=False)
         names = [n for n, inside in rows if not inside and n.lower().endswith(PICTURES)]
-        parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
+        parts = [names[k : k + LOOKED_AT] for k in range(0, len(names), LOOKED_AT)] or [[]]
         below = [name for name, inside in rows if inside]
         note_others(source, folder, [name for name, inside in rows if not inside])
         _look_for_folders(source, folder, rows)
@@ -711,8 +720,8 @@ class _Walk:
         ]
 
     def _look_at(self, folder: str, times_ns: list[int], names: list[str]) -> "list[_Task]":
-        entries = [self._source.entry(folder, name) for name in names]
-        self.listed.append(_listed(folder, times_ns, [entry for entry in entries if entry]))
+        images = _present(names, look_at(self._source, folder, names))
+        self.listed.append(_listed(folder, times_ns, *images))
         return []
 
 
@@ -735,19 +744,36 @@ def _look_for_folders(source: Source, folder: str, rows: Sequence[tuple[str, boo
 _Task = Callable[[], "list[_Task]"]
 
 
-def _listed(folder: str, times_ns: list[int], images: Sequence[Entry]) -> _FolderFiles:
-    """Return the images of a folder; refuse those too large for a sample, or of unknown size."""
-    for entry in images:
-        if entry.known_size() > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead:
-            raise SourceError(f"{entry.name} of {entry.size} bytes is not an image: remove it")
-    names = Names.of([f"{folder}/{entry.name}" if folder else entry.name for entry in images])
+def _present(
+    names: Sequence[str], looks: npt.NDArray[np.int64]
+) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Return the names, and what `look_at` says of them, of those files that are there."""
+    is_there = looks[:, 0] >= 0
+    return list(compress(names, is_there.tolist())), looks[is_there]
+
+
+def _images_of(entries: Sequence[Entry]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Return the names of the images in a listing, and their sizes and times as of `look_at`.
+
+    Raises SourceError if a size is unknown.
+    """
+    images = [e for e in entries if not e.folder and e.name.lower().endswith(PICTURES)]
+    rows = [(each.known_size(), each.modified_ns, each.changed_ns) for each in images]
+    return [each.name for each in images], np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _listed(
+    folder: str, times_ns: list[int], names: Sequence[str], looks: npt.NDArray[np.int64]
+) -> _FolderFiles:
+    """Return the images of a folder, of which `looks` has sizes and times, shape (n, 3); refuse
+    those too large for a sample."""
+    sizes, times, changed = looks.T.copy()
+    large = np.flatnonzero(sizes > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead)
+    if len(large):
+        name, size = names[large[0]], sizes[large[0]]
+        raise SourceError(f"{name} of {size} bytes is not an image: remove it")
+    paths = Names.of([f"{folder}/{name}" if folder else name for name in names])
+    first = names[0] if names else ""
     return _FolderFiles(
-        folder,
-        times_ns,
-        names.blob.tobytes(),
-        names.ends,
-        np.array([entry.size for entry in images], np.int64),
-        np.array([entry.modified_ns for entry in images], np.int64),
-        np.array([entry.changed_ns for entry in images], np.int64),
-        images[0].name if images else "",
+        folder, times_ns, paths.blob.tobytes(), paths.ends, sizes, times, changed, first
     )

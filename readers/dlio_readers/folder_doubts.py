@@ -103,14 +103,17 @@ def number_labels(stems: Sequence[str]) -> list[str]:
 def masks_among(names: Sequence[str]) -> list[str]:
     """Return those of some files that are named as others of them with `_mask` or the like, or in
     which all names come with the same two suffixes, those that are PNGs or come last."""
-    stems = Counter(_stem(name) for name in names)
-    suffixes = sorted({os.path.splitext(name)[1] for name in names}, key=lambda s: (s == ".png", s))
-    if len(names) > 2 and len(suffixes) == 2 and set(stems.values()) == {2}:
-        return [name for name in names if name.endswith(suffixes[-1])]
+    stem_of = {name: _stem(name) for name in names}
+    stems = Counter(stem_of.values())
+    if len(names) > 2 and set(stems.values()) == {2}:
+        suffixes = {os.path.splitext(name)[1] for name in names}
+        if len(suffixes) == 2:
+            last = max(suffixes, key=lambda suffix: (suffix == ".png", suffix))
+            return [name for name in names if name.endswith(last)]
     return [
         name
-        for name in names
-        if (match := _MASK.fullmatch(_stem(name))) and match[1].rstrip(_SPACE) in stems
+        for name, stem in stem_of.items()
+        if (match := _MASK.fullmatch(stem)) and match[1].rstrip(_SPACE) in stems
     ]
 
 

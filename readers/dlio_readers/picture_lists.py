@@ -299,12 +299,14 @@ def delimiter_of(file: str, text: str) -> str:
 
 
 def _may_be_list(name: str, folder: str = "") -> bool:
+    if not name.lower().endswith((".csv", ".tsv", ".txt")):
+        return False
     stem, suffix = os.path.splitext(name.lower())
     if "submission" in stem:
         return False  # Labels to be filled in.
     if suffix in (".csv", ".tsv") and not folder:
         return True
-    return suffix in (".csv", ".tsv", ".txt") and bool(split_word(stem))
+    return bool(split_word(stem))
 
 
 def _read(source: Source, file: str, label: str | None, is_named: bool = False) -> _List:

@@ -4,6 +4,7 @@ the bytes that Python reads one by one, and leave to it files that are not the l
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -181,20 +182,20 @@ def test_many_files_by_one_call_are_those_one_by_one(
 ) -> None:
     reader = open_reader(str(make(tmp_path / "data")))
     calls: list[int] = []
-    original = listed_files._call()
-    assert original is not None
+    library = listed_files._library()
+    assert library is not None
 
     def call(*arguments: object) -> None:
         calls.append(len(arguments))
-        original(*arguments)
+        library.dlio_files_read(*arguments)
 
-    monkeypatch.setattr(listed_files, "_call", lambda: call)
+    monkeypatch.setattr(listed_files, "_library", lambda: SimpleNamespace(dlio_files_read=call))
     numbers = np.random.default_rng(3).permutation(len(reader))
     together = [bytes(each) for each in reader.read(numbers)]
     assert len(calls) == 1
     assert together == [bytes(reader.read(numbers[k : k + 1])[0]) for k in range(len(numbers))]
     assert len(calls) == 1
-    monkeypatch.setattr(listed_files, "_call", lambda: None)
+    monkeypatch.setattr(listed_files, "_library", lambda: None)
     assert together == [bytes(each) for each in reader.read(numbers)]
     assert reader.read(numbers[:0]) == []
     reader.close()

@@ -298,22 +298,42 @@ int dlio_read_all(int file, uint8_t *into, size_t size, int64_t offset) {
     return 1;
 }
 
-static int64_t changed_ns(const struct stat *status) {
 #ifdef __APPLE__
-    const struct timespec *time = &status->st_ctimespec;
-#else
-    const struct timespec *time = &status->st_ctim;
+#define st_mtim st_mtimespec
+#define st_ctim st_ctimespec
 #endif
-    return time->tv_sec * (int64_t)1000000000 + time->tv_nsec;
+
+static int64_t ns(struct timespec time) { return time.tv_sec * (int64_t)1000000000 + time.tv_nsec; }
+
+/* Have `text` be a name that ends with 0. 0 if it has one within, or is too long. */
+static int copy_name(char text[PATH_MAX], const uint8_t *name, int64_t bytes) {
+    if (bytes < 1 || bytes >= PATH_MAX || memchr(name, 0, (size_t)bytes)) return 0;
+    memcpy(text, name, (size_t)bytes);
+    text[bytes] = 0;
+    return 1;
+}
+
+/* Look at files of a folder. Of each, `rows` gets the bytes, the times of the last change of the contents
+ * and of all, and 1; zeros if it is no regular file, or a link that is not to be followed. */
+EXPORT void dlio_files_status(int64_t folder, int64_t follows, const uint8_t *names, const int64_t *ends,
+                              int64_t count, int64_t *rows) {
+    char name[PATH_MAX];
+    struct stat status;
+    int flags = follows ? 0 : AT_SYMLINK_NOFOLLOW;
+    for (int64_t k = 0, begin = 0; k < count; begin = ends[k++], rows += 4) {
+        memset(rows, 0, 4 * sizeof *rows);
+        if (!copy_name(name, names + begin, ends[k] - begin) ||
+            fstatat((int)folder, name, &status, flags) || !S_ISREG(status.st_mode))
+            continue;
+        rows[0] = status.st_size, rows[1] = ns(status.st_mtim), rows[2] = ns(status.st_ctim), rows[3] = 1;
+    }
 }
 
 /* Open a file below a folder, waiting for nobody. -1 if it cannot be, or lies behind a link that is not to
  * be followed. */
 static int open_named(const NamedFile *named) {
     char name[PATH_MAX];
-    if (named->name_bytes < 1 || named->name_bytes >= PATH_MAX) return -1;
-    memcpy(name, (const void *)(uintptr_t)named->name, (size_t)named->name_bytes);
-    name[named->name_bytes] = 0;
+    if (!copy_name(name, (const uint8_t *)(uintptr_t)named->name, named->name_bytes)) return -1;
     int file = -1;
     if (named->follows) {
         do file = openat((int)named->folder, name, FLAGS & ~O_NOFOLLOW);
@@ -336,7 +356,7 @@ int dlio_read_named(const NamedFile *named, uint8_t *into, size_t size) {
     struct stat status;
     int is_read = dlio_read_all(file, into, size, 0) && !fstat(file, &status) &&
                   S_ISREG(status.st_mode) && (size_t)status.st_size == size &&
-                  changed_ns(&status) == named->changed_ns;
+                  ns(status.st_ctim) == named->changed_ns;
     close(file);
     return is_read;
 }

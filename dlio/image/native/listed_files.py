@@ -1,4 +1,4 @@
-"""Many files below a folder read by one call, without the interpreter's lock."""
+"""Many files below a folder looked at, or read, by one call, without the interpreter's lock."""
 
 import ctypes
 import functools
@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.reader_contract import NAMED_FILE
+from dlio.data.schema import WholeNumbers
 from dlio.image.native import LIBRARY
 from dlio.util.settings import settings
 
@@ -26,24 +27,46 @@ def read_files(
     that are meant, and their memory is undefined. None was, without the library.
     """
     read = np.zeros(len(files), np.bool_)
-    call = _call()
-    if call is not None and len(files):
+    library = _library()
+    if library is not None and len(files):
         files = np.ascontiguousarray(files, NAMED_FILE)
-        call(*(each.ctypes.data for each in (files, sizes, offsets)), len(files),
-             memory.ctypes.data, read.ctypes.data)  # fmt: skip
+        inputs = (each.ctypes.data for each in (files, sizes, offsets))
+        library.dlio_files_read(*inputs, len(files), memory.ctypes.data, read.ctypes.data)
     return read
 
 
+def look_at_files(
+    folder: int, follows: bool, names: npt.NDArray[np.uint8], ends: WholeNumbers
+) -> npt.NDArray[np.int64]:
+    """Look at regular files in an open folder, over links if these are followed.
+
+    Args:
+        names: bytes of the names, one after another; `ends` has the end of each, shape (n,).
+
+    Returns (bytes, time of the last change of the contents, of all, 1), in nanoseconds; shape
+    (n, 4). Zeros for other files, links and those that are gone: of all, without the library.
+    """
+    rows = np.zeros((len(ends), 4), np.int64)
+    library = _library()
+    if library is not None and len(ends):
+        ends = np.ascontiguousarray(ends, np.int64)
+        library.dlio_files_status(folder, follows, names.ctypes.data, ends.ctypes.data, len(ends),
+                                  rows.ctypes.data)  # fmt: skip
+    return rows
+
+
 @functools.cache
-def _call() -> "ctypes._NamedFuncPointer | None":
+def _library() -> ctypes.CDLL | None:
     # Another decoder of pictures may be the faster one here; this has nothing to do with it.
     if not settings().native:
         return None
+    number, address = ctypes.c_int64, ctypes.c_void_p
     try:
-        call = ctypes.CDLL(LIBRARY).dlio_files_read
+        library = ctypes.CDLL(LIBRARY)
+        read, look = library.dlio_files_read, library.dlio_files_status
     except (OSError, AttributeError):
         return None
-    address = ctypes.c_void_p
-    call.argtypes = (address, address, address, ctypes.c_int64, address, address)
-    call.restype = None
-    return call
+    read.argtypes = (address, address, address, number, address, address)
+    look.argtypes = (number, number, address, address, number, address)
+    read.restype = look.restype = None
+    return library
