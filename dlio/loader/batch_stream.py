@@ -18,6 +18,7 @@ from dlio.loader.contract import BatchData, Index
 from dlio.loader.passes import Pass, PassCounters
 from dlio.loader.torch_private import profiler_enabled
 from dlio.loader.trace import Spans
+from dlio.loader.waiting_threads import LockWatch
 from dlio.plan.epoch import EpochPlan
 
 
@@ -94,9 +95,16 @@ def _has_ended(feed: BatchStream) -> bool:
 
 class LoaderIterator(Iterator[BatchData]):
     """The iterator of one pass. An exception in place of a batch does not end it. `handed` is
-    called with each batch when it is handed out, and with None at the end."""
+    called with each batch when it is handed out, and with None at the end; `watch` is the
+    loader's."""
 
-    def __init__(self, begun: RunningPass, handed: Callable[[BatchResult | None], None]) -> None:
+    def __init__(
+        self,
+        begun: RunningPass,
+        handed: Callable[[BatchResult | None], None],
+        watch: LockWatch,
+    ) -> None:
+        self._watch = watch
         self._feed = begun.feed
         self._stats = begun.stats
         self._length = begun.batches.steps
@@ -152,6 +160,7 @@ class LoaderIterator(Iterator[BatchData]):
         if fed.in_place:
             self._handed(fed)
         self._stats.wait_ends(fed.samples)
+        self._watch.look(self._stats)
         self._stats.count_sources(fed.numbers)
         if fed.error is not None:
             error, fed.error = fed.error, None

@@ -508,7 +508,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         registration = None
         if "accelerate.state" in sys.modules:
             registration = accelerate.Registration(self, begun.batches.steps)
-        iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))
+        handed = partial(self._handed, options, begun, registration)
+        watch = self._engines.watch
+        watch.dataset = type(self.dataset).__name__
+        iterator = LoaderIterator(begun, handed, watch)
         if isinstance(begun.batches, PlannedPass):
             iterator.before_first = partial(self._follow_choice, begun.batches, registration)
         self._current = weakref.ref(iterator)

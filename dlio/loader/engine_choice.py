@@ -22,6 +22,7 @@ from dlio.loader.third_party.adapters import holds_own
 from dlio.loader.thread_engine import ThreadEngine
 from dlio.loader.torch_engine import TorchEngine, torch_feed
 from dlio.loader.trace import Spans
+from dlio.loader.waiting_threads import LockWatch
 from dlio.plan.listed_order import ListedOrder
 from dlio.storage.tier_spec import decoded_spec
 from dlio.util.printable import log_warning
@@ -68,6 +69,7 @@ class Engines:
         self.threads = ThreadEngine()
         self.torch = TorchEngine()
         self.delivered = DeviceDelivery()
+        self.watch = LockWatch()
         self.ahead: RunningPass | None = None
         """The next pass, if it has begun while the last batches of the current one are used."""
         self._has_warned = False

@@ -686,6 +686,8 @@ class PassCounters:
     warned: list[str] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
     """Samples of each source of a mixture."""
+    python_threads: list[threading.Thread] = field(default_factory=list)
+    """The pass's threads that call a user's code."""
     _before: dict[str, Any] = field(default_factory=dict)
     _after: dict[str, Any] | None = None
     _started: float = 0.0

@@ -222,6 +222,7 @@ class _ThreadPass:
         )
         self._threads.workers.start()
         work.running.extend(self._threads.workers.threads)
+        stats.python_threads.extend(work.running)
 
     def close(self) -> None:
         self._threads.workers.close()

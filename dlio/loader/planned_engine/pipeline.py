@@ -202,6 +202,7 @@ class Pipeline:
         run = self._modes.within(self._run)
         self._workers = Workers("dlio-decode", run, first, wake=self._wake)
         self._workers.start()
+        context.counters.python_threads.extend(self._workers.threads)
         self._others: Workers | None = None
 
     # The user's thread
@@ -427,6 +428,7 @@ class Pipeline:
                     "dlio-decode-more", self._modes.within(self._run_other), more
                 )
                 self._others.start()
+                self._context.counters.python_threads.extend(self._others.threads)
 
     def _begin_batch(
         self, step: StepSamples, sizes: list[int] | None = None

@@ -100,13 +100,12 @@ class IterationState:
 
         feed = _feed(theirs, options.device, options.persistent_workers, note)
         next(feed)  # Up to its first `yield None`.
+        workers = getattr(theirs, "_workers", ())
+        counters = PassCounters(None, options.num_workers, engine)
+        if engine == "threads":
+            counters.python_threads.extend(workers)
         return RunningPass(
-            BatchesPass(epoch, None, steps),
-            PassCounters(None, options.num_workers, engine),
-            feed,
-            None,
-            workers=getattr(theirs, "_workers", ()),
-            iterator=theirs,
+            BatchesPass(epoch, None, steps), counters, feed, None, workers=workers, iterator=theirs
         )
 
     def state_dict(self, options: LoaderOptions, length: int | None, ahead: int = 0) -> State:
