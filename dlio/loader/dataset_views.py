@@ -19,6 +19,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.sample import decoded_field, label_field
 from dlio.util.arguments import MOST_SEED, named, nearest, whole_number
+from dlio.util.thread_copies import mine
 from dlio.util.units import counted
 
 _I64 = npt.NDArray[np.int64]
@@ -91,7 +92,7 @@ class _FunctionResults:
         return len(self._data)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._function(self._data[index])
+        return mine(self._function)(self._data[index])
 
 
 def field_values(reader: Reader, field: str) -> Sequence[Any] | npt.NDArray[Any]:

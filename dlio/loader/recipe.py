@@ -27,6 +27,7 @@ from dlio.image.fusion import BatchTransform, TransformParts
 from dlio.image.seeded_functions import SeededFunctions
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.picture_targets import Companion
+from dlio.util.thread_copies import mine
 
 
 class Recipe(ABC):
@@ -138,7 +139,7 @@ class Recipe(ABC):
         started = time.perf_counter()
         try:
             with self._drawing(epoch, sample, crop):
-                made = transform(made)
+                made = mine(transform)(made)
         except Exception as error:
             kind = "" if self.crops else f", which is a {type(made).__name__}"
             name = printable(f"{self.reader.name(sample)!r} of {self.reader.path}")

@@ -7,7 +7,6 @@ torch's contract. `get_worker_info()` is true in each thread.
 Whatever a user's function raises comes in its batch's place; see `dataset_threads`.
 """
 
-import copy
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from dlio.loader.passes import Pass, PassCounters
 from dlio.loader.shared_draws import SharedDraws
 from dlio.loader.trace import Spans
 from dlio.storage.mount import Mount
+from dlio.util.thread_copies import own_copy
 
 _PARTS: Final = 4
 """Tasks of a batch for each thread, so that they end together."""
@@ -40,8 +40,8 @@ class ThreadEngine:
         self.was_drawn = False
         """True from the draw of a pass's base seed until the pass begins."""
         self._draws = SharedDraws()
-        self._kept: UserDataset = None
-        """The data set as it was in the first pass of persistent workers."""
+        self._kept: list[UserDataset] = []
+        """The threads' data sets as they are since the first pass of persistent workers."""
 
     def begin(
         self,
@@ -60,13 +60,16 @@ class ThreadEngine:
         `draws_seed` is False if the base seed of this pass has been drawn.
         """
         factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
-        # torch's persistent workers were given the data set once: attributes that a user assigns
-        # later do not reach them. A shallow copy has the same effect without a process.
+        # A thread has its own, as a worker process of torch's has. Persistent workers were given
+        # theirs once: attributes that a user assigns later do not reach them.
+        datasets = self._kept if dataset is options.dataset else []
+        if len(datasets) != threads:
+            datasets = [own_copy(dataset) for _ in range(threads)]
         if options.persistent_workers and dataset is options.dataset:
-            dataset = self._kept = _copied(dataset) if self._kept is None else self._kept
+            self._kept = datasets
         work = _BatchWork(
             options=options,
-            dataset=dataset,
+            datasets=datasets,
             collate=collate,
             threads=threads,
             ahead=threads * factor,
@@ -105,7 +108,8 @@ class ThreadEngine:
 @dataclass(frozen=True, slots=True)
 class _BatchWork:
     options: LoaderOptions
-    dataset: UserDataset
+    datasets: list[UserDataset]
+    """One for each thread."""
     collate: CollateFn
     threads: int
     ahead: int
@@ -209,14 +213,14 @@ class _ThreadPass:
         self._work, self._stats, self._spans = work, stats, spans
         self._changed = threading.Condition()
         self._waiting: deque[_ThreadBatch] = deque()
-        together = getattr(work.dataset, "__getitems__", None)
-        self._together = together if work.options.batched and together else None
+        asks_together = bool(getattr(work.datasets[0], "__getitems__", None))
+        self._together = work.options.batched and asks_together
         self._threads = DatasetThreads[tuple[_ThreadBatch, range]](
             "dlio-fetch",
             work.threads,
             work.prepare,
             self._serve,
-            lambda _: work.dataset,
+            work.datasets.__getitem__,
             lambda: work.seed,
             stopped=self._notify,
         )
@@ -250,7 +254,7 @@ class _ThreadPass:
         batch = _ThreadBatch(indices, numbers, [None] * count, 0)
         # Several tasks a thread, so that one slow sample holds up only its own task.
         size = max(1, count // (_PARTS * self._work.threads))
-        if self._together is not None or not count:
+        if self._together or not count:
             size = max(1, count)
         parts = [range(at, min(at + size, count)) for at in range(0, max(1, count), size)]
         batch.left = len(parts)
@@ -307,12 +311,12 @@ class _ThreadPass:
             self._finish(number, batch)
 
     def _fetch(self, number: int, batch: _ThreadBatch, part: range) -> None:
-        work = self._work
-        if self._together is not None:
+        work, dataset = self._work, self._work.datasets[number]
+        if self._together:
             try:
                 # The data set may answer with anything that the collate function takes, also with
                 # one object.
-                batch.samples = self._together(batch.indices)
+                batch.samples = dataset.__getitems__(batch.indices)
             except BaseException:
                 batch.failed[-1 if work.skip else 0] = _error_of(
                     worker_error(number, f", for samples {batch.indices}")
@@ -322,7 +326,7 @@ class _ThreadPass:
             index = batch.numbers[slot]
             try:
                 looks = work.threads > 1 and work.draws.looks
-                sample = work.draws.fetch(work.dataset, index) if looks else work.dataset[index]
+                sample = work.draws.fetch(dataset, index) if looks else dataset[index]
                 batch.samples[slot] = sample
             except BaseException:
                 batch.failed[slot] = _error_of(worker_error(number, f", for sample {index!r}"))
@@ -339,7 +343,7 @@ class _ThreadPass:
             # By name for `stats()["skipped"]`: users look there for samples to repair.
             for slot in sorted(batch.failed):
                 if slot >= 0:
-                    name = f"{type(work.dataset).__name__}[{batch.numbers[slot]!r}]"
+                    name = f"{type(work.datasets[number]).__name__}[{batch.numbers[slot]!r}]"
                     self._stats.skipped.append(name)
             if not batch.failed or samples:
                 batch.data = work.collate(samples if work.options.batched else samples[0])
@@ -355,15 +359,6 @@ class _ThreadPass:
             with self._changed:
                 batch.done = True
                 self._changed.notify_all()
-
-
-def _copied(dataset: UserDataset) -> UserDataset:
-    """Return a shallow copy: what torch's persistent workers have of a data set's attributes does
-    not change when they are assigned later. The data set itself, if it cannot be copied."""
-    try:
-        return copy.copy(dataset)
-    except Exception:
-        return dataset
 
 
 def _error_of(wrapper: Any) -> BaseException:

@@ -32,6 +32,7 @@ from dlio.util.arguments import whole_number
 from dlio.util.forks import new_lock
 from dlio.util.object_graph import reachable
 from dlio.util.parallel import each_of
+from dlio.util.thread_copies import mine
 from dlio.util.units import counted
 
 # The values of a sample of any structure, as fields of a schema
@@ -547,7 +548,7 @@ class MapStyleReader:
             return [self._get(number) for number in numbers]
         try:
             with self._turns:
-                given = self._data.__getitems__(numbers)
+                given = mine(self._data).__getitems__(numbers)
                 items = [] if isinstance(given, Mapping) else list(given)
         except BaseException as error:
             if _stops_the_program(error):
@@ -563,7 +564,7 @@ class MapStyleReader:
     def _get(self, sample: int) -> Any:
         try:
             with self._turns:
-                return self._data[sample]
+                return mine(self._data)[sample]
         except BaseException as error:
             if _stops_the_program(error):
                 raise

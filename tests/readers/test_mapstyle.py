@@ -28,7 +28,8 @@ class Made(torch.utils.data.Dataset[Any]):
 
     def __init__(self, make: Callable[[int], Any], count: int = 50) -> None:
         self.make = make
-        self.asked = np.zeros(count, np.int64)
+        # A view, which all threads share; an array of its own would be a buffer of each.
+        self.asked = np.zeros(count, np.int64)[:]
 
     def __len__(self) -> int:
         return len(self.asked)
@@ -220,13 +221,13 @@ class Drawing:
     def __init__(self, draw: Callable[[int], Any]) -> None:
         self.rng = np.random.default_rng(0)
         self.transform = draw
-        self.asked = 0
+        self.asked: list[int] = []
 
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, index: int) -> Any:
-        self.asked += 1
+        self.asked.append(index)
         return self.transform(index)
 
 
@@ -244,7 +245,7 @@ def test_random_data_sets_are_noticed_by_the_generators_that_they_use() -> None:
             open_reader(data)
     seeded = Drawing(lambda i: np.random.default_rng(i).random(3))
     open_reader(seeded)
-    assert seeded.asked == 16
+    assert len(seeded.asked) == 16
 
 
 def test_a_data_set_that_takes_several_indices_is_asked_for_several_at_a_time(

@@ -25,6 +25,7 @@ from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.third_party.huggingface import ForeignFile, ImageSet, is_image_set
 from dlio.storage.tier_spec import Tiers
 from dlio.util.printable import log_warning
+from dlio.util.thread_copies import mine
 
 _Part = tuple[UserDataset, npt.NDArray[np.int64]]
 """(whole data set, indices into it)"""
@@ -52,10 +53,10 @@ class _TorchvisionFolder:
             name = self.reader.name(sample)
             raise DecodeError(f"{name} cannot be decoded: {error}") from error
         if folder.transform is not None:
-            picture = folder.transform(picture)
+            picture = mine(folder.transform)(picture)
         target = folder.samples[sample][1]
         if folder.target_transform is not None:
-            target = folder.target_transform(target)
+            target = mine(folder.target_transform)(target)
         return picture, target
 
 

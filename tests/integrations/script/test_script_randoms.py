@@ -292,7 +292,7 @@ print(random.random(), np.random.rand())
 _SEEDS = """
 import os, pickle, random, time
 import numpy as np, torch
-seed = int(time.time()) + os.getpid()  # Other ones, though all begin in one second.
+seed = int(time.time()) + 1000 * os.getpid()  # Other ones, though all begin in one second.
 torch.manual_seed(seed)
 random.seed(seed)
 np.random.seed(seed % 2**32)

@@ -1,0 +1,200 @@
+"""Copies of a user's objects for threads that take the place of worker processes.
+
+A process has a copy of a data set, and may keep what it likes in it: the file that is open, the
+sample that is being made, a buffer. Threads that share the data set would overwrite each other's,
+and hand out the samples of others. So each has its own copy of the objects that call themselves:
+the data set, those that it holds, and transforms. What such code only reads is shared: lists of
+files, dictionaries that keep samples, large arrays, models, and whatever cannot be copied.
+"""
+
+import io
+import os
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from dlio.util.limits import open_regular
+from dlio.util.trusted_files import path_of
+
+T = TypeVar("T")
+_MOST_BYTES: Final = 1 << 20
+"""Of an array that is copied: a buffer. Larger ones are data."""
+_MOST_ITEMS: Final = 1000
+"""Of a list, tuple or dictionary that is looked through."""
+_MOST_OBJECTS: Final = 10_000
+_DEEPEST: Final = 16
+# fmt: off
+_SHARED: Final = frozenset((
+    "dlio", "datasets", "pandas", "pyarrow", "numpy", "logging", "threading", "multiprocessing",
+    "queue", "concurrent", "asyncio", "contextvars", "weakref", "socket", "subprocess",
+))
+# fmt: on
+"""Packages whose objects, and those of classes upon them, are for threads, or have no state of a
+sample."""
+_HOMES: Final = tuple(
+    sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_here = threading.local()
+
+
+def own_copy(held: T) -> T:
+    """Return an object as another thread is to have it; the same one if all of it is shared.
+
+    No code of the object's is called. Generators of random numbers stay the same objects.
+    """
+    walk = _CopyWalk(type(held).__module__)
+    made: T = walk.copied(held, 0)
+    return made
+
+
+def mine(held: T) -> T:
+    """Return this thread's own copy of an object; the object itself in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        return held
+    copies: dict[int, tuple[Any, Any]] = _here.__dict__.setdefault("copies", {})
+    kept = copies.get(id(held))
+    if kept is None:
+        copies[id(held)] = kept = held, own_copy(held)  # It lives as long, so that its id stays.
+    made: T = kept[1]
+    return made
+
+
+class _CopyWalk:
+    def __init__(self, module: str) -> None:
+        self._package = module.partition(".")[0]
+        self._made: dict[int, Any] = {}
+        self._kept: list[Any] = []  # Their ids stay theirs as long as they live.
+
+    def copied(self, held: Any, depth: int) -> Any:
+        if id(held) in self._made:
+            return self._made[id(held)]
+        if depth > _DEEPEST or len(self._made) >= _MOST_OBJECTS:
+            return held
+        kind = type(held)
+        if kind in (list, tuple, dict):
+            return self._container(held, depth) if len(held) <= _MOST_ITEMS else held
+        if kind in (io.FileIO, io.BufferedReader):
+            return _opened_again(held)
+        if not self._has_state(held):
+            return held
+        made: Any = object.__new__(kind)
+        self._made[id(held)] = made
+        self._kept.append(held)
+        own = _attributes(held)
+        buffers = _buffers(own)
+        for name, value in own.items():
+            copied = buffers[name]() if name in buffers else self.copied(value, depth + 1)
+            object.__setattr__(made, name, copied)
+        return made
+
+    def _container(self, held: Any, depth: int) -> Any:
+        """Return a list, tuple or dictionary; a new one if some of its objects are copied."""
+        values = list(held.values()) if isinstance(held, dict) else list(held)
+        copies = [self.copied(value, depth + 1) for value in values]
+        if all(one is other for one, other in zip(values, copies, strict=True)):
+            return held
+        made = (
+            dict(zip(held, copies, strict=True)) if isinstance(held, dict) else type(held)(copies)
+        )
+        self._made[id(held)] = made
+        self._kept.append(held)
+        return made
+
+    def _has_state(self, held: Any) -> bool:
+        """True for a data set, a callable object, or one of a class of the user's own."""
+        kind = type(held)
+        if isinstance(held, type | types.FunctionType | types.MethodType | types.ModuleType):
+            return False
+        package = kind.__module__.partition(".")[0]
+        # A copy that goes would end what both hold: `__del__` closes files.
+        bases = kind.__mro__[:-1]
+        if hasattr(kind, "__del__") or any("__new__" in vars(each) for each in bases):
+            return False
+        if not all(each.__flags__ & _HEAP for each in bases):
+            return False  # It has parts that are not Python's.
+        if not _SHARED.isdisjoint(each.__module__.partition(".")[0] for each in bases):
+            return False
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            if isinstance(held, torch.nn.Module):
+                return False
+            if isinstance(held, torch.utils.data.Dataset):
+                return True
+        return callable(held) or package == self._package or not _is_library(kind)
+
+
+def _opened_again(file: Any) -> Any:
+    """Return a regular file that is open for reading with a place of its own; another as it is.
+
+    Processes that share a file's place, as torch's do, read what others have sought.
+    """
+    try:
+        if file.closed or file.writable():
+            return file
+        descriptor = open_regular(path_of(file.fileno()))
+        again = os.fdopen(descriptor, "rb", buffering=0 if type(file) is io.FileIO else -1)
+        again.seek(file.tell())
+    except (OSError, ValueError):
+        return file
+    return again
+
+
+_HEAP: Final = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: classes that Python code defines."""
+
+
+def _is_library(kind: type) -> bool:
+    """True for a class of an installed package, or of Python's own library."""
+    if kind.__module__ == "__main__":
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or file.startswith(_HOMES)
+
+
+def _attributes(held: Any) -> dict[str, Any]:
+    """Return the attributes of an object, with those in slots."""
+    own = dict(getattr(held, "__dict__", {}))
+    for kind in type(held).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}" if _is_private(name) else name
+                if hasattr(held, name):
+                    own[name] = getattr(held, name)
+    return own
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
+
+
+def _buffers(own: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Return how the small arrays among attributes are copied, by name. Not those that others
+    refer to, or share memory with: another array's view, another process."""
+    spans: list[tuple[int, int, str, Callable[[], Any]]] = []
+    torch = sys.modules.get("torch")
+    for name, value in own.items():
+        if type(value) is bytearray and len(value) <= _MOST_BYTES:
+            spans.append((id(value), 1, name, value.copy))
+        elif isinstance(value, np.ndarray):
+            is_own = type(value) is np.ndarray and value.flags.owndata and value.flags.writeable
+            small = is_own and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
+            spans.append((value.ctypes.data, value.nbytes, name if small else "", value.copy))
+        elif torch is not None and type(value) is torch.Tensor and value.device.type == "cpu":
+            if value.layout is not torch.strided:
+                continue
+            size = value.untyped_storage().nbytes()
+            small = size <= _MOST_BYTES and not value.requires_grad and not value.is_shared()
+            begin = value.untyped_storage().data_ptr()
+            spans.append((begin, size, name if small else "", value.clone))
+    alone = {}
+    for begin, size, name, copy in spans:
+        same = sum(begin < b + max(1, s) and b < begin + max(1, size) for b, s, _, _ in spans)
+        if name and same == 1:
+            alone[name] = copy
+    return alone

@@ -1,0 +1,185 @@
+"""Which objects of a user's are copied for another thread, and which are shared."""
+
+import io
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from dlio.util.thread_copies import mine, own_copy
+
+
+class Helper:
+    pass
+
+
+class Slotted:
+    __slots__ = ("__hidden", "value")
+
+    def __init__(self) -> None:
+        self.value, self.__hidden = 1, [Helper()]
+
+    def hidden(self) -> list[Helper]:
+        return self.__hidden
+
+
+class Closing:
+    def __del__(self) -> None:
+        pass
+
+
+class Listing(list[int]):
+    pass
+
+
+class Held(Dataset[int]):
+    """Has an attribute `held`, itself, and two for whatever else."""
+
+    rest: Any = None
+    tensor: Any = None
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.me = held, self
+
+
+def _shared_memory() -> Any:
+    tensor: Any = torch.zeros(3)
+    return tensor.share_memory_()
+
+
+def _large() -> Any:
+    return np.zeros(1 << 20)
+
+
+COPIED: dict[str, Callable[[], Any]] = {
+    "object of the user's": Helper,
+    "with slots": Slotted,
+    "data set": lambda: Held(1),
+    "list of objects": lambda: [1, Helper()],
+    "tuple of objects": lambda: ("a", Helper()),
+    "dictionary of objects": lambda: {"a": Helper()},
+    "buffer": lambda: np.zeros(8),
+    "tensor": lambda: torch.zeros(8),
+    "bytes to be overwritten": lambda: bytearray(8),
+}
+SHARED: dict[str, Callable[[], Any]] = {
+    "numbers": lambda: [1, 2, 3],
+    "samples that are kept": lambda: {0: (np.zeros(3), 1)},
+    "large array": _large,
+    "view": lambda: _large()[:3],
+    "array that is only read": lambda: np.frombuffer(b"12345678"),
+    "shared tensor": _shared_memory,
+    "parameters": lambda: torch.nn.Linear(2, 2),
+    "lock": threading.Lock,
+    "random numbers": np.random.default_rng,
+    "function": lambda: lambda x: x,
+    "module": lambda: types,
+    "one that ends what it holds": Closing,
+    "list of a kind of its own": Listing,
+    "text": lambda: "text",
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_state_is_copied(name: str) -> None:
+    data = Held(COPIED[name]())
+    made = own_copy(data)
+    assert type(made) is Held
+    assert made.me is made
+    assert made.held is not data.held
+    assert type(made.held) is type(data.held)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_only_read_is_shared(name: str) -> None:
+    data = Held(SHARED[name]())
+    made = own_copy(data)
+    assert made is not data
+    assert made.held is data.held
+
+
+def test_arrays_that_share_memory_go_on_sharing_it() -> None:
+    data = Held(None)
+    data.held = np.zeros(8, np.float32)
+    data.rest = data.held[2:]
+    data.tensor = torch.from_numpy(data.held)
+    made = own_copy(data)
+    made.held[3] = 5
+    assert made.rest[1] == made.tensor[3] == 5
+
+
+def test_attributes_in_slots_are_those_of_the_original() -> None:
+    one = Slotted()
+    made = own_copy(one)
+    assert made.value == 1
+    assert made.hidden() is not one.hidden()
+    assert made.hidden()[0] is not one.hidden()[0]
+
+
+def test_one_object_in_two_places_stays_one() -> None:
+    helper = Helper()
+    made = own_copy(Held([helper, (helper,)]))
+    assert made.held[0] is made.held[1][0] is not helper
+
+
+@pytest.mark.parametrize("buffering", [0, -1])
+def test_an_open_file_has_a_place_of_its_own(buffering: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    with open(tmp_path / "file", "rb", buffering=buffering) as file:
+        file.seek(7)
+        data = Held(file)
+        made = own_copy(data)
+        assert made.held.read(1) == file.read(1) == b"\x07"
+        made.held.seek(50)
+        assert file.read(1) == b"\x08"
+        made.held.close()
+        assert file.read(1) == b"\x09"
+
+
+@pytest.mark.parametrize("kind", ["written", "memory", "closed"])
+def test_other_files_are_shared(kind: str, tmp_path: Path) -> None:
+    file: Any = io.BytesIO(b"12")
+    if kind != "memory":
+        file = open(tmp_path / "file", "wb" if kind == "written" else "xb")  # noqa: SIM115
+    if kind == "closed":
+        file.close()
+    made = own_copy(Held(file))
+    assert made.held is file
+    file.close()
+
+
+def test_a_large_list_of_paths_is_not_looked_through() -> None:
+    paths = [Helper()] * 1001
+    assert own_copy(Held(paths)).held is paths
+
+
+def test_torch_tensors_as_a_data_set_take_no_memory() -> None:
+    data = TensorDataset(torch.zeros(100, 3), torch.zeros(100))
+    assert own_copy(data).tensors is data.tensors
+
+
+def test_a_deep_chain_of_objects_is_no_error() -> None:
+    first = here = Held(None)
+    for _ in range(5000):
+        here.rest = Held(None)
+        here = here.rest
+    assert own_copy(Held(first)).held is not first
+
+
+def test_each_thread_has_one_copy_and_the_main_thread_the_original() -> None:
+    helper = Helper()
+    assert mine(helper) is helper
+    seen: list[Helper] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: seen.extend([mine(helper), mine(helper)]))
+        thread.start()
+        thread.join()
+    assert seen[0] is seen[1]
+    assert seen[2] is seen[3]
+    assert len({id(helper), id(seen[0]), id(seen[2])}) == 3
