@@ -314,18 +314,21 @@ class RunReport:
         if not self.epochs:
             return []
         first, last, data_bytes = self.epochs[0], self.epochs[-1], self.dataset["bytes"]
-        kept = first.bytes["disk"] > 0 and first.bytes["source"] < 0.95 * data_bytes
-        said = [f"The source was read {first.bytes['source'] / data_bytes:.2f} times in epoch 1"]
+        times, which = first.bytes["source"] / data_bytes, f"epoch {first.epoch + 1}"
+        kept = first.bytes["disk"] > 0 and times < 0.95
+        said = [f"The source was read {times:.2f} times in {which}"]
+        if not times:
+            said, kept = [f"The source was not read in {which}"], not first.bytes["peer"]
         later = [epoch.bytes["source"] / data_bytes for epoch in self.epochs[1:]]
         if later and not max(later):
-            said[0] += " and not at all afterwards: the tiers hold it all."
+            said[0] += f"{' and not at all' if times else ' or'} afterwards: the tiers hold it all."
         elif later:
             why = "tiers are empty at --resume" if self.resumed else "the tiers cannot hold it all"
             said[0] += f" and {_mean(later):.2f} times in each later one: {why}."
         else:
             said[0] += "."
         if kept:
-            said.append("A disk tier still held blocks of an earlier run, or was staged.")
+            said.append("A tier still held blocks of another run, or was staged.")
         if self.nodes > 1:
             moved = last.bytes["peer"] / data_bytes
             said.append(
