@@ -316,7 +316,8 @@ def check(record: object) -> None:
             object.__setattr__(record, field.name, value)
         field.check(value)
         needs = field.option.needs
-        if needs is not None and value and not getattr(record, needs):
+        is_set = value and value != field.default
+        if needs is not None and is_set and not getattr(record, needs):
             other = next(each for each in options_of(type(record)) if each.name == needs)
             raise UsageError(f"{field.flag} needs {other.flag}, too")
 
