@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.survival.recovery import MeasuredLoss
@@ -38,6 +38,10 @@ class RankEpoch(TypedDict, total=False):
     skip_share: float
     features: dict[str, Any]
     """Measurements of the features that are on, by their prefixes."""
+
+
+_WIDTH: Final = 80
+"""Columns of the table, also where a terminal has fewer: figures are not to be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +277,7 @@ class RunReport:
         from rich.table import Table
 
         console = Console(force_terminal=shows_terminal(), soft_wrap=True, markup=False)
+        console.width = max(console.width, _WIDTH)
         data_bytes = self.dataset["bytes"]
         samples = counted(self.dataset["samples"], "sample")
         watch = self.epochs[0].watch if self.epochs else "accuracy"
@@ -287,7 +292,7 @@ class RunReport:
             "of the data read from there (a block that fills a tier counts as source first,\n"
             "then as that tier)",
             box=SIMPLE_HEAD,
-            padding=0,  # Ten columns fit in the 80 characters of a pipe.
+            padding=0,
             pad_edge=False,
             caption_justify="left",
         )

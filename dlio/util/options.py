@@ -228,7 +228,9 @@ class OptionField:
             limits.append(f"{'at least' if alone else 'from'} {_limit(option.least)}")
         if option.most is not None:
             to = "to" if option.least is not None else "up to"
-            limits.append(f"{to} {_limit(option.most)}" if limits else f"at most {_limit(option.most)}")
+            limits.append(
+                f"{to} {_limit(option.most)}" if limits else f"at most {_limit(option.most)}"
+            )
         if option.below is not None:
             limits.append(f"below {_limit(option.below)}")
         unit = f" {option.unit}" if option.unit and limits != ["at least 1"] else ""

@@ -219,6 +219,12 @@ def test_commands_stand_by_use(
         ("ledger data data", "data cannot be read: Is a directory; give a file that"),
         ("search data --set lr=1e-4..1e-1:lg", "lr=1e-4..1e-1:lg: .*; did you mean log"),
         ("bench train --data nowhere", "nowhere: no such file or folder"),
+        ("bench chaos data --keep words.txt", "--keep .*words.txt cannot be written: "),
+        (
+            "bench exchange data --val data --case placement --keep words.txt",
+            "--keep words.txt cannot be written: ",
+        ),
+        ("doctor --device gpu", "--device gpu: choose one of auto, cpu, cuda$"),
         ("bench prune data --val nowhere", "nowhere: no such file or folder"),
         ("bench chaos --model resnet5", "--model resnet5: choose .*; did you mean resnet50"),
         ("train data --exchange allreduc", "exchange 'allreduc': .*; did you mean allreduce"),

@@ -152,7 +152,11 @@ def test_sentences_compare_the_bytes_between_nodes() -> None:
     assert "ignores" not in everywhere
 
 
-def test_printing_shows_every_epoch_and_whole_figures(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_printing_shows_every_epoch_and_whole_figures(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     _run(_epoch(loss=1.2345), _epoch(epoch=1, samples_per_s=1234.5)).print()
     printed = capsys.readouterr().out
     for figure in ("1.234", "1,234", "50.0%", "25.0%", "samples/s"):
