@@ -224,7 +224,7 @@ def test_commands_stand_by_use(
             "bench exchange data --val data --case placement --keep words.txt",
             "--keep words.txt cannot be written: ",
         ),
-        ("doctor --device gpu", "--device gpu: choose one of auto, cpu, cuda$"),
+        ("doctor --device gpu", "--device gpu: choose one of auto, cpu, cuda"),
         ("bench prune data --val nowhere", "nowhere: no such file or folder"),
         ("bench chaos --model resnet5", "--model resnet5: choose .*; did you mean resnet50"),
         ("train data --exchange allreduc", "exchange 'allreduc': .*; did you mean allreduce"),
