@@ -11,6 +11,7 @@ from typing import Any, Final, TypedDict, cast
 
 from dlio.errors import UsageError
 from dlio.util.input_files import as_usage, read_json
+from dlio.util.whole_files import make_folder
 
 _TIMEOUT_S: Final = 7200.0
 
@@ -59,7 +60,7 @@ def kept_folder(keep: str | None) -> Iterator[str]:
     """Make a folder for reports: `keep`, or one for the time of the `with` statement."""
     with ExitStack() as stack:
         folder = keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
-        os.makedirs(folder, exist_ok=True)
+        make_folder(folder, "--keep")
         yield folder
 
 

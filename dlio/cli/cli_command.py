@@ -99,7 +99,11 @@ class Command:
             if field.option.rest:
                 values[field.name] = tuple(rest)
             elif field.name in given:
-                values[field.name] = field.convert(given[field.name], field.flag)
+                value = given[field.name]
+                if value == "" or (isinstance(value, list | tuple) and "" in value):
+                    # Of a variable of the shell that is not set, mostly.
+                    raise UsageError(f"{field.flag}: the value is empty: {field.meaning}")
+                values[field.name] = field.convert(value, field.flag)
         path = values.get("config")
         if ConfigFile in self.records.values() and isinstance(path, str):
             values = {**read_config(path, self.config_fields), **values}

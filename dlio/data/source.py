@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from itertools import islice
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, Final, TypeVar
 from zipfile import ZIP_STORED
@@ -29,6 +30,7 @@ from dlio.data.requests import pread, pread_into, request
 from dlio.data.web_requests import is_absent, newest, web_options
 from dlio.data.zip_members import open_stored, read_stored
 from dlio.errors import DlioError, SourceError, UsageError, printable, redact
+from dlio.util.arguments import nearest
 from dlio.util.limits import check_regular
 from dlio.util.link_free import opens_at_once
 from dlio.util.printable import tell_once
@@ -37,6 +39,7 @@ from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
 from dlio.util.units import counted
 
 _MAX_FILES: Final = 1_000_000
+_MOST_NEIGHBOURS: Final = 4096
 _TOLD_FROM: Final = 1 << 20
 """Bytes in front of a range in an archive whose reading is told."""
 _MOST_PAGE: Final = 16 << 20
@@ -262,7 +265,8 @@ class Source(FsspecHandle):
             except Exception as error:
                 if getattr(error.__cause__, "status", 404) not in (404, 410):
                     return failed(self.url, error)
-        return SourceError(f"{self.url}: no such file or folder: check the path")
+        advice = _near(self.path("")) if self.local else ""
+        return SourceError(f"{self.url}: no such file or folder: check the path{advice}")
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""
@@ -742,6 +746,25 @@ def _exists(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
     return True
+
+
+def _near(path: str) -> str:
+    """Return, to follow an error, what may be meant by a local path that is not there."""
+    if os.path.islink(path):
+        return f"; it is a link to {os.readlink(path)}, which is not there"
+    folder, name = os.path.split(path)
+    if os.path.isfile(folder):
+        return f"; {folder} is a file"
+    lost = ""
+    while not os.path.exists(folder):
+        folder, lost = os.path.dirname(folder), folder
+    if lost:
+        return f"; there is no {lost}"
+    with suppress(OSError), os.scandir(folder) as rows:
+        names = [row.name for row in islice(rows, _MOST_NEIGHBOURS)]
+        # Megatron names its pairs of .bin and .idx by what comes before.
+        return nearest(name, [f"{name}.bin"] if f"{name}.bin" in names else names)
+    return ""
 
 
 def _exists_so(url: str) -> bool:

@@ -93,8 +93,8 @@ def how_to_choose(split: str) -> str:
 def no_splits(split: str, where: str) -> UsageError:
     """Return the error for a split of a data set, given as text, that has none."""
     return UsageError(
-        f"split={split!r}: {where} has no splits: leave split= out (on the command line --split, "
-        "of dlio pack --source-split)"
+        f"split={split!r}: {where} has no splits: leave split= out (on the command line --split "
+        "or --val-split, of dlio pack --source-split)"
     )
 
 

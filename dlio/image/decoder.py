@@ -81,7 +81,7 @@ from dlio.image.jpeg import (
     with_kept_starts,
     without_markers,
 )
-from dlio.image.pillow_pictures import MOST_CHANNELS, as_rgb, by_pillow
+from dlio.image.pillow_pictures import MOST_CHANNELS, as_rgb, by_pillow, limited_grey
 from dlio.image.tiff_strips import strips_are_whole
 from dlio.image.tiff_tiles import planes_of, with_wide_tiles
 from dlio.plan.order import keyed_uniforms
@@ -232,7 +232,7 @@ class Decoder:
     ) -> CropRegion:
         """Do `_cut_out` with the pixels of Pillow and torchvision; `size` is that of a JPEG."""
         crop, top, left = self.crop, 0, 0
-        pixels = _decode_other(image, name) if size is None else None
+        pixels = _decode_other(image, name, exact=True) if size is None else None
         height, width = pixels.shape[:2] if size is None and pixels is not None else size or (0, 0)
         boxes = crop.boxes(height, width, uniforms)
         if pixels is None:
@@ -375,7 +375,7 @@ def decode_whole(image: Buffer, name: object, exact: bool = False) -> npt.NDArra
     if size is not None:
         whole = Box(0, 0, *size, flip=False)
         return _decode_jpeg(image, name, size, whole, 1, exact)[0].copy()
-    return _decode_other(image, name)
+    return _decode_other(image, name, exact)
 
 
 def check_image(image: Buffer, name: object) -> None:
@@ -669,9 +669,11 @@ def _copy_memory(count: int) -> memoryview:
     return memory[:count]
 
 
-def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
+def _decode_other(image: Buffer, name: object, exact: bool = False) -> npt.NDArray[np.uint8]:
     """Decode PNG, WebP, TIFF, BMP, PPM, and JPEGs that simplejpeg does not. EXIF rotation is
-    ignored, as by torchvision's loader."""
+    ignored, as by torchvision's loader; `exact` limits grey of 16 bits to 255, too."""
+    if exact and (limited := limited_grey(image, name, MAX_PIXELS)) is not None:
+        return limited
     if has_more_frames(image):
         WARNINGS.note(name, "of its frames or pages only the first is read", "frames")
     if bytes(image[:2]) == _JPEG:

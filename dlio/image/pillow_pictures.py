@@ -5,15 +5,18 @@ TIFFs whose headers are not as the format says. What Pillow refuses as well is d
 """
 
 import io
+import struct
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.schema import Buffer
-from dlio.image.file_headers import SAMPLES
+from dlio.image.file_headers import BITS, PNG, SAMPLES, TIFF, TiffHeader, pnm_most
 from dlio.util.forks import new_lock
+from dlio.util.printable import tell_once
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,6 +48,31 @@ def by_pillow(image: Buffer, most: int) -> "Image | None":
         return None
     picture.info.pop("transparency", None)  # Which a conversion to RGB drops with a warning.
     return picture
+
+
+def limited_grey(image: Buffer, name: object, most: int) -> "Pixels | None":
+    """Return a picture of at most `most` pixels with 16 bits of grey as torchvision's loader has
+    it: numbers above 255 are white. None for other ones."""
+    if not _is_grey_of_16_bits(image) or (picture := by_pillow(image, most)) is None:
+        return None
+    if np.asarray(picture).max(initial=0) > 255:
+        tell_once(
+            f"{name} has 16 bits of grey: numbers above 255 become white, as in torchvision; "
+            "transforms of dlio.transforms get such pictures scaled to 8 bits",
+            "white",
+        )
+    return np.array(picture.convert("RGB"))
+
+
+def _is_grey_of_16_bits(image: Buffer) -> bool:
+    head = bytes(image[:26])
+    if head.startswith(PNG):
+        return head[24:] == b"\x10\0"
+    if head.startswith(TIFF):
+        with suppress(struct.error, IndexError):
+            header = TiffHeader.parse(image)
+            return (header.value(image, BITS, 1), header.value(image, SAMPLES, 1)) == (16, 1)
+    return head.startswith((b"P2", b"P5")) and pnm_most(image) > 255
 
 
 def as_rgb(picture: "Image") -> "Pixels":

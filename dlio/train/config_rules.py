@@ -8,9 +8,10 @@ from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, is_exact
 from dlio.train.feature_spec import refuse
-from dlio.train.train_options import TrainOptions
+from dlio.train.train_options import OptimizerOptions, TrainOptions
 
 _OF_ORDER: Final = ("--shuffle", "--source-order")
+_MOMENTUM: Final = OptimizerOptions().momentum
 _NO_NODE: Final = r"^$|^-|[^\w.\-]"
 """Matches a name that is not a host's."""
 
@@ -43,6 +44,12 @@ def check_together(config: TrainOptions) -> None:
             f"--fault-tolerance {tolerance}": tolerance != "off",
         },
     )
+    steps = config.optimizer
+    if steps.momentum != _MOMENTUM and steps.optimizer in ("adagrad", "adam", "adamw"):
+        raise UsageError(
+            f"--momentum does not go with --optimizer {steps.optimizer}, which has none: leave one "
+            "of them out"
+        )
     _check_nodes(config)
     _check_fault_tolerance(config)
     _check_replay(config)

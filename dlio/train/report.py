@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.survival.recovery import MeasuredLoss
@@ -38,6 +38,10 @@ class RankEpoch(TypedDict, total=False):
     skip_share: float
     features: dict[str, Any]
     """Measurements of the features that are on, by their prefixes."""
+
+
+_WIDTH: Final = 80
+"""Columns of the table, also where a terminal has fewer: figures are not to be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +277,7 @@ class RunReport:
         from rich.table import Table
 
         console = Console(force_terminal=shows_terminal(), soft_wrap=True, markup=False)
+        console.width = max(console.width, _WIDTH)
         data_bytes = self.dataset["bytes"]
         samples = counted(self.dataset["samples"], "sample")
         watch = self.epochs[0].watch if self.epochs else "accuracy"
@@ -287,7 +292,7 @@ class RunReport:
             "of the data read from there (a block that fills a tier counts as source first,\n"
             "then as that tier)",
             box=SIMPLE_HEAD,
-            padding=0,  # Ten columns fit in the 80 characters of a pipe.
+            padding=0,
             pad_edge=False,
             caption_justify="left",
         )
@@ -314,18 +319,21 @@ class RunReport:
         if not self.epochs:
             return []
         first, last, data_bytes = self.epochs[0], self.epochs[-1], self.dataset["bytes"]
-        kept = first.bytes["disk"] > 0 and first.bytes["source"] < 0.95 * data_bytes
-        said = [f"The source was read {first.bytes['source'] / data_bytes:.2f} times in epoch 1"]
+        times, which = first.bytes["source"] / data_bytes, f"epoch {first.epoch + 1}"
+        kept = first.bytes["disk"] > 0 and times < 0.95
+        said = [f"The source was read {times:.2f} times in {which}"]
+        if not times:
+            said, kept = [f"The source was not read in {which}"], not first.bytes["peer"]
         later = [epoch.bytes["source"] / data_bytes for epoch in self.epochs[1:]]
         if later and not max(later):
-            said[0] += " and not at all afterwards: the tiers hold it all."
+            said[0] += f"{' and not at all' if times else ' or'} afterwards: the tiers hold it all."
         elif later:
             why = "tiers are empty at --resume" if self.resumed else "the tiers cannot hold it all"
             said[0] += f" and {_mean(later):.2f} times in each later one: {why}."
         else:
             said[0] += "."
         if kept:
-            said.append("A disk tier still held blocks of an earlier run, or was staged.")
+            said.append("A tier still held blocks of another run, or was staged.")
         if self.nodes > 1:
             moved = last.bytes["peer"] / data_bytes
             said.append(

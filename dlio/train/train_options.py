@@ -392,7 +392,9 @@ class CheckpointOptions(CheckedOptions):
             needs="checkpoint",
         ),
     ] = None
-    keep: Annotated[int, Option("Number of newest checkpoints to keep.", least=1)] = 2
+    keep: Annotated[
+        int, Option("Number of newest checkpoints to keep.", least=1, needs="checkpoint")
+    ] = 2
     resume: Annotated[
         bool,
         Option(

@@ -206,6 +206,8 @@ class OptionField:
             inside &= option.below is None or each < option.below
             if not inside:
                 raise UsageError(f"{self.flag} {each}: give {self._range()}")
+            if math.isinf(each):
+                raise UsageError(f"{self.flag} {each}: give a finite number")
 
     def _fits(self, value: object) -> bool:
         """True if a value, which Python code may have given, has the type of this field."""
@@ -220,19 +222,25 @@ class OptionField:
         option = self.option
         limits = []
         if option.above is not None:
-            limits.append(f"above {option.above:,g}")
+            limits.append(f"above {_limit(option.above)}")
         if option.least is not None:
             alone = option.most is None and option.below is None
-            limits.append(f"{'at least' if alone else 'from'} {option.least:,g}")
+            limits.append(f"{'at least' if alone else 'from'} {_limit(option.least)}")
         if option.most is not None:
             to = "to" if option.least is not None else "up to"
-            limits.append(f"{to} {option.most:,g}" if limits else f"at most {option.most:,g}")
+            limits.append(
+                f"{to} {_limit(option.most)}" if limits else f"at most {_limit(option.most)}"
+            )
         if option.below is not None:
-            limits.append(f"below {option.below:,g}")
+            limits.append(f"below {_limit(option.below)}")
         unit = f" {option.unit}" if option.unit and limits != ["at least 1"] else ""
         first = "" if limits[0].startswith("at ") else ("a number" if not unit else unit[1:]) + " "
         joint = " " if option.above is None and option.below is None else " and "
         return first + joint.join(limits) + (unit if not first else "")
+
+
+def _limit(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}"
 
 
 def _number(value: str | float, kind: type) -> int | float | None:
@@ -310,7 +318,8 @@ def check(record: object) -> None:
             object.__setattr__(record, field.name, value)
         field.check(value)
         needs = field.option.needs
-        if needs is not None and value and not getattr(record, needs):
+        is_set = value and value != field.default
+        if needs is not None and is_set and not getattr(record, needs):
             other = next(each for each in options_of(type(record)) if each.name == needs)
             raise UsageError(f"{field.flag} needs {other.flag}, too")
 

@@ -47,13 +47,13 @@ def hearing() -> Iterator[list[str]]:
         _heard.reset(token)
 
 
-def tell_once(text: str) -> None:
-    """Log a warning of dlio's that this process has not logged before."""
+def tell_once(text: str, kind: str = "") -> None:
+    """Log a warning of dlio's that this process has not logged before, nor another of its kind."""
     heard = _heard.get()
     if heard is not None:
         heard.append(text)
-    if text not in _told:
-        _told.add(text)
+    if (kind or text) not in _told:
+        _told.add(kind or text)
         log_warning("%s", text)
 
 

@@ -214,6 +214,14 @@ def not_written(path: str, error: OSError) -> str:
     return f"{path} cannot be written: {error.strerror}; {remedy}"
 
 
+def make_folder(folder: str, option: str) -> None:
+    """Make a folder where there is none. Raises UsageError, which begins with the option."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise unwritable(f"{option} {folder}", error) from error
+
+
 def check_folder(folder: str, option: str = "") -> None:
     """Check that files can be made in a folder. Raises UsageError, which begins with the option."""
     if not os.access(folder, os.W_OK | os.X_OK):

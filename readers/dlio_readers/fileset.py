@@ -5,6 +5,7 @@ For readers whose samples are files of their own.
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -121,6 +122,8 @@ LOOKED_AT: Final = 64
 _CHECKED: Final = 2048
 """Files whose attributes are compared with a listing."""
 _DEEPEST: Final = 32
+_COARSE_NS: Final = 100_000_000
+"""Times of files lag behind the clock by some milliseconds."""
 _SETTLED_S: Final = 2.0
 """A folder changed this recently may change again without a new modification time."""
 # fmt: off
@@ -156,6 +159,7 @@ class FileSet:
         self.names = Names(index[f"{prefix}names"], index[f"{prefix}name_ends"])
         self.sizes: npt.NDArray[np.int64] = index[f"{prefix}sizes"]
         self._times, self._changed = index[f"{prefix}times"], index[f"{prefix}changed"]
+        self._opened_ns = time.time_ns() - _COARSE_NS
 
     @staticmethod
     def listing(source: Source, names: Sequence[str], prefix: str = "") -> Arrays:
@@ -230,8 +234,7 @@ class FileSet:
         size = self.size_of(number)
         if self._source.local:
             with request():
-                changed_ns = int(self._changed[number])
-                return self._read_local(self.names[number], size, head, changed_ns)
+                return self._read_local(number, size, head)
         data = self._source.read(self.names[number])
         return head + data if len(data) == size else None
 
@@ -321,8 +324,9 @@ class FileSet:
 
         return each_of(sample, sampled_of(len(self)), _THREADS, self._source.path(""))
 
-    def _read_local(self, name: str, size: int, head: bytes, changed_ns: int) -> memoryview | None:
+    def _read_local(self, number: int, size: int, head: bytes) -> memoryview | None:
         """Read a local file without extra copies; None if it has been replaced."""
+        name = self.names[number]
         memory = bytearray(len(head) + size)
         memory[: len(head)] = head
         left, beyond = memoryview(memory)[len(head) :], bytearray(1)
@@ -339,8 +343,17 @@ class FileSet:
                 check_regular(status, name)
             finally:
                 os.close(descriptor)
-        unchanged = done == size and status.st_ctime_ns == changed_ns
-        return memoryview(memory) if unchanged else None
+        if done != size or not self._is_listed(number, status):
+            return None
+        return memoryview(memory)
+
+    def _is_listed(self, number: int, status: os.stat_result) -> bool:
+        """True for the file that was listed. One whose permissions were changed before this opening
+        has another ctime than a kept listing has, and would be listed as the same file."""
+        if status.st_ctime_ns == self._changed[number]:
+            return True
+        is_earlier = status.st_ctime_ns < self._opened_ns
+        return is_earlier and status.st_mtime_ns == int(self._times[number])
 
 
 def look_at(source: Source, folder: str, names: Sequence[str]) -> npt.NDArray[np.int64]:

@@ -18,6 +18,7 @@ from dlio.cli import main
 from dlio.cli.app import all_commands, find_command, places
 from dlio.cli.cli_command import Command, default_of
 from dlio.cli.option_groups import examples_of, groups_of, usual_of
+from dlio.errors import UsageError
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
 COMMANDS = {command.name: command for command in all_commands()}
@@ -218,9 +219,17 @@ def test_commands_stand_by_use(
         ("ledger data data", "data cannot be read: Is a directory; give a file that"),
         ("search data --set lr=1e-4..1e-1:lg", "lr=1e-4..1e-1:lg: .*; did you mean log"),
         ("bench train --data nowhere", "nowhere: no such file or folder"),
+        ("bench chaos data --keep words.txt", "--keep .*words.txt cannot be written: "),
+        (
+            "bench exchange data --val data --case placement --keep words.txt",
+            "--keep words.txt cannot be written: ",
+        ),
+        ("doctor --device gpu", "--device gpu: choose one of auto, cpu, cuda"),
         ("bench prune data --val nowhere", "nowhere: no such file or folder"),
         ("bench chaos --model resnet5", "--model resnet5: choose .*; did you mean resnet50"),
         ("train data --exchange allreduc", "exchange 'allreduc': .*; did you mean allreduce"),
+        ("train data --lr inf", "--lr inf: give a finite number$"),
+        ("train data --seed -1", "--seed -1: give a number from 0 to 18,446,744,073,709,551,615$"),
         ("ls words.txt", "words.txt is not a data set that dlio can read, of none of the formats"),
     ],
 )
@@ -240,6 +249,14 @@ def test_a_wrong_command_is_told_in_one_true_line(
     assert line_said.count("\n") == 1
     assert len(line_said) < 400
     assert re.search(said, line_said.rstrip()), line_said
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values()], ids=lambda command: command.name)
+def test_an_empty_value_of_a_variable_that_is_not_set_is_told(command: Command) -> None:
+    for field in command.fields:
+        if field.type is str and not field.option.rest:
+            with pytest.raises(UsageError, match=f"{field.flag}: the value is empty: "):
+                command.run({field.name: ("x", "") if field.many else ""})
 
 
 @pytest.mark.parametrize("command", [*COMMANDS.values()], ids=lambda command: command.name)

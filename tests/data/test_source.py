@@ -256,3 +256,25 @@ def test_a_path_that_cannot_be_looked_up_is_not_said_to_be_missing(tmp_path: Pat
         open_reader(str(tmp_path / "round" / "train"))
     with pytest.raises(SourceError, match="no such file"):
         open_reader(str(tmp_path / "missing" / "train"))
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("train_text_document", "; did you mean train_text_document.bin?"),
+        ("trian.h5", "; did you mean train.h5?"),
+        ("train.h5/a", "/train.h5 is a file"),
+        ("no/where/at/all", "/no"),
+        ("link", "; it is a link to /gone, which is not there"),
+        ("quite different", ": check the path"),
+    ],
+)
+def test_a_path_that_is_not_there_comes_with_what_may_be_meant(
+    path: str, advice: str, tmp_path: Path
+) -> None:
+    for name in ("train_text_document.bin", "train_text_document.idx", "train.h5"):
+        (tmp_path / name).write_bytes(b"0")
+    (tmp_path / "link").symlink_to("/gone")
+    with pytest.raises(SourceError, match="no such file or folder: check the path") as caught:
+        open_reader(f"{tmp_path}/{path}")
+    assert str(caught.value).endswith(advice)

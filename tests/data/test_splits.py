@@ -123,7 +123,7 @@ def test_a_split_of_a_data_set_without_any_is_an_error_with_every_command_s_opti
                 np.save(path / f"{k}.npy", array[:2])
             else:
                 (path / f"{k}.png").write_bytes(b"\x89PNG")
-    with pytest.raises(UsageError, match=r"leave split= out \(.*--split, of dlio pack --source-"):
+    with pytest.raises(UsageError, match=r"\(.*--split or --val-split, of dlio pack --source-"):
         open_reader(str(path), split="val")
 
 

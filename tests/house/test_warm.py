@@ -64,6 +64,20 @@ def test_the_server_outlives_clients_that_are_killed() -> None:
     test_processes_that_dlio_starts_are_forks()
 
 
+def test_a_server_whose_session_has_ended_before_it_answers_ends_without_a_word(
+    tmp_path: Path,
+) -> None:
+    server = Path(__file__).parents[1] / "warm" / "server.py"
+    done = subprocess.run(
+        [sys.executable, str(server), str(tmp_path / "gone" / "0.socket")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=400,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_fork_ends_as_an_interpreter_does(name: str) -> None:
     fork, fresh = (

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -10,6 +11,7 @@ from PIL import Image
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.errors import UsageError
+from dlio.util.printable import _told
 from tests.image import pipeline_table
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/transforms.md"
@@ -82,3 +84,25 @@ def test_a_random_step_without_a_crop_is_drawn_for_each_sample(digits: Path) -> 
     mirrored = images[:, 0, 0, 0] > 0.5
     assert 0 < int(mirrored.sum()) < 24
     assert torch.equal(images, _batch(digits, transform=flips, seed=3))
+
+
+@pytest.mark.parametrize("form", ["png", "tif", "pgm"])
+@pytest.mark.parametrize("steps", ["Resize(40), CenterCrop(32), ToTensor", "ToTensor"])
+def test_grey_of_16_bits_is_torchvisions_in_its_pipelines(
+    form: str, steps: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = np.arange(0, 40 * 30 * 40, 40).reshape(40, 30).astype(np.uint16)
+    (tmp_path / "a").mkdir()
+    Image.fromarray(numbers).save(path := tmp_path / "a" / f"0.{form}")
+    pipeline = pipeline_table.PipelineCase("v1", steps, True, "Pillow").pipeline()
+    with Image.open(path) as image:
+        wanted = pipeline(image.convert("RGB"))
+    assert (wanted == 1).double().mean() > 0.9
+    with dlio.open(str(tmp_path), transform=T.ToTensor(), tiers="none") as data:
+        assert torch.equal(data[0][0][2], torch.from_numpy(numbers // 256) / 255)
+    assert "16 bits" not in caplog.text
+    _told.discard("white")
+    with dlio.open(str(tmp_path), transform=pipeline, tiers="none") as data:
+        assert torch.equal(data[0][0], wanted)
+    line = caplog.records[-1].getMessage()
+    assert line.startswith(f"a/0.{form} has 16 bits of grey: numbers above 255 become white")

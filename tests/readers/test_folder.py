@@ -10,6 +10,7 @@ import pytest
 
 from dlio.data.reader import Reader, open_reader
 from dlio.errors import SourceError
+from dlio_readers import fileset
 from dlio_readers.folder import FolderReader
 
 OLD = time.time() - 3600
@@ -118,6 +119,28 @@ def test_a_file_that_changed_size_is_refused_and_listed_again(
         reader.read(np.array([0]))
     assert list(cache.glob("*/kept")) == []
     assert open_reader(str(folder)).sizes[0] == len(content) + 8
+
+
+def test_permissions_changed_before_an_opening_change_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fileset, "_CHECKED", 2)  # The first file and the last one.
+    monkeypatch.setattr(fileset, "_COARSE_NS", -(10**15))  # As if it were opened later.
+    first, changed = open_reader(str(folder)), folder / "a" / "0.jpg"
+    changed.chmod(0o600)
+    reader = open_reader(str(folder))
+    assert (reader.fingerprint, reader.name(1)) == (first.fingerprint, "a/0.jpg")
+    assert bytes(reader.read(np.arange(6))[1])[8:] == changed.read_bytes()
+    assert bytes(reader.read(np.array([1]))[0])[8:] == changed.read_bytes()
+    monkeypatch.setattr(fileset, "_COARSE_NS", 10**15)
+    with pytest.raises(SourceError, match="has changed"):
+        open_reader(str(folder)).read(np.array([1]))
+    monkeypatch.setattr(fileset, "_COARSE_NS", -(10**15))
+    open_reader(str(folder))
+    os.utime(changed)
+    with pytest.raises(SourceError, match="has changed"):
+        open_reader(str(folder)).read(np.array([1]))
+    assert open_reader(str(folder)).fingerprint != first.fingerprint
 
 
 def test_a_file_that_vanished_is_named_and_listed_again(folder: Path, cache: Path) -> None:

@@ -240,10 +240,13 @@ def _recorder(seen: list[TrainConfig]) -> Callable[[TrainConfig], None]:
         {"seed": 2**64},
         {"lr": 0.0},
         {"lr": float("nan")},
+        {"lr": float("inf")},
+        {"keep": 3},
+        {"momentum": 0.5, "optimizer": "adam"},
     ],
 )
 def test_a_configuration_that_cannot_work_names_its_option(wrong: dict[str, Any]) -> None:
-    (name,) = wrong
+    name = next(iter(wrong))
     assert name in {field.name for field in options_of(TrainConfig)}
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} "):
         train_config("pictures", **wrong)

@@ -114,6 +114,10 @@ def test_sentences_report_if_the_tiers_hold_the_whole_data_set() -> None:
     half = {"source": 500, "peer": 0, "ram": 500, "disk": 0}
     held = " ".join(_run(_epoch(), _epoch(bytes=none)).sentences())
     assert "1.00 times in epoch 1 and not at all afterwards" in held
+    before = " ".join(_run(_epoch(bytes=none, epoch=4), _epoch(bytes=none)).sentences())
+    assert before.startswith("The source was not read in epoch 5 or afterwards: the tiers hold it")
+    assert "A tier still held blocks of another run" in before
+    assert "another run" not in held
     too_large = " ".join(_run(_epoch(), _epoch(bytes=half), _epoch(bytes=half)).sentences())
     assert "0.50 times in each later one: the tiers cannot hold it all" in too_large
     resumed = _run(_epoch(), _epoch(bytes=none), _epoch())
@@ -148,7 +152,11 @@ def test_sentences_compare_the_bytes_between_nodes() -> None:
     assert "ignores" not in everywhere
 
 
-def test_printing_shows_every_epoch_and_whole_figures(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_printing_shows_every_epoch_and_whole_figures(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     _run(_epoch(loss=1.2345), _epoch(epoch=1, samples_per_s=1234.5)).print()
     printed = capsys.readouterr().out
     for figure in ("1.234", "1,234", "50.0%", "25.0%", "samples/s"):

@@ -130,10 +130,13 @@ def main(path: str) -> None:
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        # Clients look for sockets that end in this: it gets its name when it answers.
-        listener.bind(f"{path}.new")
-        listener.listen(64)
-        os.rename(f"{path}.new", path)
+        try:
+            # Clients look for sockets that end in this: it gets its name when it answers.
+            listener.bind(f"{path}.new")
+            listener.listen(64)
+            os.rename(f"{path}.new", path)
+        except FileNotFoundError:
+            return  # The session has ended meanwhile: another server has removed its folder.
         command = _serve(listener)
     if command is None:
         # The session's folder, which a session that is killed cannot remove.

@@ -13,6 +13,7 @@ from dlio.errors import UsageError
 from dlio.train.factory import check_name
 from dlio.train.train_options import MODEL_NAMES
 from dlio.util.options import CheckedOptions, Option
+from dlio.util.whole_files import make_folder
 from dlio_bench.bench_data import draw_pictures
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.results.envelope import begin, finish, save
@@ -91,7 +92,7 @@ def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> 
         elif os.path.isdir(folder) and os.listdir(folder):
             raise UsageError(f"--keep {folder}: holds files already; name a new folder")
         folder = os.path.abspath(folder)
-        os.makedirs(folder, exist_ok=True)
+        make_folder(folder, "--keep")
         source = ""
         if any(name not in _WITHOUT_DATA for name in cases.case):
             source = _source(options, folder)

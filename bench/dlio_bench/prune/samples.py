@@ -27,7 +27,7 @@ from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer, usual_lr
 from dlio.util.input_files import as_usage, read_json
 from dlio.util.units import counted
-from dlio.util.whole_files import write_json
+from dlio.util.whole_files import make_folder, write_json
 from dlio_bench.bench_processes import one_thread
 from dlio_bench.prune.curves import TrainingCurve
 from dlio_bench.prune.prune_options import SAMPLES, PruneBenchOptions
@@ -226,7 +226,7 @@ def kept_curve(
     settings. Raises UsageError if it is of other settings."""
     if folder is None:
         return train()
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder, "--keep")
     path = os.path.join(folder, re.sub(r"[^\w.]+", "-", name) + ".json")
     if os.path.exists(path):
         with as_usage(path, "remove it"):

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Annotated, Any, Final
 
 from dlio.errors import UsageError, printable
+from dlio.util.arguments import one_of
 from dlio.util.options import Option, check
 from dlio_bench.results.repeats import ENOUGH, interval_of_ratio
 from dlio_bench.results.report_values import Figure, Ratio, labels_text
@@ -117,6 +118,9 @@ def command(compared: CompareOptions) -> None:
     """
     reports = [read_report(path) for path in compared.files]
     first, others = reports[0], reports[1:]
+    settings = dict.fromkeys(key for report in reports for key in report.settings)
+    for name in compared.vary:
+        one_of("--vary", name.replace("-", "_"), list(settings))
     for other in others:
         show_notes(list(differences(first, other)))
     changes = [change for other in others for change in changes_of(first, other)]
@@ -193,7 +197,10 @@ def is_worse(change: FigureChange, factor: float) -> bool:
 
 
 def differences(first: SavedReport, other: SavedReport) -> Iterator[str]:
-    """Yield a sentence for each difference of the environments, and of the benchmarks."""
+    """Yield a sentence for each difference of the environments, and of the benchmarks, or one for
+    two reports of the same run."""
+    if replace(first, path="") == replace(other, path=""):
+        yield printable(f"warning: {first.path} and {other.path} are of one run: nothing differs")
     if first.benchmark != other.benchmark:
         yield printable(
             f"warning: different benchmarks: {first.benchmark} in {first.path}, {other.benchmark} "

@@ -31,12 +31,13 @@ from dlio.comm import Communicator
 from dlio.comm.launch_environment import under_mpi
 from dlio.errors import DlioError
 from dlio.storage.tier_spec import choose_tiers
-from dlio.util.options import CheckedOptions, Option
+from dlio.util.arguments import one_of
+from dlio.util.options import Option, check
 from dlio.util.settings import settings
 
 
 @dataclass(frozen=True, slots=True)
-class DoctorOptions(CheckedOptions):
+class DoctorOptions:
     """The things to check."""
 
     source: Annotated[
@@ -60,6 +61,10 @@ class DoctorOptions(CheckedOptions):
         Option("Device that is to train: auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
     ] = "auto"
     quick: Annotated[bool, Option("Do not measure the speed of tiers.")] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+        one_of("--device", self.device.partition(":")[0], ("auto", "cpu", "cuda"))
 
 
 class Examination(TypedDict):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,21 @@ def test_unlike_settings_have_no_ratios_unless_they_are_what_is_compared(
     capsys.readouterr()
     assert _run(first, third) == 0
     assert "differ in benchmark loader and storage" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_setting_that_no_report_has_and_reports_of_one_run_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = str(_written(tmp_path / "a.json", FAST, {"batch_size": 7}))
+    other = str(_written(tmp_path / "b.json", SLOW, {"batch_size": 7}))
+    assert _run(first, other, "--vary", "batchsize") == 2
+    assert "did you mean batch_size?" in capsys.readouterr().err
+    assert _run(first, other) == 0
+    assert "one run" not in capsys.readouterr().out
+    assert _run(first, str(shutil.copy(first, tmp_path / "c.json"))) == 0
+    assert f"{tmp_path}/c.json are of one run" in " ".join(capsys.readouterr().out.split())
+    assert _run(first, first) == 0
+    assert "are of one run: nothing differs" in " ".join(capsys.readouterr().out.split())
 
 
 def test_missing_figures_and_too_few_repeats_are_named(
