@@ -120,7 +120,7 @@ class ExchangeHandle(Closable):
             self._hooks.append(register_optimizer_step_pre_hook(self._any_steps))
         self.batches: BatchWeights | None = None
         """Weighs by a loader's batches, until the caller weighs."""
-        self._has_told_metric = False
+        self._has_told_metric = self._has_told_unlike = False
 
     def weigh_by_batches(self, model: nn.Module) -> None:
         """Have ranks count by the samples that a `dlio.DataLoader` hands out, until `weigh`."""
@@ -198,7 +198,9 @@ class ExchangeHandle(Closable):
         followed.exchanges = list(dict.fromkeys([*followed.exchanges, *mine]))
 
     def _begin_later(self, named: Named) -> None:
+        computed = [(p, p.detach().clone()) for _, p in named if p.grad is not None]
         uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
+        self._tell_unlike(any(not torch.equal(p, before) for p, before in computed))
         exchange = self._begin(named)
         exchange.hold(self._held)
         if self._announce is not None:
@@ -207,6 +209,20 @@ class ExchangeHandle(Closable):
             self.batches.use_again()
         if self._added is not None:
             self._added(exchange)
+
+    def _tell_unlike(self, mine: bool) -> None:
+        """Tell once, by rank 0, if ranks have computed gradients by other values of parameters that
+        came later. `mine` is true if this rank's values were not rank 0's. Collective."""
+        everyone: list[bool] = uniform(self._comm, lambda: self._comm.allgather(mine))
+        if any(everyone) and not self._has_told_unlike:
+            self._has_told_unlike = True
+            if self._comm.rank == 0:
+                log_line(
+                    logging.WARNING,
+                    "distribute: parameters that an optimizer got later had other values on each "
+                    "rank. They are rank 0's from now on, but the gradients of this step come from "
+                    "each rank's own: have all ranks make them from the same seed",
+                )
 
     def take_clipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Have the gradients of some parameters be the mean before they are clipped together: also

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterable
 from itertools import cycle, product
 from typing import Final
+from unittest import mock
 
 import pytest
 import torch
@@ -280,7 +281,8 @@ def check_presets(comm: Communicator) -> None:
 def check_later(comm: Communicator) -> None:
     """Parameters that come later are exchanged: unfrozen, added, and by a second optimizer.
 
-    With those that sum, ranks hold identical bytes; with `allreduce`, those of one process.
+    With those that sum, ranks hold identical bytes; with `allreduce`, those of one process. Rank 0
+    tells if a parameter was another one on each rank.
     """
 
     def train(net: nn.Sequential, more: nn.Module, together: str) -> list[float]:
@@ -315,13 +317,16 @@ def check_later(comm: Communicator) -> None:
 
     for name in ("allreduce", "tree+int8", "gossip", "asgd", "local-sgd(2)", "diloco(2)"):
         net, more = made(comm.rank if name != "allreduce" else 0)
-        sent = train(net, more, name)
+        with mock.patch("dlio.exchange.distribute.log_line") as told:
+            sent = train(net, more, name)
         growth = [after - before for before, after in zip([0.0, *sent], sent, strict=False)]
         assert all(bytes_ > 0 for bytes_ in growth), f"{name}: {sent}"
         assert growth[1] > growth[0], f"{name}: {sent}"  # With those that were frozen.
         assert growth[2] > growth[1], f"{name}: {sent}"
         if not name.startswith(("gossip", "asgd")):
             assert identical(nn.ModuleList([net, more]), comm), name
+        unlike = comm.rank == 0 and comm.size > 1 and name != "allreduce"
+        assert told.call_count == unlike, f"{name}: {told.mock_calls}"
         if name == "allreduce":
             whole, other = made(0)
             train(whole, other, "")
