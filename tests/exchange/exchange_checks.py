@@ -338,6 +338,32 @@ def check_later(comm: Communicator) -> None:
             assert all(difference(a, b) < 1e-6 for a, b in pairs)
 
 
+def check_parting(comm: Communicator) -> None:
+    """Rank 0 tells once if learning rates or weights that are to be alike differ by rank."""
+    told_of = {"rate": "other learning rates", "weight": "weights of weight differ", "": ""}
+    for (way, words), name in product(told_of.items(), ("allreduce", "tree+int8", "local-sgd(2)")):
+        torch.manual_seed(3)
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with (
+            mock.patch("dlio.exchange.step_watch.log_line") as told,
+            dlio.distribute(net, optimizer, name),
+        ):
+            for step in range(6):
+                optimizer.zero_grad()
+                net(torch.ones(2, 4) * (comm.rank + step)).square().mean().backward()
+                if step == 2 and way == "rate":
+                    optimizer.param_groups[0]["lr"] = 0.01 * (1 + comm.rank)
+                optimizer.step()
+                if step == 2 and way == "weight":
+                    with torch.no_grad():
+                        net.weight *= 1 + 0.1 * comm.rank
+        lines = [" ".join(map(str, call.args)) for call in told.mock_calls]
+        tells = bool(way) and comm.rank == 0 and comm.size > 1 and name != "local-sgd(2)"
+        assert len(lines) == tells, f"{way}, {name}: {lines}"
+        assert all(words in line for line in lines), f"{way}, {name}: {lines}"
+
+
 def check_assigned(comm: Communicator) -> None:
     """Gradients that were assigned, or changed in place without a backward, are averaged; those of
     a backward that were clipped, or of a second step, are not exchanged again."""
@@ -480,6 +506,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "compressed_pairs": check_compressed_pairs,
     "distribute": check_distribute,
     "later": check_later,
+    "parting": check_parting,
     "assigned": check_assigned,
     "parts": check_parts,
     "reached": check_reached,
