@@ -37,6 +37,7 @@ from dlio.integrations.script.own_sampler import (
     DrawnAhead,
     FollowingSampler,
     copied_sampler,
+    draws_for_long,
     has_own_sampler,
 )
 from dlio.integrations.script.pass_use import PassMemory, PassUse
@@ -704,7 +705,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         ahead = None
         is_own = has_own_sampler(self)
         # A generator's state is read, too, and by the next pass: torch's sampler draws at its end.
-        if is_own or self.generator is not None:
+        if is_own or self.generator is not None or draws_for_long(self):
             copied = copied_sampler(self)
             if copied is not None:
                 ahead = DrawnAhead(copied)
