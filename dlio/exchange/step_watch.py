@@ -2,7 +2,7 @@
 
 Each rank keeps a digest of the learning rates of its steps, and of its weights after the 1st, 2nd,
 4th, 8th step and so on. It travels with the gradients, as numbers whose sums tell if all ranks have
-the same one; only where they have not, ranks compare what they have.
+the same one; only where they have not, ranks compare them.
 """
 
 import logging
@@ -18,6 +18,7 @@ from dlio.comm import Communicator
 from dlio.comm.survival.recovery import uniform
 from dlio.exchange.buckets import Named, broadcast_tensors
 from dlio.util.printable import log_line
+from dlio.util.units import counted
 
 EXACT_BITS: Final = 24
 """Whole numbers of so many bits are exact in float32."""
@@ -79,7 +80,7 @@ class StepWatch:
             log_line(logging.WARNING, "distribute: %s", difference)
 
     def _difference(self) -> str:
-        """Tell what differs between ranks; empty if only the rounding of weights does.
+        """Tell how ranks differ; empty if only the rounding of weights does.
         Collective."""
         rates: list[list[list[float]]] = self._comm.allgather(list(self._rates.values()))
         for rank, theirs in enumerate(rates):
@@ -93,8 +94,8 @@ class StepWatch:
             return ""
         return (
             f"the weights of {name} differ between rank 0 and rank {rank} by {worst:.1g} of their "
-            f"size after {self._steps} steps: something other than the averaged gradients changes "
-            "them on each rank, such as its own samples or random numbers"
+            f"size after {counted(self._steps, 'step')}: something other than the averaged "
+            "gradients changes them on each rank, such as its own samples or random numbers"
         )
 
 

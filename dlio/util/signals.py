@@ -25,7 +25,7 @@ _AGAIN_S: Final = 0.01
 _is_command = False
 """This process runs a command, after which it ends; see `as_command`."""
 _before_command: dict[int, Any] = {}
-"""What signals did before `as_command`."""
+"""Handlers of signals before `as_command`."""
 _frees_children = False
 """Forked processes have `_before_command`; see `freeing_children`."""
 _was_interrupted = False

@@ -317,7 +317,7 @@ def check_later(comm: Communicator) -> None:
 
     for name in ("allreduce", "tree+int8", "gossip", "asgd", "local-sgd(2)", "diloco(2)"):
         net, more = made(comm.rank if name != "allreduce" else 0)
-        with mock.patch("dlio.exchange.distribute.log_line") as told:
+        with mock.patch("dlio.exchange.distribute.log_line") as warning:
             sent = train(net, more, name)
         growth = [after - before for before, after in zip([0.0, *sent], sent, strict=False)]
         assert all(bytes_ > 0 for bytes_ in growth), f"{name}: {sent}"
@@ -326,7 +326,7 @@ def check_later(comm: Communicator) -> None:
         if not name.startswith(("gossip", "asgd")):
             assert identical(nn.ModuleList([net, more]), comm), name
         unlike = comm.rank == 0 and comm.size > 1 and name != "allreduce"
-        assert told.call_count == unlike, f"{name}: {told.mock_calls}"
+        assert warning.call_count == unlike, f"{name}: {warning.mock_calls}"
         if name == "allreduce":
             whole, other = made(0)
             train(whole, other, "")
@@ -340,13 +340,13 @@ def check_later(comm: Communicator) -> None:
 
 def check_parting(comm: Communicator) -> None:
     """Rank 0 tells once if learning rates or weights that are to be alike differ by rank."""
-    told_of = {"rate": "other learning rates", "weight": "weights of weight differ", "": ""}
-    for (way, words), name in product(told_of.items(), ("allreduce", "tree+int8", "local-sgd(2)")):
+    words_of = {"rate": "other learning rates", "weight": "weights of weight differ", "": ""}
+    for (way, words), name in product(words_of.items(), ("allreduce", "tree+int8", "local-sgd(2)")):
         torch.manual_seed(3)
         net = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         with (
-            mock.patch("dlio.exchange.step_watch.log_line") as told,
+            mock.patch("dlio.exchange.step_watch.log_line") as warning,
             dlio.distribute(net, optimizer, name),
         ):
             for step in range(6):
@@ -358,7 +358,7 @@ def check_parting(comm: Communicator) -> None:
                 if step == 2 and way == "weight":
                     with torch.no_grad():
                         net.weight *= 1 + 0.1 * comm.rank
-        lines = [" ".join(map(str, call.args)) for call in told.mock_calls]
+        lines = [" ".join(map(str, call.args)) for call in warning.mock_calls]
         tells = bool(way) and comm.rank == 0 and comm.size > 1 and name != "local-sgd(2)"
         assert len(lines) == tells, f"{way}, {name}: {lines}"
         assert all(words in line for line in lines), f"{way}, {name}: {lines}"

@@ -1,4 +1,4 @@
-"""What ranks watch of each other travels with gradients: no message of its own in a step."""
+"""Digests by which ranks watch each other travel with gradients, at no message of their own."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_the_guard_adds_some_bytes_to_a_step_and_no_message(
             assert guarded[step][0] == messages, (exchange, step)
             more = guarded[step][1] - size
             assert is_compared * most <= more <= most * messages, (exchange, step)
-        # Where ranks meet anyway they compare what they have called, in a sum: when an optimizer is
+        # Where ranks meet anyway they compare their calls, in a sum: when an optimizer is
         # made, when a pass begins, and at the end.
         assert guarded[0][0] == bare[0][0] + 2 * is_compared, exchange
         assert guarded[10][0] == bare[10][0] + is_compared, exchange

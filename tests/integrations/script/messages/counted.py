@@ -1,9 +1,9 @@
-"""Counts what a rank sends in each step of a script, with the guard of `dlio run` and without.
+"""Counts the messages of a rank in each step of a script, with the guard of `dlio run` and without.
 
 `counted.py FILE EXCHANGE...`, as ranks of mpirun. Each exchange trains a script thrice:
 `guarded`, `unguarded`, and by `distribute` with the same loop. Rank 0 writes to FILE, by exchange
 and by these names, the calls of communicators and their bytes: a list of those before and in the
-first step, one for each later step, and one for what comes after the last.
+first step, one for each later step, and one for those after the last.
 """
 
 import contextlib
