@@ -12,6 +12,7 @@
 | `buckets`, `buffer_placement` | flat buffers; where they lie, how they are summed |
 | `sums`, `routes`, `quantised_allreduce`, `nccl` | the sum of a buffer over all ranks |
 | `compress`, `traffic` | compressors of messages; the counts of messages |
+| `step_values`, `step_watch` | numbers that travel with gradients; ranks that part are told |
 | `round_commit`, `peer_steps` | agreement of the survivors after a loss |
 | `rank_group` | tensors between ranks within the passes of a model |
 | `cut` | cuts of parameters, and of the residuals and momenta that belong to them |

@@ -27,6 +27,7 @@ from dlio.exchange.exchange_factory import start_exchange
 from dlio.exchange.exchange_spec import ExchangeSpec, parse_exchange
 from dlio.exchange.peer_steps import PeerSteps
 from dlio.exchange.step_values import StepValues
+from dlio.exchange.step_watch import StepWatch
 from dlio.util.arguments import named as named_as
 from dlio.util.arguments import whole_number
 from dlio.util.closable import Closable
@@ -120,7 +121,20 @@ class ExchangeHandle(Closable):
             self._hooks.append(register_optimizer_step_pre_hook(self._any_steps))
         self.batches: BatchWeights | None = None
         """Weighs by a loader's batches, until the caller weighs."""
-        self._has_told_metric = False
+        self._has_told_metric = self._has_told_unlike = False
+        self._watch: StepWatch | None = None
+
+    def watch_steps(self) -> None:
+        """Have a line tell if ranks part that are to have the same weights. Not on a device, where
+        each look would wait for it."""
+        assert self._naming is not None
+        naming = self._naming
+        if self._comm.size > 1 and self._follow_steps:
+            self._values = self._watch = StepWatch(self._comm, lambda: naming(self._trained))
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._of_parameter if isinstance(p, nn.Parameter)]
 
     def weigh_by_batches(self, model: nn.Module) -> None:
         """Have ranks count by the samples that a `dlio.DataLoader` hands out, until `weigh`."""
@@ -147,7 +161,7 @@ class ExchangeHandle(Closable):
             _around[optimizer] = self
             self._hooks += [
                 optimizer.register_step_pre_hook(self._step_begins),
-                optimizer.register_step_post_hook(lambda *_: self.after_step(optimizer)),
+                optimizer.register_step_post_hook(self._step_ends),
             ]
         return exchange
 
@@ -198,7 +212,9 @@ class ExchangeHandle(Closable):
         followed.exchanges = list(dict.fromkeys([*followed.exchanges, *mine]))
 
     def _begin_later(self, named: Named) -> None:
+        computed = [(p, p.detach().clone()) for _, p in named if p.grad is not None]
         uniform(self._comm, lambda: broadcast_tensors([p for _, p in named], self._comm))
+        self._tell_unlike(any(not torch.equal(p, before) for p, before in computed))
         exchange = self._begin(named)
         exchange.hold(self._held)
         if self._announce is not None:
@@ -207,6 +223,20 @@ class ExchangeHandle(Closable):
             self.batches.use_again()
         if self._added is not None:
             self._added(exchange)
+
+    def _tell_unlike(self, mine: bool) -> None:
+        """Tell once, by rank 0, if ranks have computed gradients by other values of parameters that
+        came later. `mine` is true if this rank's values were not rank 0's. Collective."""
+        everyone: list[bool] = uniform(self._comm, lambda: self._comm.allgather(mine))
+        if any(everyone) and not self._has_told_unlike:
+            self._has_told_unlike = True
+            if self._comm.rank == 0:
+                log_line(
+                    logging.WARNING,
+                    "distribute: parameters that an optimizer got later had other values on each "
+                    "rank. They are rank 0's from now on, but the gradients of this step come from "
+                    "each rank's own: have all ranks make them from the same seed",
+                )
 
     def take_clipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Have the gradients of some parameters be the mean before they are clipped together: also
@@ -243,6 +273,8 @@ class ExchangeHandle(Closable):
     ) -> tuple[Any, Any] | None:
         """Called by torch before a step; returns the step's arguments if they are to be others."""
         self.before_step(optimizer)
+        if self._watch is not None:
+            self._watch.check()
         closure = args[1] if len(args) > 1 else options.get("closure")
         # A script's own optimizer may take another argument first.
         if not callable(closure) or (agreed := self.agreed(optimizer, closure)) is closure:
@@ -250,6 +282,11 @@ class ExchangeHandle(Closable):
         if len(args) > 1:
             return (args[0], agreed, *args[2:]), options
         return args, {**options, "closure": agreed}
+
+    def _step_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.after_step(optimizer)
+        if self._watch is not None:
+            self._watch.stepped(optimizer)
 
     def agreed(self, optimizer: torch.optim.Optimizer, closure: _Closure) -> _Closure:
         """Return a closure that has all ranks' mean loss where an optimizer decides by it, such as
@@ -505,7 +542,9 @@ def distribute(
     alike, each on its own share of the data, with losses that are means. Ranks count by the samples
     that a `dlio.DataLoader` hands out, until `weigh` is called; a loss that joins batches of
     several loaders with other shares is told. `ReduceLROnPlateau` gets the ranks' mean metric, by
-    their samples, with a warning where theirs differ. Exported as `dlio.distribute`.
+    their samples, with a warning where theirs differ. Learning rates, and weights that are to be
+    the same (compared after steps 1, 2, 4, 8, ...), are told once they differ by rank; not on a
+    GPU. Exported as `dlio.distribute`.
 
     Args:
         optimizer: one or several optimizers of the model's parameters.
@@ -637,6 +676,8 @@ def connect(
 
     follow = naming if follow_parameters else None
     ranks = ExchangeHandle(spec, comm, seed, pretend_nodes, follow_steps, follow)
+    if follow_parameters and not any(p.is_cuda for p in model.parameters()):
+        ranks.watch_steps()
     for each in optimizers:
         mine = [p for p in trained_by(each) if ranks.exchange_of(p) is None]
         ranks.add(each, naming(mine), model.modules())

@@ -24,6 +24,10 @@ _AGAIN_S: Final = 0.01
 """Time after which an interruption that Python has dropped comes again."""
 _is_command = False
 """This process runs a command, after which it ends; see `as_command`."""
+_before_command: dict[int, Any] = {}
+"""Handlers of signals before `as_command`."""
+_frees_children = False
+"""Forked processes have `_before_command`; see `freeing_children`."""
 _was_interrupted = False
 _is_dropping = False
 """An interruption would be dropped now, without a word to us."""
@@ -39,19 +43,19 @@ def as_command() -> Iterator[None]:
 
     Resources are thus released. See `work_is_done`, too.
     """
-    global _is_command
+    global _is_command, _before_command
     before: dict[int, Any] = {number: signal.getsignal(number) for number in _NUMBERS}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Else the shell ignores it.
         before[signal.SIGINT] = signal.default_int_handler
-    was_command, hook = _is_command, sys.unraisablehook
-    _is_command = True
+    was_command, hook, outer = _is_command, sys.unraisablehook, _before_command
+    _is_command, _before_command = True, before
     for number in before:
         signal.signal(number, _raise_interrupt)
     sys.unraisablehook = _raise_again
     try:
         yield
     finally:
-        _is_command, sys.unraisablehook = was_command, hook
+        _is_command, sys.unraisablehook, _before_command = was_command, hook, outer
         for number, handler in before.items():
             if signal.getsignal(number) in (_raise_interrupt, _ignore):  # Not after `end_with`.
                 signal.signal(number, handler)
@@ -61,6 +65,27 @@ def _raise_interrupt(*_: object) -> None:
     global _was_interrupted
     _was_interrupted = True
     raise KeyboardInterrupt
+
+
+@contextmanager
+def freeing_children() -> Iterator[None]:
+    """Within a `with` statement, a forked process takes signals as if `as_command` were not there:
+    a pool of processes that a script ends by SIGTERM ends without a word."""
+    global _frees_children
+    before, _frees_children = _frees_children, True
+    try:
+        yield
+    finally:
+        _frees_children = before
+
+
+def _begin_child() -> None:
+    for number, handler in _before_command.items() if _frees_children else ():
+        if signal.getsignal(number) is _raise_interrupt:
+            signal.signal(number, handler)
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def is_of_interruption(error: BaseException | None) -> bool:

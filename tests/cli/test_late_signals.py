@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +138,33 @@ def test_a_process_that_ends_does_not_look_for_garbage(ends: bool) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=True
     )
     assert done.stdout == f"{ends}\n"
+
+
+@pytest.mark.mpi
+def test_a_process_that_a_script_forks_ends_by_a_signal_as_without_dlio(tmp_path: Path) -> None:
+    script = tmp_path / "pool.py"
+    script.write_text(
+        """
+import multiprocessing, time
+def work(ready):
+    ready.send("ready")
+    time.sleep(600)
+receives, sends = multiprocessing.Pipe()
+child = multiprocessing.get_context("fork").Process(target=work, args=(sends,))
+child.start()
+receives.recv()
+child.terminate()
+child.join()
+print(child.exitcode)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "dlio.cli", "run", "-n", "1", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(-signal.SIGTERM)]
+    assert "Traceback" not in done.stderr, done.stderr

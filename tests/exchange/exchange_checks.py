@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterable
 from itertools import cycle, product
 from typing import Final
+from unittest import mock
 
 import pytest
 import torch
@@ -280,7 +281,8 @@ def check_presets(comm: Communicator) -> None:
 def check_later(comm: Communicator) -> None:
     """Parameters that come later are exchanged: unfrozen, added, and by a second optimizer.
 
-    With those that sum, ranks hold identical bytes; with `allreduce`, those of one process.
+    With those that sum, ranks hold identical bytes; with `allreduce`, those of one process. Rank 0
+    tells if a parameter was another one on each rank.
     """
 
     def train(net: nn.Sequential, more: nn.Module, together: str) -> list[float]:
@@ -315,13 +317,16 @@ def check_later(comm: Communicator) -> None:
 
     for name in ("allreduce", "tree+int8", "gossip", "asgd", "local-sgd(2)", "diloco(2)"):
         net, more = made(comm.rank if name != "allreduce" else 0)
-        sent = train(net, more, name)
+        with mock.patch("dlio.exchange.distribute.log_line") as warning:
+            sent = train(net, more, name)
         growth = [after - before for before, after in zip([0.0, *sent], sent, strict=False)]
         assert all(bytes_ > 0 for bytes_ in growth), f"{name}: {sent}"
         assert growth[1] > growth[0], f"{name}: {sent}"  # With those that were frozen.
         assert growth[2] > growth[1], f"{name}: {sent}"
         if not name.startswith(("gossip", "asgd")):
             assert identical(nn.ModuleList([net, more]), comm), name
+        unlike = comm.rank == 0 and comm.size > 1 and name != "allreduce"
+        assert warning.call_count == unlike, f"{name}: {warning.mock_calls}"
         if name == "allreduce":
             whole, other = made(0)
             train(whole, other, "")
@@ -331,6 +336,32 @@ def check_later(comm: Communicator) -> None:
                 strict=True,
             )
             assert all(difference(a, b) < 1e-6 for a, b in pairs)
+
+
+def check_parting(comm: Communicator) -> None:
+    """Rank 0 tells once if learning rates or weights that are to be alike differ by rank."""
+    words_of = {"rate": "other learning rates", "weight": "weights of weight differ", "": ""}
+    for (way, words), name in product(words_of.items(), ("allreduce", "tree+int8", "local-sgd(2)")):
+        torch.manual_seed(3)
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with (
+            mock.patch("dlio.exchange.step_watch.log_line") as warning,
+            dlio.distribute(net, optimizer, name),
+        ):
+            for step in range(6):
+                optimizer.zero_grad()
+                net(torch.ones(2, 4) * (comm.rank + step)).square().mean().backward()
+                if step == 2 and way == "rate":
+                    optimizer.param_groups[0]["lr"] = 0.01 * (1 + comm.rank)
+                optimizer.step()
+                if step == 2 and way == "weight":
+                    with torch.no_grad():
+                        net.weight *= 1 + 0.1 * comm.rank
+        lines = [" ".join(map(str, call.args)) for call in warning.mock_calls]
+        tells = bool(way) and comm.rank == 0 and comm.size > 1 and name != "local-sgd(2)"
+        assert len(lines) == tells, f"{way}, {name}: {lines}"
+        assert all(words in line for line in lines), f"{way}, {name}: {lines}"
 
 
 def check_assigned(comm: Communicator) -> None:
@@ -475,6 +506,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "compressed_pairs": check_compressed_pairs,
     "distribute": check_distribute,
     "later": check_later,
+    "parting": check_parting,
     "assigned": check_assigned,
     "parts": check_parts,
     "reached": check_reached,

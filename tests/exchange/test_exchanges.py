@@ -35,7 +35,12 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, tuple("allreduce shares skipped mean half gossip assigned reached".split())),
         (3, ("allreduce", "shares", "mean", "gossip", "gossip_trains")),
         (4, ("gossip",)),
-        (2, tuple("sums compressed_pairs gossips noloco distribute later parts types".split())),
+        (
+            2,
+            tuple(
+                "sums compressed_pairs gossips noloco distribute later parting parts types".split()
+            ),
+        ),
         (3, ("sums", "compressed", "noloco", "asgd", "distribute", "later", "assigned", "reached")),
         (4, ("sums", "gossips", "noloco", "noloco_trains", "asgd")),
         (4, ("noloco_of_differences", "differences_resume")),

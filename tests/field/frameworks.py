@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from PIL import Image
 
 from tests.field.field_script import FieldScript
 from tests.field.inputs import write_class_folders
@@ -35,8 +36,8 @@ def _nothing(_: str) -> None:
     """The script makes its own data."""
 
 
-def _images(folder: str) -> None:
-    write_class_folders(f"{folder}/images/train", 19, 5, 48, 1)
+def _images(folder: str, count: int = 19) -> None:
+    write_class_folders(f"{folder}/images/train", count, 5, 48, 1)
     write_class_folders(f"{folder}/images/val", 7, 5, 48, 2)
 
 
@@ -106,7 +107,68 @@ def _sentences(folder: str) -> None:
     transformers.BertForSequenceClassification(config).save_pretrained(f"{folder}/model")
 
 
+_WANDB: Final = """
+class _Nothing:
+    def __getattr__(self, name):
+        return self
+    def __call__(self, *args, **options):
+        return self
+
+init = Image = Histogram = _Nothing()
+"""
+
+
+def _masks(folder: str) -> None:
+    """Write pictures and masks of squares, and a stand-in for a service on the network."""
+    random = np.random.default_rng(0)
+    for number in range(22):
+        mask = np.zeros((48, 48), np.uint8)
+        top, left = random.integers(4, 30, 2)
+        mask[top : top + 14, left : left + 14] = 1
+        picture = mask[..., None] * 120 + random.integers(0, 100, (48, 48, 3))
+        for kind, name, pixels in (("imgs", "", picture), ("masks", "_mask", mask)):
+            os.makedirs(f"{folder}/data/{kind}", exist_ok=True)
+            path = f"{folder}/data/{kind}/{number:02d}{name}.png"
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+    Path(folder, "wandb.py").write_text(_WANDB, encoding="utf-8")
+
+
+_TIMM: Final = (
+    "images --model test_vit --num-classes 5 --img-size 160 -b 16 --epochs 2 -j 1 --lr 0.05 "
+    "--log-interval 1 --device cpu --output out --experiment e --model-ema --seed 3 --no-aug "
+)
+
 SCRIPTS: Final = (
+    FieldScript(
+        "unet",
+        "milesial/Pytorch-UNet",
+        "21d7850f2af30a9695bbeea75f3136aa538cfc4a",
+        "train.py",
+        tuple("-e 1 -b 4 -l 1e-4 -s 1.0 -v 20 --bilinear".split()),
+        _masks,
+    ),
+    *(
+        FieldScript(
+            name,
+            "huggingface/pytorch-image-models",
+            "aa4b5850c1543fa488abf260f18390eda46cf85d",
+            "train.py",
+            (*_TIMM.split(), *more.split()),
+            lambda folder: _images(folder, 39),
+            times=r"(Time|Data): .*",
+        )
+        for name, more in (
+            (
+                "timm_lamb",
+                "--smoothing 0 --grad-accum-steps 2 --clip-grad 1.0 --opt lamb --warmup-epochs 1",
+            ),
+            (
+                "timm_mixup",
+                "--opt sgd --warmup-epochs 0 --mixup 0.4 --cutmix 1.0 --grad-accum-steps 2 "
+                "--clip-grad 1.0",
+            ),
+        )
+    ),
     FieldScript(
         "nanogpt",
         "karpathy/nanoGPT",

@@ -23,14 +23,19 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import xxhash
 
 from dlio.comm import Communicator
 from dlio.comm.comm_protocol import Request
 from dlio.comm.deadlines import leave, looking_on
 from dlio.comm.survival.recovery import uniform
 from dlio.errors import UsageError
-from dlio.exchange.buckets import broadcast_tensors
+from dlio.exchange.step_watch import (
+    ROUNDING,
+    bits_of_parts,
+    digest_of,
+    most_different,
+    parts_of,
+)
 from dlio.integrations.script.script_lines import foreign_frames, script_frame
 from dlio.integrations.script.script_losses import losses_of
 
@@ -43,15 +48,11 @@ _OF_SIZES: Final = 3
 """Numbers that tell whether the parts of a batch have the same sizes."""
 _KEPT: Final = 60
 """Calls that are kept to find the first one that differs."""
-_EXACT_BITS: Final = 24
-"""Whole numbers of so many bits are exact in float32."""
 _LOOK_AFTER_S: Final = 3.0
 _MESSAGE_BYTES: Final = 16 << 10
 _TAG: Final = 7
 _WEIGHTLESS: Final = 1e11
 """Factors of means above this are those of ranks whose weights are all 0."""
-_ROUNDING: Final = 1e-4
-"""Differences of weights, by their size, that are taken for rounding."""
 _BATCH: Final = "the next batch"
 _REMEDY: Final = (
     "Each rank sees its share of a batch: let the script decide by values that are the same on all "
@@ -88,9 +89,8 @@ class ScriptGuard:
         self._calls: deque[_Call] = deque(maxlen=_KEPT)
         self._giving: set[object] = set()
         """Passes that have given a batch since the last other call."""
-        bits = (_EXACT_BITS - math.ceil(math.log2(max(1, comm.size)))) // 2
-        self._mask = (1 << max(1, bits)) - 1
-        self._bits = max(1, bits)
+        self._bits = bits_of_parts(comm.size)
+        self._mask = (1 << self._bits) - 1
         self._losses: list[torch.Tensor] = []
         """Of the backward that is under way; they become means."""
         self._means: list[torch.Tensor] = []
@@ -221,11 +221,8 @@ class ScriptGuard:
             self._weights = self._digest_of_weights()
 
     def _digest_of_weights(self) -> int:
-        digest = xxhash.xxh3_64()
-        for _, tensor in chain(self.parameters(), self.unowned(), self._compared_buffers()):
-            values = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(values.view(torch.uint8).numpy().data)
-        return digest.intdigest() or 1
+        named = chain(self.parameters(), self.unowned(), self._compared_buffers())
+        return digest_of(tensor for _, tensor in named)
 
     def _compared_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         return (each for each in self.buffers() if each[0] not in self._unlike)
@@ -329,9 +326,7 @@ class ScriptGuard:
         """Return numbers whose sums over ranks tell whether all have the same digests."""
         numbers = [1, *self.doubts]
         for digest in (self._digest, self._weights):
-            for k in range(_CHUNKS):
-                part = digest >> (self._bits * k) & self._mask
-                numbers += [part, part * part]
+            numbers += parts_of(digest, self._bits, _CHUNKS)
         self._weights = 0
         sizes = self.sizes & self._mask
         return [*numbers, int(self.sizes > 0), sizes, sizes * sizes]
@@ -371,8 +366,8 @@ class ScriptGuard:
 
     def _compare_weights(self) -> None:
         """Raise UsageError that names the parameter that differs most. Collective."""
-        worst, rank, name = self._most_different(list(self.parameters()))
-        if worst >= _ROUNDING:
+        worst, rank, name = most_different(list(self.parameters()), self._comm)
+        if worst >= ROUNDING:
             raise UsageError(
                 f"after step {self._steps} the weights of {name} differ between rank 0 and rank "
                 f"{rank} by {worst:.1g} of their size: something other than the gradients that "
@@ -417,29 +412,9 @@ class ScriptGuard:
         unlike = []
         for name in [name for name in everyone[0] if all(name in each for each in everyone)]:
             alike = all(each[name] == everyone[0][name] for each in everyone)
-            if not alike or self._most_different([(name, named[name])])[0] >= _ROUNDING:
+            if not alike or most_different([(name, named[name])], self._comm)[0] >= ROUNDING:
                 unlike.append(name)
         return unlike
-
-    def _most_different(self, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[float, int, str]:
-        """Return by how much of its size the tensor that differs most from rank 0's does, on which
-        rank, and its name. Collective."""
-        distances = [0.0]
-        for _, tensor in named:
-            theirs = tensor.detach().clone()
-            broadcast_tensors([theirs], self._comm)
-            gap = 0.0
-            if not tensor.equal(theirs):
-                # That type holds numbers of all types.
-                own, theirs = (each.detach().to(torch.complex128) for each in (tensor, theirs))
-                size = max(float(theirs.abs().max()), 1e-12)
-                gap = float((own - theirs).abs().max()) / size
-            distances.append(1.0 if math.isnan(gap) else gap)
-        most, place = max((each, place) for place, each in enumerate(distances))
-        everyone: list[list[float]] = self._comm.allgather([most, place])
-        worst, rank = max((each[0], rank) for rank, each in enumerate(everyone))
-        place = int(everyone[rank][1]) - 1
-        return worst, rank, named[place][0] if place >= 0 else ""
 
     # Ranks that wait.
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler
 
 from dlio.loader.dataloader import DataLoader
 
+_LONG: Final = 1 << 20
 _States: TypeAlias = tuple[Any, Any, torch.Tensor]
 
 
@@ -31,6 +32,17 @@ def has_own_sampler(loader: DataLoader[Any]) -> bool:
     return hasattr(sampler, "__dict__") and not type(sampler).__module__.startswith(
         ("torch.utils.data", "dlio.")
     )
+
+
+def draws_for_long(loader: DataLoader[Any]) -> bool:
+    """True if a pass of a loader draws the samples again and again, so often that a script will
+    leave it: all of its batches are not to be drawn at once."""
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+    dataset: Any = loader.dataset
+    try:
+        return len(sampler) > max(_LONG, len(dataset))
+    except (TypeError, NotImplementedError):  # Without a length.
+        return False
 
 
 def copied_sampler(loader: DataLoader[Any]) -> Any | None:

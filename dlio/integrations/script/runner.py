@@ -45,6 +45,7 @@ from dlio.integrations.script.script_randoms import ScriptRandoms
 from dlio.integrations.script.share import ScriptContext, SharingLoader
 from dlio.train.model_copies import is_bare_copy
 from dlio.util.arguments import script_in
+from dlio.util.signals import freeing_children
 from dlio.util.units import counted
 
 _PLACE: Final = "_dlio_place"
@@ -87,7 +88,7 @@ def run_script(
     try:
         with guard.watching(recovery_of(comm) is not None):
             failures = telling_failures(script, comm.rank, context.sizes_in)
-            with takeover.installed(), failures, around:
+            with takeover.installed(), failures, around, freeing_children():
                 runpy.run_path(script, run_name="__main__")
             with telling_failures(script, comm.rank):
                 takeover.finish()

@@ -201,12 +201,14 @@ class ScriptAssignment:
 def _uneven(shares: RankShares, counts: Sequence[int]) -> list[RankShares]:
     """Return shares of the first batches, of `counts` samples, that differ among the ranks: a
     number that equals the size of each rank's part is then known for a constant of the script, or
-    not. The second batch balances the first one, so that the sums of all parts are even."""
+    not. The second batch balances the first one, so that the sums of all parts are even. Parts of
+    even sizes stay even: scripts that mix the samples of a batch in pairs need them so."""
     parts = [len(shares.part(counts[0], rank)) for rank in range(len(shares.counts))]
     if len(parts) == 1 or parts[0] != parts[-1] or parts[0] <= max(1, shares.fewest):
         return []
     first, inner, last = parts[0], parts[1:-1], parts[-1]
-    uneven = [RankShares((first + 1, *inner, last - 1), shares.fewest)]
+    more = 2 if last % 2 == 0 and last > max(2, shares.fewest + 1) else 1
+    uneven = [RankShares((first + more, *inner, last - more), shares.fewest)]
     if counts[1:] == counts[:1]:
-        uneven.append(RankShares((first - 1, *inner, last + 1), shares.fewest))
+        uneven.append(RankShares((first - more, *inner, last + more), shares.fewest))
     return uneven

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, cast
 
 import numpy as np
@@ -37,6 +37,7 @@ from dlio.integrations.script.own_sampler import (
     DrawnAhead,
     FollowingSampler,
     copied_sampler,
+    draws_for_long,
     has_own_sampler,
 )
 from dlio.integrations.script.pass_use import PassMemory, PassUse
@@ -46,7 +47,7 @@ from dlio.integrations.script.script_assigner import (
     ScriptAssignment,
     ScriptBatch,
 )
-from dlio.integrations.script.script_lines import loops_at
+from dlio.integrations.script.script_lines import loops_at, script_frames
 from dlio.loader.contract import CollateFn, Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party import accelerate
@@ -55,6 +56,8 @@ from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
 from dlio.util.units import counted
 
+_LOOPS: Final = 3
+"""Most frames of a script, from the innermost one, whose loops are looked at for sizes."""
 _RECENT: Final = 4
 """Batches that a script may accumulate with one that is dealt otherwise."""
 _TAKEN: Final = 64
@@ -248,10 +251,15 @@ class ScriptContext:
                 use.plans.dim = dim
             # The loop that asks for a batch: the pass may have begun on another line.
             place = self.guard.place
-            for line in size_lines(*place, dim):
+            self._steps[place] += 1
+            places = [place]
+            if self._steps[place].bit_count() == 1:
+                # A generator of the script's may pass it on to a loop of another function.
+                frames = script_frames(_LOOPS)[1:]
+                places += [(each.f_code.co_filename, each.f_lineno) for each in frames]
+            for line in chain.from_iterable(size_lines(*each, dim) for each in places):
                 self._sizes.setdefault(line, False)
                 self.counts_whole |= use.was_whole
-            self._steps[place] += 1
             # Steps 1, 2, 4, 8...: in a `for` loop, whose body opens and closes modes of its own.
             if self._steps[place].bit_count() == 1 and loops_at(*place):
                 self.mixed_inputs.start(tensors, len(batch.place))
@@ -697,7 +705,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
         ahead = None
         is_own = has_own_sampler(self)
         # A generator's state is read, too, and by the next pass: torch's sampler draws at its end.
-        if is_own or self.generator is not None:
+        if is_own or self.generator is not None or draws_for_long(self):
             copied = copied_sampler(self)
             if copied is not None:
                 ahead = DrawnAhead(copied)

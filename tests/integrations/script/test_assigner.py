@@ -56,6 +56,16 @@ def test_ranks_get_two_samples_or_none_where_there_is_batch_normalisation(
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("size", [4, 6, 8])
+def test_even_parts_stay_even_in_the_first_batches(size: int, ranks: int) -> None:
+    batches = [list(range(size * ranks * k, size * ranks * (k + 1))) for k in range(3)]
+    sizes = [len(part) for part in _dealt(batches, ranks, lambda: None, begun=False)]
+    assert all(each % 2 == 0 for each in sizes)
+    assert len(set(sizes)) > 1
+    assert all(sum(sizes[3 * rank : 3 * rank + 2]) == 2 * size for rank in range(ranks))
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_parts_of_a_first_batch_differ_if_they_have_two_samples(size: int, ranks: int) -> None:

@@ -296,8 +296,16 @@ def learn(x, y):
     loss.backward()
     optimizer.step()
     return loss.item()
+def passed_on(loader):
+    for batch in loader:
+        yield batch
 total = seen = 0
-if "skip" in sys.argv:
+if "pass" in sys.argv:
+    for x, y in passed_on(DataLoader(data, batch_size=8)):
+        size = x.shape[0]
+        total += learn(x, y) * size
+        seen += size
+elif "skip" in sys.argv:
     for k, (x, y) in enumerate(DataLoader(data, batch_size=8)):
         if k == 2:
             continue
@@ -320,6 +328,8 @@ def test_means_are_right_or_told_to_be_about_so(tmp_path: Path) -> None:
     # The ranks' parts differ in the first two batches, by which constants are known.
     assert float(ranks.stdout) == pytest.approx(float(_run(str(script)).stdout), rel=0.05)
     assert "are about right; counts" in ranks.stderr
+    # The loop has its batches of a generator, as of a loader that fetches one ahead.
+    assert re.search(r"script\.py:2\d, script\.py:2\d: the size of", _run(*run, "pass").stderr)
     # It is not sure that each turn trains: the first batch is whole.
     assert "it began with whole batches, which count 2 times as much" in _run(*run, "skip").stderr
 

@@ -96,3 +96,38 @@ def test_orders_after_samples_that_draw_are_the_same_on_all_ranks_and_told(
     assert [_samples(got[0, k]) for k in range(6)] == [_samples(expected[0, k]) for k in range(6)]
     notice = "train.py:22: samples of Numbers draw random numbers of random and torch in the script"
     assert two.count(notice) == 1
+
+
+_ENDLESS = """
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(40, 3)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = RandomSampler(data, replacement=True, num_samples=10**10)
+batches = iter(DataLoader(data, 8, sampler=sampler))
+for step in range(4):
+    a, b = next(batches)
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(a), b)
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.4f} {torch.rand(1).item():.4f}")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(400)
+def test_a_pass_that_draws_samples_again_for_ever_begins_at_once(
+    mpirun: MpiRun, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_ENDLESS, encoding="utf-8")
+    one = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, check=True
+    )
+    two = mpirun(2, "-m", "dlio.cli", "run", str(script), timeout_s=300)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.split() == one.stdout.split()

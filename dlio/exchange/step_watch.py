@@ -1,0 +1,149 @@
+"""Notices that ranks of `dlio.distribute` no longer have one model, at no message of its own.
+
+Each rank keeps a digest of the learning rates of its steps, and of its weights after the 1st, 2nd,
+4th, 8th step and so on. It travels with the gradients, as numbers whose sums tell if all ranks have
+the same one; only where they have not, ranks compare them.
+"""
+
+import logging
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import torch
+import xxhash
+
+from dlio.comm import Communicator
+from dlio.comm.survival.recovery import uniform
+from dlio.exchange.buckets import Named, broadcast_tensors
+from dlio.util.printable import log_line
+from dlio.util.units import counted
+
+EXACT_BITS: Final = 24
+"""Whole numbers of so many bits are exact in float32."""
+ROUNDING: Final = 1e-4
+"""Differences of weights, by their size, that are taken for rounding."""
+_CHUNKS: Final = 2
+"""Parts of a digest that travel with a sum of gradients."""
+
+
+class StepWatch:
+    """The steps of this rank's optimizers. It says once, by rank 0, that ranks have parted.
+
+    Args:
+        named: returns the parameters that all ranks have alike, in the same order, with names.
+    """
+
+    count = 1 + 2 * _CHUNKS
+
+    def __init__(self, comm: Communicator, named: Callable[[], Named]) -> None:
+        self._comm, self._named = comm, named
+        self._bits = bits_of_parts(comm.size)
+        self._digest = self._steps = 0
+        self._rates: dict[int, list[float]] = {}
+        """Learning rates of each optimizer's latest step, by the optimizers' order."""
+        self._order: dict[int, int] = {}
+        self._sums: list[list[float]] = []
+        """Sums over ranks that were not looked at yet."""
+        self._has_told = False
+
+    def depart(self, into: torch.Tensor, factor: float) -> None:
+        parts = parts_of(self._digest, self._bits, _CHUNKS)
+        into.copy_(torch.tensor([1, *parts], dtype=into.dtype))
+
+    def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
+        if not self._has_told:
+            self._sums.append(sums.tolist())
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step that an optimizer has made."""
+        if self._has_told:
+            return
+        number = self._order.setdefault(id(optimizer), len(self._order))
+        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        self._rates[number] = rates
+        self._digest = zlib.crc32(f"{number} {rates}".encode(), self._digest)
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0:
+            weights = digest_of(tensor for _, tensor in self._named())
+            self._digest = zlib.crc32(weights.to_bytes(8, "little"), self._digest)
+
+    def check(self) -> None:
+        """Say if ranks have parted, as the sums that have arrived tell. Collective then."""
+        arrived, self._sums = self._sums, []
+        if self._has_told or all(map(are_same, arrived)):
+            return
+        self._has_told = True
+        difference = uniform(self._comm, self._difference)
+        if difference and self._comm.rank == 0:
+            log_line(logging.WARNING, "distribute: %s", difference)
+
+    def _difference(self) -> str:
+        """Tell how ranks differ; empty if only the rounding of weights does.
+        Collective."""
+        rates: list[list[list[float]]] = self._comm.allgather(list(self._rates.values()))
+        for rank, theirs in enumerate(rates):
+            if theirs != rates[0]:
+                return (
+                    f"ranks step with other learning rates ({rates[0]} on rank 0, {theirs} on rank "
+                    f"{rank}), so that their weights part: let a value of all ranks decide them"
+                )
+        worst, rank, name = most_different(self._named(), self._comm)
+        if worst < ROUNDING:
+            return ""
+        return (
+            f"the weights of {name} differ between rank 0 and rank {rank} by {worst:.1g} of their "
+            f"size after {counted(self._steps, 'step')}: something other than the averaged "
+            "gradients changes them on each rank, such as its own samples or random numbers"
+        )
+
+
+def bits_of_parts(ranks: int) -> int:
+    """Return how many bits a part of a digest may have, so that sums of squares are exact."""
+    return max(1, (EXACT_BITS - math.ceil(math.log2(max(1, ranks)))) // 2)
+
+
+def parts_of(digest: int, bits: int, chunks: int) -> list[int]:
+    """Return parts of a digest, each with its square; `are_same` tells from their sums."""
+    parts = [digest >> (bits * k) & ((1 << bits) - 1) for k in range(chunks)]
+    return [number for part in parts for number in (part, part * part)]
+
+
+def are_same(sums: Sequence[float]) -> bool:
+    """True if sums of ones, and of `parts_of` digests, are those of ranks with the same digest."""
+    ranks, *parts = map(round, sums)
+    # By Cauchy and Schwarz equal only if all are.
+    return all(ranks * parts[k + 1] == parts[k] ** 2 for k in range(0, len(parts), 2))
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a digest of values, bit by bit; never 0."""
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.intdigest() or 1
+
+
+def most_different(
+    named: Sequence[tuple[str, torch.Tensor]], comm: Communicator
+) -> tuple[float, int, str]:
+    """Return by how much of its size the tensor that differs most from rank 0's does, on which
+    rank, and its name. Collective."""
+    distances = [0.0]
+    for _, tensor in named:
+        theirs = tensor.detach().clone()
+        broadcast_tensors([theirs], comm)
+        gap = 0.0
+        if not tensor.equal(theirs):
+            # That type holds numbers of all types.
+            own, theirs = (each.detach().to(torch.complex128) for each in (tensor, theirs))
+            size = max(float(theirs.abs().max()), 1e-12)
+            gap = float((own - theirs).abs().max()) / size
+        distances.append(1.0 if math.isnan(gap) else gap)
+    most, place = max((each, place) for place, each in enumerate(distances))
+    everyone: list[list[float]] = comm.allgather([most, place])
+    worst, rank = max((each[0], rank) for rank, each in enumerate(everyone))
+    place = int(everyone[rank][1]) - 1
+    return worst, rank, named[place][0] if place >= 0 else ""
