@@ -22,6 +22,7 @@ from dlio.data.labels import (
     LABEL_NAMES,
     MAX_CLASSES,
     MISSING,
+    are_alike,
     is_index,
     is_number,
     label_name,
@@ -138,6 +139,10 @@ def open_text_tables(
     label = label_name(header)
     if label is not None and kinds[label] == "":
         kinds[label] = "text"  # NA is a name among labels.
+    if label is not None and kinds[label] in ("int64", "float64"):
+        own = [part.labels.get(number_of[label], []) for part in parts]
+        if not are_alike(text for text in itertools.chain(*own) if is_number(text)):
+            kinds[label] = "text"
     kinds = {name: kind or "float64" for name, kind in kinds.items()}
     texts = {k for k, name in enumerate(header) if kinds[name] == "text"}
     for number, part in enumerate(parts):
