@@ -4,9 +4,10 @@ A reader takes the first of `LABEL_NAMES` among its fields. Formats with a conve
 have a list of their own here, next to the common one.
 
 Labels that are all whole numbers are those numbers, also where they are written as 2.0, and truth
-values are 0 and 1. Texts such as 01 next to 1 are none of them (`are_alike`). Other texts are classes, sorted, and a label is the number of its class. Numbers
-with fractions give no labels, but are to be predicted. Nothing becomes 0 for want of a label:
-`LabelEncoding.missing` has the texts that are none, and a reader refuses their samples by name.
+values are 0 and 1. Texts such as 01 next to 1 are none of them (`are_alike`). Other texts are
+classes, sorted, and a label is the number of its class. Numbers with fractions give no labels, but
+are to be predicted. Nothing becomes 0 for want of a label: `LabelEncoding.missing` has the texts
+that are none, and a reader refuses their samples by name.
 """
 
 import json

@@ -56,6 +56,7 @@ from dlio_readers.folder_doubts import (
     name_labels,
     number_labels,
 )
+from dlio_readers.foreign_labels import check_downloads, foreign_words
 from dlio_readers.label_tables import TABLES, read_table
 from dlio_readers.picture_lists import (
     PictureLists,
@@ -278,6 +279,8 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
                 "JPEGImages, or where both are called images and annotations: rename them, or open "
                 "the folder of pictures alone"
             )
+        if words := foreign_words(source, [f"{at}/{name}" for name in files]):
+            return f"it holds {words}"
         if files and (words := words_of(files[0])):
             return f"{files[0]} in {source.path(at)} is {words}"
         if files:
@@ -373,6 +376,8 @@ def plan_of(
         fit = Fit(words, weight, left_out=notes, used=(table, *files), doubts=tuple(doubts))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)
+    if layout is None:
+        check_downloads(source, folders)
     others = [useless] if useless and not here else []
     words, weight = _class_words(source, folders)
     shown = named_files(here)
@@ -483,7 +488,8 @@ def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list
             ]
     if not label_files:
         return []
-    return [f"{named_files(label_files)} in class folders, which may hold labels or boxes"]
+    words = foreign_words(source, label_files)
+    return [words or f"{named_files(label_files)} in class folders, which may hold labels or boxes"]
 
 
 def _list_plan(source: Source, lists: PictureLists) -> FolderPlan:
@@ -520,6 +526,10 @@ def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
         if ("annotations", True) in Source(above).names():
             inner = files_of_labels(Source(above), "annotations", pictures, is_strict=True)
             label_files += [f"annotations/{name}" for name in inner]
+        if ("ann", True) in Source(above).names():
+            label_files += [f"ann/{name}" for name, _ in Source(above).names("ann")]
+        if words := foreign_words(Source(above), label_files):
+            return (f"in {above} {words}",)
         where = f"{named_files(label_files)} in {above}, which may hold labels"
         return (f"{where}: write them to {source.path('labels.csv')}",) if label_files else ()
     return (f"the labels of {above}/{lists[0]}: open {above} with table={lists[0]!r}",)
