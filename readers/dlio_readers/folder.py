@@ -119,7 +119,7 @@ class FolderReader(ListedReader):
 
     format = "folder"
     path_rules = PathRules(one_path=True, is_fallback=True, samples=PICTURES)
-    version = 6
+    version = 7
 
     def __init__(
         self,
@@ -283,6 +283,11 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
             )
         if words := foreign_words(source, [f"{at}/{name}" for name in files]):
             return f"it holds {words}"
+        if files and all(name.lower().endswith(".txt") for name in files):
+            return (
+                "it holds texts, which are read as a column of a CSV or Parquet file: write them "
+                "to one, next to a column label"
+            )
         if files and (words := words_of(files[0])):
             return f"{files[0]} in {source.path(at)} is {words}"
         if files:
@@ -619,7 +624,9 @@ def _by_lists(
     index["labels"] = np.zeros(len(names), np.int64)
     classes: list[str] = []
     if has:
-        index["labels"], classes = _numbered([labels[name] for name in names], lists.encoding)
+        index["labels"], classes = _numbered(
+            [labels[name] for name in names], lists.encoding_of(split, source.path())
+        )
     below = {name.rpartition("/")[0] for name in names}
     own = [file for file in lists.files if not os.path.isabs(file) and "://" not in file]
     below |= {file.rpartition("/")[0] for file in own}

@@ -41,6 +41,11 @@ _PROGRAMS: Final[Sequence[tuple[str, str, tuple[bytes, ...]]]] = (
 """Program, the way to a format that is read, and what the head of its files has."""
 
 
+def is_coco(head: bytes) -> bool:
+    """True for the beginning of a file of COCO's annotations."""
+    return head.lstrip()[:1] == b"{" and b'"images"' in head and b'"file_name"' in head
+
+
 def program_of(source: Source, name: str) -> str:
     """Return the program that wrote a file of annotations; "" if none is known."""
     return _known(source, name)[0]

@@ -30,7 +30,7 @@ from dlio_readers.array_names import (
     check_groups,
     chosen_arrays,
     splits_of_arrays,
-    tell_of_scaling,
+    tell_of_attributes,
 )
 from dlio_readers.columns import (
     ENDS,
@@ -361,7 +361,7 @@ class Hdf5File:
                 f"{where} is {dataset.dtype}, which samples cannot have: name the "
                 "others, as in x.h5::image,label"
             )
-        tell_of_scaling(where, dataset.attrs)
+        tell_of_attributes(where, dataset.attrs)
         unit = dataset.chunks[0] if dataset.chunks else 1
         # Do not decode chunks together that exceed a few blocks.
         row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))

@@ -11,7 +11,7 @@ from typing import Final
 from dlio.data.interpretation import named_files
 from dlio.data.source import Source
 from dlio.errors import SourceError, UsageError
-from dlio_readers.foreign_labels import foreign_words
+from dlio_readers.foreign_labels import foreign_words, is_coco
 from dlio_readers.picture_lists import PictureLists, find_lists
 from dlio_readers.yolo_folders import why_no_boxes
 
@@ -110,6 +110,8 @@ def _remedy(source: Source, name: str) -> str:
     suffix = os.path.splitext(name)[1].lower()
     if suffix == ".txt" and _is_list(source, name):
         return f"choose it with table={name!r}"
+    if suffix == ".json" and is_coco(source.read(name, 0, _HEAD)):
+        return f"open {source.path(name)} for its boxes"
     if suffix in _RENAMED:
         return f"call it labels{suffix}, with the columns file_name and label"
     return write_them(source, name)

@@ -16,7 +16,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
 from dlio.util.units import counted
-from dlio_readers.array_names import check_groups, chosen_arrays, tell_of_scaling
+from dlio_readers.array_names import check_groups, chosen_arrays, tell_of_attributes
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -128,7 +128,7 @@ class ZarrReader(ColumnReader):
                 continue
             if not storable(array.dtype):
                 raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
-            tell_of_scaling(where, array.attrs)
+            tell_of_attributes(where, array.attrs)
             part = slab(select, name, tuple(array.shape[1:]))
             columns[name] = PlainColumn(array, _unit(array), part)
         self._by_field = {

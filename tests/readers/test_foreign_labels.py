@@ -103,3 +103,44 @@ def test_class_folders_of_digits_stay_classes(tmp_path: Path) -> None:
         _pictures(tmp_path / str(k), 2, f"{k}_")
     with dlio.open(tmp_path) as data:
         assert data.classes == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a.jsonl", r"JSON Lines: pandas\.read_json"),
+        ("a.jsonl.gz", r"JSON Lines: pandas\.read_json"),
+        ("a.json", r"JSON, and none of COCO: pandas\.read_json"),
+        ("a.txt", "text: write its samples to a column"),
+        ("data_batch_1.bin", "CIFAR's binary records"),
+    ],
+)
+def test_texts_and_records_are_refused_with_the_way_to_a_table(
+    name: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text('{"text": "a", "label": 1}\n')
+    with pytest.raises(SourceError, match=told):
+        dlio.open(tmp_path / name)
+
+
+def test_texts_in_class_folders_are_refused_with_the_way_to_a_table(tmp_path: Path) -> None:
+    for name in ("neg", "pos"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0_7.txt").write_text("a film")
+    with pytest.raises(SourceError, match="it holds texts, which are read as a column of a CSV"):
+        dlio.open(tmp_path)
+
+
+def test_boxes_of_coco_next_to_pictures_are_told_with_their_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path)
+    images = [{"id": k, "file_name": f"{k}.png", "width": 8, "height": 8} for k in range(4)]
+    box = {"id": 1, "image_id": 0, "category_id": 1, "bbox": [1, 1, 4, 4], "area": 16}
+    whole = {"images": images, "annotations": [box], "categories": [{"id": 1, "name": "cat"}]}
+    (tmp_path / "train.json").write_text(json.dumps(whole))
+    with caplog.at_level(logging.WARNING, "dlio"), dlio.open(tmp_path) as data:
+        assert len(data) == 4
+    assert f"open {tmp_path / 'train.json'} for its boxes" in caplog.text
+    with dlio.open(tmp_path / "train.json") as data:
+        assert len(data) == 4
