@@ -287,6 +287,7 @@ class Hdf5File:
             if empty is not None:
                 tell_once(f"{self.file.name}: its {empty} is empty, and no label (`targets` are 0)")
             packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
+            tell_of_attributes(self.file.name, root.attrs if packed is None else ())
             if packed is not None:
                 self.packed_schema, self.classes = packed
                 names = names or [name for name, _ in self.packed_schema.fields]

@@ -102,7 +102,9 @@ class ZarrReader(ColumnReader):
             arrays = parts[0]
         classes: list[str] = []
         schema = None
-        if packed is not None:
+        if packed is None:
+            tell_of_attributes(path, root.attrs)
+        else:
             schema, classes = packed
             names = names or tuple(name for name, _ in schema.fields)
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}

@@ -49,7 +49,8 @@ def expected_of(column: Column) -> Labels | None:
         return None
     if set(texts) <= {"True", "False"}:
         return [], [int(text == "True") for text in texts]
-    if all(text.lstrip("-").replace(".0", "").isdecimal() for text in texts) and are_alike(texts):
+    plain = [text.lstrip("-").replace(".0", "") for text in texts]
+    if all(text.isascii() and text.isdecimal() for text in plain) and are_alike(texts):
         return [], [int(float(text)) for text in texts]
     classes = sorted(set(texts))
     return classes, [classes.index(text) for text in texts]
@@ -221,7 +222,9 @@ WRITERS: dict[str, Callable[[Path, Column, str], None]] = {
     "tfrecord": _tfrecord,
 }
 NAMES = st.lists(
-    st.sampled_from(["cat", "dög", "2", "10", "2.0", "1_0", "NA", "nan", "no", "None", "a,b"]),
+    st.sampled_from(
+        ["cat", "dög", "2", "10", "2.0", "1_0", "\u0661", "NA", "nan", "no", "None", "a,b"]
+    ),
     min_size=1,
     max_size=6,
 )
@@ -232,6 +235,7 @@ COLUMNS = st.one_of(
     st.lists(st.integers(-5, 30).map(str), min_size=1, max_size=6),
     st.lists(st.integers(0, 30).map("{}.0".format), min_size=1, max_size=6),
     st.lists(st.integers(0, 120).map("{:02}".format), min_size=1, max_size=6),
+    st.lists(st.sampled_from(["\u0661", "\u0662"]), min_size=1, max_size=4),
     st.lists(st.sampled_from(["01", "1", "02", "007", "10", "100"]), min_size=1, max_size=6),
     NAMES.map(lambda names: [*names, "cat"]),
     NAMES.map(lambda names: [*names, ""]),

@@ -223,13 +223,34 @@ def test_labels_in_attributes_are_told(
     made("images", data=np.ones((4, 3), np.uint8))
     made("plain", data=np.ones((4, 3), np.uint8))
     store["images"].attrs["labels"] = [0, 1, 0, 1]
+    store.attrs["target"] = [0, 1, 0, 1]
     store["plain"].attrs["CLASS"] = "IMAGE"
     if suffix == "h5":
         store.close()
     with caplog.at_level(logging.WARNING, "dlio"):
         open_reader(str(path)).close()
     assert "::images has an attribute labels, and attributes are not read" in caplog.text
+    assert f"{path.name} has an attribute target" in caplog.text
     assert "::plain has" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        (("LR", "HR"), "as two pictures of each sample do"),
+        (("bounding_box_train", "query"), "bounding_box_train says a split by its name"),
+        (("cat", "dog"), ""),
+    ],
+)
+def test_folders_that_may_be_no_classes_are_told(
+    folders: tuple[str, str], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in folders:
+        _pictures(tmp_path / folder, ["0.png", "1.png", "2.png"])
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert list(open_reader(str(tmp_path)).classes) == sorted(folders)
+    assert told in caplog.text
+    assert bool(caplog.text) == bool(told)
 
 
 def _split_folders(root: Path) -> None:
