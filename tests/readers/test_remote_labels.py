@@ -17,8 +17,14 @@ import zarr
 from PIL import Image
 
 from dlio.data.reader import open_reader
+from dlio.util.settings import REHEARSAL
 
 Found = tuple[list[str], list[int], list[str], list[bytes]]
+
+
+@pytest.fixture(autouse=True)
+def _no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REHEARSAL, "1")  # A process that reads it first has no such memory.
 
 
 def _png(shade: int) -> bytes:
