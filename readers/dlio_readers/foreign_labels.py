@@ -1,4 +1,4 @@
-"""Annotations of other programs that are not read, known by what their files hold.
+"""Annotations of other programs that are not read, known by the head of their files.
 
 a.jpg, a.json                       labelme
 via_region_data.json                VGG Image Annotator
@@ -38,7 +38,7 @@ _PROGRAMS: Final[Sequence[tuple[str, str, tuple[bytes, ...]]]] = (
         (b'"key"', b'"status"', b'"url"'),
     ),
 )
-"""Program, the way to a format that is read, and what the head of its files has."""
+"""Program, the way to a format that is read, and texts in the head of its files."""
 
 
 def is_coco(head: bytes) -> bool:
@@ -75,7 +75,7 @@ def _known(source: Source, name: str) -> tuple[str, str]:
 
 
 def check_downloads(source: Source, folders: Sequence[str]) -> None:
-    """Raise UsageError for the folders of a download by img2dataset, which are no classes."""
+    """Raise UsageError for folders of a download by img2dataset: they do not stand for classes."""
     first = folders[0]
     names = [name for name, inner in source.names(first) if not inner]
     pictures = [name for name in names if name.lower().endswith(PICTURES)]

@@ -88,8 +88,9 @@ def _lie_together(source: Source, folder: str) -> bool:
     The reader names a text that has none.
     """
     texts, pictures = texts_of_pictures(source, folder)
-    found = [True for each in _first_lines(source, texts) if not _doubt(each)]
-    return bool(found) and (2 * len(texts) >= pictures or len(found) == min(len(texts), _LOOKED_AT))
+    doubts = [_doubt(each) for each in _first_lines(source, texts)]
+    boxes = doubts.count("")
+    return boxes > 0 and (2 * len(texts) >= pictures or boxes == len(doubts))
 
 
 def why_no_boxes(source: Source, texts: Sequence[str]) -> str:
@@ -116,7 +117,7 @@ def _first_lines(source: Source, texts: Sequence[str]) -> Iterator[tuple[str, li
 
     Pictures without boxes have empty ones, of which some are passed over.
     """
-    found = 0
+    count = 0
     for name in texts[:_MOST_EMPTY]:
         try:
             data = source.read(name, 0, _HEAD + 1)
@@ -125,8 +126,8 @@ def _first_lines(source: Source, texts: Sequence[str]) -> Iterator[tuple[str, li
         line = next((each for each in data[:_HEAD].splitlines() if each.strip()), b"")
         if line or len(data) > _HEAD:
             yield name, line.decode("utf-8-sig", "replace").split()
-            found += 1
-        if found == _LOOKED_AT:
+            count += 1
+        if count == _LOOKED_AT:
             return
 
 
@@ -142,7 +143,7 @@ def _doubt(line: tuple[str, list[str]]) -> str:
     is."""
     _, words = line
     if not words or not all(map(_is_number, words)):
-        return "has words that are no numbers"
+        return "has words in place of numbers"
     first, *rest = map(float, words)
     if first < 0 or first != int(first):
         return f"begins with {words[0][:20]}, which is not the number of a class"

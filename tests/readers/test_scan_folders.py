@@ -1,4 +1,4 @@
-"""Folders of scans that are no classes, and tables next to scans, are refused or told."""
+"""Folders of scans that do not stand for classes, and tables next to scans, are refused or told."""
 
 import logging
 from pathlib import Path
@@ -114,6 +114,6 @@ def test_tables_next_to_scans_are_told(
         _nifti(tmp_path / "data" / inner / f"{each}.nii.gz")
     (tmp_path / "data" / name).write_text(text)
     for path in {tmp_path / "data", tmp_path / "data" / inner}:
-        told = _told(path, caplog)[1]
-        assert f"1 file ({name}) in {tmp_path / 'data'}, which may hold labels" in told
-        assert "format='tables'" not in told
+        text = _told(path, caplog)[1]
+        assert f"1 file ({name}) in {tmp_path / 'data'}, which may hold labels" in text
+        assert "format='tables'" not in text
