@@ -26,6 +26,11 @@ _FORMATS: Final[Mapping[str, str]] = {
     "WebDataset (webdataset.TarWriter)",
     r"\.(pt|pth)": _TENSORS,
     r"\.(pkl|pickle|joblib)|data_batch_\d|test_batch|batches\.meta": _PICKLE,
+    r"(data|test)_batch(_\d)?\.bin": "CIFAR's binary records: numpy.fromfile(..., 'uint8')"
+    ".reshape(-1, 3073) has a label and the channels of a picture in each row, to write by "
+    "numpy.savez",
+    r"\.(jsonl|ndjson)(\.(gz|zst|bz2|xz))?": "JSON Lines: pandas.read_json(..., lines=True)"
+    ".to_parquet(...) converts them",
     r"\.mdb": "LMDB: the module lmdb reads its values, to write into a tar of WebDataset "
     "(webdataset.TarWriter)",
     r"\.(db|sqlite|sqlite3)": "SQLite: pandas.read_sql(...).to_parquet(...) converts a table",
@@ -107,6 +112,10 @@ def error_of_file(name: str) -> SourceError | None:
         words = f"a zip archive: open zip://::{name}, or extract it"
     elif not words and name.lower().endswith(_PICTURES):
         words = "a picture and no data set: open its folder"
+    elif not words and name.lower().endswith(".json"):
+        words = "JSON, and none of COCO: pandas.read_json(...).to_parquet(...) converts a table"
+    elif not words and name.lower().endswith(".txt"):
+        words = "text: write its samples to a column of a CSV or Parquet file"
     return SourceError(f"{name} is {_article(words)}") if words else None
 
 

@@ -4,9 +4,10 @@ A reader takes the first of `LABEL_NAMES` among its fields. Formats with a conve
 have a list of their own here, next to the common one.
 
 Labels that are all whole numbers are those numbers, also where they are written as 2.0, and truth
-values are 0 and 1. Other texts are classes, sorted, and a label is the number of its class. Numbers
-with fractions give no labels, but are to be predicted. Nothing becomes 0 for want of a label:
-`LabelEncoding.missing` has the texts that are none, and a reader refuses their samples by name.
+values are 0 and 1. Texts such as 01 next to 1 are none of them (`are_alike`). Other texts are
+classes, sorted, and a label is the number of its class. Numbers with fractions give no labels, but
+are to be predicted. Nothing becomes 0 for want of a label: `LabelEncoding.missing` has the texts
+that are none, and a reader refuses their samples by name.
 """
 
 import json
@@ -280,7 +281,7 @@ def encode_labels(texts: Iterable[str]) -> LabelEncoding:
         numbers = {text: _TRUTHS[value] for text, value in present.items()}
         return LabelEncoding(numbers, [], frozenset(different.keys() - present.keys()))
     values = {text: value for text, value in different.items() if value not in MISSING}
-    if values and all(map(is_number, values.values())):
+    if values and all(map(is_number, values.values())) and are_alike(values.values()):
         missing = frozenset(different.keys() - values.keys())
         whole = {text: whole_number(value) for text, value in values.items()}
         numbers = {text: value for text, value in whole.items() if value is not None}
@@ -293,6 +294,30 @@ def encode_labels(texts: Iterable[str]) -> LabelEncoding:
         ordered = sorted(set(values.values()))
     place = {name: number for number, name in enumerate(ordered)}
     return LabelEncoding({text: place[v] for text, v in values.items()}, ordered, missing)
+
+
+def are_alike(numbers: Iterable[str]) -> bool:
+    """True for numbers that are written the same way: without leading zeros, or with them to one
+    width. Others are texts, such as `01` next to `1`, which is told."""
+    digits = {text: text.lstrip("+-").partition(".")[0] for text in numbers}
+    padded = next((text for text, own in digits.items() if own[:1] == "0" and len(own) > 1), None)
+    if padded is None:
+        return True
+    width = len(digits[padded])
+    odd = next(
+        (
+            text
+            for text, own in digits.items()
+            if len(own) < width or (len(own) > width and own[0] == "0")
+        ),
+        None,
+    )
+    if odd is not None:
+        tell_once(
+            f"labels that are numbers written in several ways, such as {padded} and {odd}, are "
+            "taken for names of classes: write them alike if they are numbers"
+        )
+    return odd is None
 
 
 def is_number(text: str) -> bool:

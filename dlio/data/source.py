@@ -265,8 +265,11 @@ class Source(FsspecHandle):
             except Exception as error:
                 if getattr(error.__cause__, "status", 404) not in (404, 410):
                     return failed(self.url, error)
+        is_pattern = self.url.startswith(("http://", "https://")) and "*" in self.url
+        lists = "patterns need a listing, so name files of a web server by {000..099} or a list"
+        remedy = lists if is_pattern else "check the path"
         advice = _near(self.path("")) if self.local else ""
-        return SourceError(f"{self.url}: no such file or folder: check the path{advice}")
+        return SourceError(f"{self.url}: no such file or folder: {remedy}{advice}")
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""

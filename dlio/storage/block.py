@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 import lz4.block
@@ -358,6 +359,12 @@ class BlockInfo:
         return f"{self.path}, block {self.block}, sample {place} of it"
 
 
+@lru_cache(maxsize=16)
+def _schema_of(text: bytes) -> Schema:
+    """Parse a schema once for all blocks of a data set, which have the same."""
+    return Schema.from_json(text)
+
+
 def read_info(
     descriptor: int | DescriptorlessFile, path: str, start: int = 0, length: int | None = None
 ) -> BlockInfo:
@@ -400,7 +407,7 @@ def read_info(
         raise CorruptBlock(f"{where}: its header does not match its checksum{_REMEDY}")
     table = np.frombuffer(bytes(rest[rest_bytes - count * ENTRY.itemsize :]), ENTRY)
     _check_table(table, HEADER.size + rest_bytes, length, where)
-    schema = Schema.from_json(bytes(rest[:schema_bytes]))
+    schema = _schema_of(bytes(rest[:schema_bytes]))
     return BlockInfo(path, start, block, fingerprint.hex(), schema, digest, length, table)
 
 

@@ -111,16 +111,25 @@ class SourceThread(Closable):
 
         Raises SourceError when it has not ended for the time of DLIO_TIMEOUT.
         """
+        return self.start(function)()
+
+    def start(self, function: Callable[[], R]) -> Callable[[], R]:
+        """Start a call, and return the function that waits for its end as `call` does; nothing else
+        is called before."""
         result: list[R] = []
         self._calls.put(lambda: result.append(function()))
-        try:
-            outcome = _answer(self._ended, self._patience_s, self._source)
-        except SourceError:
-            self.hangs = True
-            raise
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return result[0]
+
+        def wait() -> R:
+            try:
+                outcome = _answer(self._ended, self._patience_s, self._source)
+            except SourceError:
+                self.hangs = True
+                raise
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return result[0]
+
+        return wait
 
     def close(self) -> None:
         """End the thread; one whose call hangs is left behind."""

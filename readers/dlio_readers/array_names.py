@@ -40,8 +40,20 @@ _BETWEEN: Final = re.compile(r"[-._ /]+")
 T = TypeVar("T")
 
 
-def tell_of_scaling(where: str, names: Iterable[str]) -> None:
-    """Warn once if the `names` of an array's attributes are of a scale, as netCDF has it."""
+# Not class, which HDF5's own tools write.
+_LABEL_ATTRIBUTES: Final = frozenset(("label", "labels", "target", "targets"))
+
+
+def tell_of_attributes(where: str, names: Iterable[str]) -> None:
+    """Warn once if the `names` of an array's attributes are of a scale, as netCDF has it, or of
+    labels."""
+    names = list(names)
+    labels = sorted(_LABEL_ATTRIBUTES.intersection(names))
+    if labels:
+        tell_once(
+            f"{where} has an attribute {labels[0]}, and attributes are not read: store labels as "
+            "an array next to it"
+        )
     scales = sorted({"scale_factor", "add_offset"}.intersection(names))
     if scales:
         tell_once(

@@ -31,6 +31,7 @@ from dlio_readers.annotations import (
     mirrored_pairs,
 )
 from dlio_readers.fileset import index_kind
+from dlio_readers.foreign_labels import program_of
 
 # The file of annotations, checked record by record
 
@@ -411,8 +412,9 @@ def _files(source: Source) -> list[str]:
         for prefix in (_MAIN, _KEYPOINTS, ""):
             chosen = [name for name in below if name.startswith(prefix)]
             chosen = [n for n in chosen if n.endswith(".json") and not n.startswith(_BOXLESS)]
-            if chosen:
-                return here + [f"{_FOLDER}/{name}" for name in chosen]
+            files = [f"{_FOLDER}/{name}" for name in chosen]
+            if files and (prefix or not program_of(source, files[0])):
+                return here + files
     return here
 
 

@@ -58,19 +58,10 @@ def dicom_array(file: File) -> ChunkedArray:
     Raises SourceError for damaged files and those that claim more than they hold, UsageError
     without pydicom.
     """
-    try:
-        import pydicom
-    except ImportError as error:
-        raise UsageError(
-            f"{file.name}: DICOM files need pydicom: {how_to_install('medical', 'pydicom')}"
-        ) from error
-
+    pydicom = _pydicom(file)
     with parsing(file.name):
         begin = _meta_at(file)
-        _check_deflated(file, begin)
-        with file.open() as stream:
-            short = _ShortReads(stream, file.size)
-            head = pydicom.dcmread(short, stop_before_pixels=True, force=not begin)
+        head = _head_of(file, begin)
         if "Rows" not in head or "Columns" not in head:
             raise SourceError(f"{file.name} is a DICOM file without pixels: leave it out")
         shape, dtype, frames = _shape(head)
@@ -110,6 +101,33 @@ def dicom_array(file: File) -> ChunkedArray:
         return scaled
 
     return ChunkedArray(file.name, shape, own, shape, read)
+
+
+def series_of(file: File) -> str:
+    """Return the series that a DICOM file is of, "" if it does not say so. Raises as `dicom_array`,
+    of which it reads the header."""
+    with parsing(file.name):
+        return str(_head_of(file, _meta_at(file)).get("SeriesInstanceUID") or "")
+
+
+def _head_of(file: File, begin: int) -> Any:
+    """Return what a file says before its pixels; `begin` is the place of its first group."""
+    pydicom = _pydicom(file)
+    _check_deflated(file, begin)
+    with file.open() as stream:
+        short = _ShortReads(stream, file.size)
+        return pydicom.dcmread(short, stop_before_pixels=True, force=not begin)
+
+
+def _pydicom(file: File) -> Any:
+    """Return the module. Raises UsageError without it."""
+    try:
+        import pydicom
+    except ImportError as error:
+        raise UsageError(
+            f"{file.name}: DICOM files need pydicom: {how_to_install('medical', 'pydicom')}"
+        ) from error
+    return pydicom
 
 
 class _ShortReads:

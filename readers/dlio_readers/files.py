@@ -51,6 +51,13 @@ from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
 from dlio_readers.ranges import StoredArray
 from dlio_readers.rehearsal import rehearse
+from dlio_readers.scan_folders import (
+    check_kinds,
+    doubts_of_scans,
+    tables_above,
+    tables_of_scans,
+    words_of_tables,
+)
 
 # Medical images, one a file: NIfTI, as it is or gzipped; its header is read first
 #
@@ -320,8 +327,14 @@ class FilesReader(PathReader):
             doubts = (doubt_of_masks(masks),) if masks else ()
             below = files_further_down(source, lambda name: name.lower().endswith(_SCANS))
             words = f"{named_files(here)}, one a sample"
-            return Fit(words, len(here), left_out=tuple(below), doubts=doubts)
+            tables = tables_of_scans(source, here)
+            below += [words_of_tables(source, tables)] if tables else []
+            below += filter(None, [tables_above(path, here)])
+            return Fit(words, len(here), left_out=tuple(below), used=tuple(tables), doubts=doubts)
         counts, more = counted_below(source, folders, _SUFFIXES)
+        if not counts:  # Scans without suffixes.
+            bare = {n: [f for f, inner in source.names(n) if not inner] for n in folders[:_PROBED]}
+            counts = {n: k for n, own in bare.items() if (k := sum(map(may_be_dicom, own)))}
         total = sum(counts.values())
         over = "over " if more else ""
         layout = options.get("layout")
@@ -331,8 +344,16 @@ class FilesReader(PathReader):
             doubts = () if layout else ("layout='classes' reads these folders as classes",)
             return Fit(words, total, in_folders=True, doubts=doubts)
         words = f"{counted(len(counts), 'class folder')} with {over}{total:,} arrays or scans"
-        notes = () if layout else tuple(doubts_of_classes(list(counts), {}))
-        return Fit(words, total, in_folders=True, doubts=notes)
+        if layout:
+            return Fit(words, total, in_folders=True)
+        check_kinds(source, list(counts))
+        probed = list(counts)[:_PROBED]
+        scans = {n: _names_in(source, n) or _unnamed(source, n, _LOOKED_AT) for n in probed}
+        notes = (*doubts_of_classes(list(counts), {}), *doubts_of_scans(source, scans))
+        some = [name for own in scans.values() for name in own]
+        tables = tables_of_scans(source, some, next(iter(counts), "."))
+        left = (words_of_tables(source, tables),) if tables else ()
+        return Fit(words, total, in_folders=True, left_out=left, used=tuple(tables), doubts=notes)
 
     @staticmethod
     def own_splits(path: str, _: Mapping[str, object]) -> list[str]:

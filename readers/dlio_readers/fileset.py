@@ -437,9 +437,7 @@ class ListedReader:
         """Return `head` and the bytes of a file. Raises SourceError, and forgets the cached index,
         if it is not the one that was listed.
         """
-        what = (
-            f"is no longer the {files.size_of(number)} bytes that were listed, or has other times"
-        )
+        what = ""
         try:
             content = files.read(number, head)
         except SourceError as error:
@@ -448,6 +446,9 @@ class ListedReader:
             content, what = None, "is gone"
         if content is not None:
             return content
+        what = what or (
+            f"is no longer the {files.size_of(number)} bytes that were listed, or has other times"
+        )
         if self._source.local:
             forget_index(self._kind, self.version, self._source.root)
         raise SourceError(

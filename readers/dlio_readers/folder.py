@@ -59,6 +59,7 @@ from dlio_readers.folder_doubts import (
     name_labels,
     number_labels,
 )
+from dlio_readers.foreign_labels import check_downloads, foreign_words
 from dlio_readers.label_tables import TABLES, read_table
 from dlio_readers.picture_lists import (
     PictureLists,
@@ -69,6 +70,8 @@ from dlio_readers.picture_lists import (
 from dlio_readers.unread_labels import files_of_labels, labels_beside, unread_labels, write_them
 
 _LISTING_THREADS: Final = 32
+_FEW: Final = 8
+"""Files of which fewer are read one by one: a call for all costs some 40 us."""
 _CHOICES: Final = ("layout", "table", "label")
 _PROBED: Final = 64
 """Class folders whose names of files are looked at for what else they may mean."""
@@ -118,7 +121,7 @@ class FolderReader(ListedReader):
 
     format = "folder"
     path_rules = PathRules(one_path=True, is_fallback=True, samples=PICTURES)
-    version = 6
+    version = 7
 
     def __init__(
         self,
@@ -184,7 +187,7 @@ class FolderReader(ListedReader):
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
-        if len(samples) < 2:
+        if len(samples) < _FEW:
             return super().read(samples)
         labels = self.labels[samples].astype("<i8").view(np.uint8).reshape(len(samples), 8)
         payloads = self._files.read_many(samples, labels[:, : self.schema.overhead])
@@ -279,6 +282,13 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
                 "it holds XML, such as Pascal VOC's boxes, which is read next to a folder "
                 "JPEGImages, or where both are called images and annotations: rename them, or open "
                 "the folder of pictures alone"
+            )
+        if words := foreign_words(source, [f"{at}/{name}" for name in files]):
+            return f"it holds {words}"
+        if files and all(name.lower().endswith(".txt") for name in files):
+            return (
+                "it holds texts, which are read as a column of a CSV or Parquet file: write them "
+                "to one, next to a column label"
             )
         if files and (words := words_of(files[0])):
             return f"{files[0]} in {source.path(at)} is {words}"
@@ -383,6 +393,8 @@ def plan_of(
         fit = Fit(words, weight, left_out=notes, used=(table, *files), doubts=tuple(doubts))
         return FolderPlan(fit, is_flat=bool(here))
     _check_classes(source, folders)
+    if layout is None:
+        check_downloads(source, folders)
     others = [useless] if useless and not here else []
     words, weight = _class_words(source, folders)
     shown = named_files(here)
@@ -493,7 +505,8 @@ def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list
             ]
     if not label_files:
         return []
-    return [f"{named_files(label_files)} in class folders, which may hold labels or boxes"]
+    words = foreign_words(source, label_files)
+    return [words or f"{named_files(label_files)} in class folders, which may hold labels or boxes"]
 
 
 def _list_plan(source: Source, lists: PictureLists) -> FolderPlan:
@@ -530,6 +543,10 @@ def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
         if ("annotations", True) in Source(above).names():
             inner = files_of_labels(Source(above), "annotations", pictures, is_strict=True)
             label_files += [f"annotations/{name}" for name in inner]
+        if ("ann", True) in Source(above).names():
+            label_files += [f"ann/{name}" for name, _ in Source(above).names("ann")]
+        if words := foreign_words(Source(above), label_files):
+            return (f"in {above} {words}",)
         where = f"{named_files(label_files)} in {above}, which may hold labels"
         return (f"{where}: write them to {source.path('labels.csv')}",) if label_files else ()
     return (f"the labels of {above}/{lists[0]}: open {above} with table={lists[0]!r}",)
@@ -617,7 +634,9 @@ def _by_lists(
     index["labels"] = np.zeros(len(names), np.int64)
     classes: list[str] = []
     if has:
-        index["labels"], classes = _numbered([labels[name] for name in names], lists.encoding)
+        index["labels"], classes = _numbered(
+            [labels[name] for name in names], lists.encoding_of(split, source.path())
+        )
     below = {name.rpartition("/")[0] for name in names}
     own = [file for file in lists.files if not os.path.isabs(file) and "://" not in file]
     below |= {file.rpartition("/")[0] for file in own}

@@ -14,6 +14,7 @@ from itertools import permutations
 from typing import Final
 
 from dlio.data.interpretation import CONTAINERS, named_files
+from dlio.data.splits import split_word
 
 _MOST_PARTS: Final = 16
 """Files of a case, at most."""
@@ -40,6 +41,15 @@ _CAMERAS: Final = frozenset((
 ))
 # fmt: on
 """Beginnings of names that programs and cameras give, in small letters."""
+_PAIRS: Final = (
+    {"lr", "hr"},
+    {"low", "high"},
+    {"noisy", "clean"},
+    {"blur", "sharp"},
+    {"input", "target"},
+    {"source", "target"},
+)
+"""Names of folders of two pictures of each sample."""
 _SHOWN: Final = 3
 
 
@@ -149,6 +159,17 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
                 f"{other} holds the names of {name} with {end}, as masks do: format='masks', "
                 f"images={name!r}, masks={other!r} reads them so"
             )
+        if other is not None and {name.lower(), other.lower()} in _PAIRS:
+            words.append(
+                f"{name} and {other} hold the same names, as two pictures of each sample do, and "
+                "are read as classes: open them one by one if they are none"
+            )
+    parted = [n for n in classes if (word := split_word(n)) and word != n]
+    if parted:
+        words.append(
+            f"{parted[0]} says a split by its name, and is read as a class: open that folder if it "
+            "is one"
+        )
     small: dict[str, str] = {}
     twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]
     if twins:

@@ -30,7 +30,7 @@ from dlio_readers.array_names import (
     check_groups,
     chosen_arrays,
     splits_of_arrays,
-    tell_of_scaling,
+    tell_of_attributes,
 )
 from dlio_readers.columns import (
     ENDS,
@@ -287,6 +287,7 @@ class Hdf5File:
             if empty is not None:
                 tell_once(f"{self.file.name}: its {empty} is empty, and no label (`targets` are 0)")
             packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
+            tell_of_attributes(self.file.name, root.attrs if packed is None else ())
             if packed is not None:
                 self.packed_schema, self.classes = packed
                 names = names or [name for name, _ in self.packed_schema.fields]
@@ -361,7 +362,7 @@ class Hdf5File:
                 f"{where} is {dataset.dtype}, which samples cannot have: name the "
                 "others, as in x.h5::image,label"
             )
-        tell_of_scaling(where, dataset.attrs)
+        tell_of_attributes(where, dataset.attrs)
         unit = dataset.chunks[0] if dataset.chunks else 1
         # Do not decode chunks together that exceed a few blocks.
         row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))

@@ -18,7 +18,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
@@ -91,6 +91,20 @@ class PictureLists:
     """Labels of all splits."""
     unlisted: tuple[str, ...]
     """Pictures next to listed ones that no list names."""
+    own: Mapping[str, LabelEncoding] = field(default_factory=dict)
+    """Labels of the splits that no list names, by their folders, where those of lists are others,
+    such as the numbers of ImageNet's `val.txt` next to class folders of `train`."""
+
+    def encoding_of(self, split: str | None, where: str) -> LabelEncoding:
+        """Return the labels of a split. Raises UsageError for all of them if they differ."""
+        if split is None or not self.own:
+            return self.encoding
+        if split == WHOLE:
+            raise UsageError(
+                f"{where}: labels of {', '.join(self.own)} are folders, and others those of "
+                f"{', '.join(self.files)}: open one split"
+            )
+        return self.own.get(chosen_split(split, list(self.splits), where), self.encoding)
 
     def chosen(self, split: str | None, where: str) -> dict[str, str]:
         """Return the labels of the pictures of a split.
@@ -191,19 +205,45 @@ def find_lists(
         return None
     if len(made) > 1:
         made.pop("", None)  # A list of all.
+    unread: list[str] = []
     for top in tops:
         if (split_of(top, folder=True) or split_of(top)) and top not in folders and table is None:
-            others = dict.fromkeys(files_in(source, top, PICTURES), "")
+            others = {name: _class_below(top, name) for name in files_in(source, top, PICTURES)}
             if others:
                 made.setdefault(top, others)
+                unread.append(top)
     known = {name for each in made.values() for name in each}
-    encoding = _encoded({n: text for each in made.values() for n, text in each.items() if text})
+    named = {text for top in unread for text in made[top].values()} - {""}
+    listed_texts = {t for k, each in made.items() if k not in unread for t in each.values() if t}
+    by_folder: dict[str, LabelEncoding] = {}
+    if named and listed_texts and not (named >= listed_texts or listed_texts >= named):
+        by_folder = {top: encode_labels(made[top].values()) for top in unread}
+        tell_once(
+            f"{source.path()}: labels of {', '.join(unread)} are its folders, and those of other "
+            f"splits of {', '.join(dict.fromkeys(used))} ({min(listed_texts)}, ...): check that "
+            "they mean the same"
+        )
+    encoding = _encoded(
+        {
+            n: text
+            for k, each in made.items()
+            if k not in by_folder
+            for n, text in each.items()
+            if text
+        }
+    )
     left = tuple(sorted(unlisted - known))
     places = {name: k for k, name in enumerate(SPLITS)}
     ordered = dict(
         sorted(made.items(), key=lambda each: places.get(split_of(each[0], folder=True) or "", 9))
     )
-    return PictureLists(tuple(dict.fromkeys(used)), ordered, encoding, left)
+    return PictureLists(tuple(dict.fromkeys(used)), ordered, encoding, left, by_folder)
+
+
+def _class_below(folder: str, name: str) -> str:
+    """Return the class folder of a picture in the folder of a split; "" for one in it itself."""
+    inner, slash, _ = name[len(folder) + 1 :].partition("/")
+    return inner if slash else ""
 
 
 def _innermost(source: Source, folder: str) -> str:

@@ -77,6 +77,11 @@ class ColumnFacts:
         self.named = False
         """True if its texts are classes."""
         if not (self._bytes or self.is_text or self.is_list_of_texts or self._dtype):
+            if t.is_struct(kind) and {"bytes", "path"} <= {each.name for each in kind}:
+                raise SourceError(
+                    f"{where}: its column {name!r} has paths of files and no bytes: write the "
+                    "files' bytes there, or open their folder"
+                )
             raise SourceError(
                 f"{where}: its column {name!r} is {kind}, which samples cannot have: name those to "
                 "read, as in x.parquet::image,label"

@@ -22,6 +22,7 @@ from dlio.data.labels import (
     LABEL_NAMES,
     MAX_CLASSES,
     MISSING,
+    are_alike,
     is_index,
     is_number,
     label_name,
@@ -42,7 +43,7 @@ from dlio_readers.path_reader import check_names
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
 _ALL: Final = "*"
-_VERSION: Final = 6
+_VERSION: Final = 7
 _MAX_TEXT: Final = 4 << 30
 _MAX_HEADER: Final = 1 << 24
 _MAX_CELL: Final = (1 << 31) - 1
@@ -138,6 +139,10 @@ def open_text_tables(
     label = label_name(header)
     if label is not None and kinds[label] == "":
         kinds[label] = "text"  # NA is a name among labels.
+    if label is not None and kinds[label] in ("int64", "float64"):
+        own = [part.labels.get(number_of[label], []) for part in parts]
+        if not are_alike(text for text in itertools.chain(*own) if is_number(text)):
+            kinds[label] = "text"
     kinds = {name: kind or "float64" for name, kind in kinds.items()}
     texts = {k for k, name in enumerate(header) if kinds[name] == "text"}
     for number, part in enumerate(parts):
@@ -587,7 +592,8 @@ class _ColumnScan:
         if sizes.min() > 0 and sizes.max() < 19 and text.isascii() and text.isdigit():
             self._kinds.add("int64")
             return
-        if "_" not in text and "text" not in self._kinds:
+        # Python's float() takes 1_0 and digits of other alphabets, too.
+        if "_" not in text and text.isascii() and "text" not in self._kinds:
             with contextlib.suppress(ValueError):
                 # Values that are missing are NaN, or no numbers.
                 if not np.isnan(np.fromiter(map(float, values), np.float64, len(values))).any():
@@ -644,4 +650,5 @@ def _kind_of(values: Sequence[str]) -> str:
             float(value)
     except ValueError:
         return "text"
-    return "text" if any("_" in value for value in values) else "float64"
+    is_odd = any("_" in value or not value.isascii() for value in values)
+    return "text" if is_odd else "float64"

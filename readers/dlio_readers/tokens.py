@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from dlio.data.chunked_array import ChunkedArray
+from dlio.data.foreign_formats import words_of
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, FilePlace, Source, expand, file_at, is_remote, own_name
@@ -100,7 +101,8 @@ class TokensReader(ColumnReader):
     def recognises(path: str) -> str | None:
         url = expand(path)[0]
         if own_name(url).endswith(".bin") and not Source(url).is_folder():
-            return None
+            words = words_of(own_name(url))
+            return f"has {words}" if words else None
         return "does not end in .bin"
 
     def _chunked(self) -> Mapping[str, Sequence[ChunkedArray]]:

@@ -11,7 +11,9 @@ from typing import Final
 from dlio.data.interpretation import named_files
 from dlio.data.source import Source
 from dlio.errors import SourceError, UsageError
+from dlio_readers.foreign_labels import foreign_words, is_coco
 from dlio_readers.picture_lists import PictureLists, find_lists
+from dlio_readers.yolo_folders import why_no_boxes
 
 # fmt: off
 _TEXTS: Final = (
@@ -63,10 +65,14 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
     names = [os.fsencode(name) for name in sorted(stems)[:_MOST_PICTURES] if name]
     kept = [name for name in likely[:_MOST_FILES] if _may_label(source, name, names)]
     words = [
-        f"{named_files([name])}, which may hold labels: {_remedy(source, name)}" for name in kept
+        foreign_words(source, [name])
+        or f"{named_files([name])}, which may hold labels: {_remedy(source, name)}"
+        for name in kept
     ]
-    if own:
-        words.append(f"{named_files(own)} named as pictures are, one each")
+    for suffix in _TEXTS:
+        alike = [name for name in own if name.lower().endswith(suffix)]
+        if alike:
+            words.append(foreign_words(source, alike) or _named_as_pictures(source, alike))
     return tuple(words), [*kept, *own]
 
 
@@ -76,6 +82,12 @@ def _named_alike(names: Sequence[str], stems: Set[str]) -> tuple[list[str], list
     for name in names:
         alike[os.path.splitext(name)[0] not in stems].append(name)
     return alike
+
+
+def _named_as_pictures(source: Source, files: Sequence[str]) -> str:
+    reason = why_no_boxes(source, files)
+    remedy = reason or "labels of theirs are read from a labels.csv, of file_name and label"
+    return f"{named_files(files)} named as pictures are, one each: {remedy}"
 
 
 def labels_beside(source: Source, lists: PictureLists) -> tuple[str, ...]:
@@ -108,6 +120,8 @@ def _remedy(source: Source, name: str) -> str:
     suffix = os.path.splitext(name)[1].lower()
     if suffix == ".txt" and _is_list(source, name):
         return f"choose it with table={name!r}"
+    if suffix == ".json" and is_coco(source.read(name, 0, _HEAD)):
+        return f"open {source.path(name)} for its boxes"
     if suffix in _RENAMED:
         return f"call it labels{suffix}, with the columns file_name and label"
     return write_them(source, name)

@@ -31,7 +31,15 @@ from dlio_readers.annotations import (
     check_boxes,
 )
 from dlio_readers.fileset import PICTURES, SideFolders, files_in, index_kind
-from dlio_readers.yolo_folders import CLASSES, NAME_LISTS, TEXT, folders_of_split, label_folders
+from dlio_readers.yolo_folders import (
+    CLASSES,
+    NAME_LISTS,
+    TEXT,
+    folders_of_split,
+    label_folders,
+    texts_of_pictures,
+    why_no_boxes,
+)
 from dlio_readers.yolosplits import NULLS, YoloSplit, has_labels, label_of, split_lists, yolo_split
 
 _YAML: Final = (".yaml", ".yml")
@@ -94,6 +102,10 @@ class YoloReader(AnnotatedReader):
         rows = source.names() if source.is_folder() else []
         if _names_labels(path, _yamls(name for name, inner in rows if not inner)):
             return None
+        texts = texts_of_pictures(source, "")[0] if rows else []
+        doubt = why_no_boxes(source, texts)
+        if doubt:
+            return doubt
         return "has no folders images and labels with text files, nor such texts next to pictures"
 
 

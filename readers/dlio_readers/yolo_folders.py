@@ -8,12 +8,13 @@ The first is how LabelImg writes it, the second Roboflow for Darknet, the third 
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from dlio.data.source import Source
 from dlio.data.splits import chosen_split, how_to_choose, split_of, split_word
 from dlio.errors import SourceError
+from dlio.util.units import counted
 from dlio_readers.fileset import PICTURES, SideFolders, find_sides
 
 TEXT: Final = (".txt",)
@@ -22,6 +23,8 @@ NAME_LISTS: Final = (".names", ".labels")
 """Suffixes of lists of names of classes, as Darknet and Roboflow write them."""
 _LABELS: Final = ("labels",)
 _LOOKED_AT: Final = 8
+_MOST_EMPTY: Final = 64
+"""Texts that are looked into for one that is not empty."""
 _MOST_FOLDERS: Final = 64
 _HEAD: Final = 1 << 12
 _NUMBERS: Final = 5
@@ -79,35 +82,78 @@ def folders_of_split(
 
 
 def _lie_together(source: Source, folder: str) -> bool:
-    """True if a folder holds pictures and texts of the names of at least half of them, which are
-    boxes."""
+    """True if a folder holds pictures and texts of the names of some of them, of which the first
+    have boxes: all of these, if fewer than half of the pictures have a text.
+
+    The reader names a text that has none.
+    """
+    texts, pictures = texts_of_pictures(source, folder)
+    doubts = [_doubt(each) for each in _first_lines(source, texts)]
+    boxes = doubts.count("")
+    return boxes > 0 and (2 * len(texts) >= pictures or boxes == len(doubts))
+
+
+def why_no_boxes(source: Source, texts: Sequence[str]) -> str:
+    """Return why texts of pictures that have numbers are not YOLO's boxes; "" for other texts."""
+    for name, words in _first_lines(source, texts):
+        doubt = _doubt((name, words))
+        if doubt and all(map(_is_number, words)):
+            return f"as boxes of YOLO, {name} {doubt}"
+    return ""
+
+
+def texts_of_pictures(source: Source, folder: str) -> tuple[list[str], int]:
+    """Return (the texts in a folder that are named as pictures in it are, number of these)."""
     names = [name for name, inner in source.names(folder) if not inner]
-    texts = {os.path.splitext(name)[0]: name for name in names if name.lower().endswith(TEXT)}
-    if not texts:
-        return False
     pictures = {os.path.splitext(name)[0] for name in names if name.lower().endswith(PICTURES)}
+    texts = {os.path.splitext(name)[0]: name for name in names if name.lower().endswith(TEXT)}
     shared = sorted(texts.keys() & pictures)
-    if not shared or 2 * len(shared) < len(pictures):
-        return False
-    files = [f"{folder}/{texts[stem]}" if folder else texts[stem] for stem in shared]
-    looked_at = [_are_boxes(source, name) for name in files[:_LOOKED_AT]]
-    return True in looked_at and False not in looked_at
+    prefix = f"{folder}/" if folder else ""
+    return [prefix + texts[stem] for stem in shared], len(pictures)
 
 
-def _are_boxes(source: Source, name: str) -> bool | None:
-    """True if the first line of a text is a class and shares of a picture's sides, None if it is
-    empty."""
+def _first_lines(source: Source, texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, words of the first line) of the first texts that are not empty.
+
+    Pictures without boxes have empty ones, of which some are passed over.
+    """
+    count = 0
+    for name in texts[:_MOST_EMPTY]:
+        try:
+            data = source.read(name, 0, _HEAD + 1)
+        except SourceError:
+            continue  # The reader says why it cannot be read.
+        line = next((each for each in data[:_HEAD].splitlines() if each.strip()), b"")
+        if line or len(data) > _HEAD:
+            yield name, line.decode("utf-8-sig", "replace").split()
+            count += 1
+        if count == _LOOKED_AT:
+            return
+
+
+def _is_number(word: str) -> bool:
     try:
-        data = source.read(name, 0, _HEAD + 1)
-    except SourceError:
-        return None  # The reader says why it cannot be read.
-    line = next((each for each in data[:_HEAD].splitlines() if each.strip()), b"")
-    if not line:
-        return None if len(data) <= _HEAD else False
-    try:
-        first, *rest = [float(word) for word in line.split()]
+        return math.isfinite(float(word))
     except ValueError:
         return False
-    if not math.isfinite(first) or first < 0 or first != int(first) or 1 + len(rest) < _NUMBERS:
-        return False
-    return all(-_BEYOND <= number <= 1 + _BEYOND for number in rest[:4])
+
+
+def _doubt(line: tuple[str, list[str]]) -> str:
+    """Return why the first line of a text is not a class and shares of a picture's sides; "" if it
+    is."""
+    _, words = line
+    if not words or not all(map(_is_number, words)):
+        return "has words in place of numbers"
+    first, *rest = map(float, words)
+    if first < 0 or first != int(first):
+        return f"begins with {words[0][:20]}, which is not the number of a class"
+    if len(words) < _NUMBERS:
+        return f"has {counted(len(words), 'number')}, and not a class and 4 for its box"
+    beyond = [word for word, n in zip(words[1:5], rest, strict=False) if not _is_share(n)]
+    if beyond:
+        return f"has {beyond[0][:20]}, and not shares of its picture's sides: divide by these"
+    return ""
+
+
+def _is_share(number: float) -> bool:
+    return -_BEYOND <= number <= 1 + _BEYOND

@@ -16,7 +16,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS, is_trusted
 from dlio.util.units import counted
-from dlio_readers.array_names import check_groups, chosen_arrays, tell_of_scaling
+from dlio_readers.array_names import check_groups, chosen_arrays, tell_of_attributes
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -102,7 +102,9 @@ class ZarrReader(ColumnReader):
             arrays = parts[0]
         classes: list[str] = []
         schema = None
-        if packed is not None:
+        if packed is None:
+            tell_of_attributes(path, root.attrs)
+        else:
             schema, classes = packed
             names = names or tuple(name for name, _ in schema.fields)
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
@@ -128,7 +130,7 @@ class ZarrReader(ColumnReader):
                 continue
             if not storable(array.dtype):
                 raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
-            tell_of_scaling(where, array.attrs)
+            tell_of_attributes(where, array.attrs)
             part = slab(select, name, tuple(array.shape[1:]))
             columns[name] = PlainColumn(array, _unit(array), part)
         self._by_field = {

@@ -196,11 +196,14 @@ def write_shard(
     digests: list[int] = []
     written = read = undecodable = 0
     writer = WRITERS[options.format](temporary, description)
+    chosen = [part.samples[part.starts[block] : part.starts[block + 1]] for block in blocks]
     thread = SourceThread(redact(reader.path))
     try:
-        for block in blocks.tolist():
-            samples = part.samples[part.starts[block] : part.starts[block + 1]]
-            payloads = thread.call(functools.partial(reader.read, samples))
+        wait = thread.start(functools.partial(reader.read, chosen[0]))
+        for k, (block, samples) in enumerate(zip(blocks.tolist(), chosen, strict=True)):
+            payloads = wait()
+            if k + 1 < len(chosen):  # The next block is read while this one is written.
+                wait = thread.start(functools.partial(reader.read, chosen[k + 1]))
             read += sum(len(payload) for payload in payloads)
             names = [reader.name(sample) for sample in samples.tolist()]
             changed = _changed(plan, payloads, names)

@@ -244,6 +244,9 @@ def test_files_that_a_web_server_refuses_are_not_called_missing(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(SourceError) as refused:
             open_reader(f"http://127.0.0.1:{server.server_port}/x.csv")
+        if status == 404:
+            with pytest.raises(SourceError, match=r"name files of a web server by \{000\.\.099\}"):
+                open_reader(f"http://127.0.0.1:{server.server_port}/x-*.csv")
         server.shutdown()
     assert told in str(refused.value).lower()
     assert "\n" not in str(refused.value)

@@ -29,6 +29,7 @@ from tests.hostile.corpus import (
     tables,
     tars,
     tiers,
+    tokenfiles,
     xmlfiles,
     zarrs,
 )
@@ -111,6 +112,8 @@ _MADE: Final[dict[str, tuple[Make, str, Seal]]] = {
     "voc_list": (xmlfiles.sound, xmlfiles.LIST, _as_it_is),
     "idx": (idxfiles.sound, idxfiles.PICTURES, _as_it_is),
     "idx_gz": (idxfiles.packed, f"{idxfiles.PICTURES}.gz", _as_it_is),
+    "tokens_head": (tokenfiles.headed, tokenfiles.TOKENS, _as_it_is),
+    "tokens_index": (tokenfiles.megatron, tokenfiles.INDEX, _as_it_is),
     "mask": (annotated.masks, "data/masks/1.png", _as_it_is),
     "picture_list": (annotated.lists, "data/train.csv", _as_it_is),
     "picture_text": (annotated.listed, "data/train.txt", _as_it_is),

@@ -8,7 +8,12 @@ FREE_BYTES: Final = 192 << 20
 """Memory that reading anything may take: 128 MiB of them are what nobody has to declare."""
 FACTOR: Final = 32
 """Memory for each byte that is there, beyond these, by default."""
-FACTORS: Final = {"coco": 20, "coco-masks": 20, "yolo": 20, "lists": 20, "mds": 20, "dicom": 8}
+FACTORS: Final = {
+    **dict.fromkeys(("coco", "coco-masks", "yolo", "lists", "mds"), 20),
+    "dicom": 8,
+    # Decompressed as a whole, of which 256 times the stored bytes are believed.
+    **dict.fromkeys(("idx", "csv-gz", "tar-gz"), 288),
+}
 """The same by format, as SECURITY.md has it."""
 FREE_SECONDS: Final = 6.0
 SECONDS_A_BYTE: Final = 4e-6

@@ -49,10 +49,18 @@ def expected_of(column: Column) -> Labels | None:
         return None
     if set(texts) <= {"True", "False"}:
         return [], [int(text == "True") for text in texts]
-    if all(text.lstrip("-").replace(".0", "").isdecimal() for text in texts):
+    plain = [text.lstrip("-").replace(".0", "") for text in texts]
+    if all(text.isascii() and text.isdecimal() for text in plain) and are_alike(texts):
         return [], [int(float(text)) for text in texts]
     classes = sorted(set(texts))
     return classes, [classes.index(text) for text in texts]
+
+
+def are_alike(texts: Sequence[str]) -> bool:
+    """True if one format, such as `{:03}`, writes all of some numbers with leading zeros."""
+    padded = [text for text in texts if text.isdecimal() and str(int(text)) != text]
+    widths = [len(text) for text in padded] + [0]
+    return not padded or texts == [f"{int(text):0{widths[0]}}" for text in texts]
 
 
 def open_labels(path: object) -> Labels | None:
@@ -214,7 +222,9 @@ WRITERS: dict[str, Callable[[Path, Column, str], None]] = {
     "tfrecord": _tfrecord,
 }
 NAMES = st.lists(
-    st.sampled_from(["cat", "dög", "2", "10", "2.0", "1_0", "NA", "nan", "no", "None", "a,b"]),
+    st.sampled_from(
+        ["cat", "dög", "2", "10", "2.0", "1_0", "\u0661", "NA", "nan", "no", "None", "a,b"]
+    ),
     min_size=1,
     max_size=6,
 )
@@ -224,6 +234,9 @@ COLUMNS = st.one_of(
     st.lists(st.booleans(), min_size=1, max_size=6),
     st.lists(st.integers(-5, 30).map(str), min_size=1, max_size=6),
     st.lists(st.integers(0, 30).map("{}.0".format), min_size=1, max_size=6),
+    st.lists(st.integers(0, 120).map("{:02}".format), min_size=1, max_size=6),
+    st.lists(st.sampled_from(["\u0661", "\u0662"]), min_size=1, max_size=4),
+    st.lists(st.sampled_from(["01", "1", "02", "007", "10", "100"]), min_size=1, max_size=6),
     NAMES.map(lambda names: [*names, "cat"]),
     NAMES.map(lambda names: [*names, ""]),
 )
@@ -287,3 +300,12 @@ def test_a_missing_label_among_whole_numbers_is_an_error_that_names_the_sample(
         with pytest.raises(SourceError, match=r"is (empty|missing)") as caught:
             open_reader(str(path))
         assert "row 3" in str(caught.value) or "1" in str(caught.value).rsplit(": its", 1)[0][-8:]
+
+
+def test_numbers_that_are_written_in_several_ways_are_told_to_be_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.csv").write_text("x,label\n0.5,01\n0.5,1\n0.5,2\n")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert open_labels(str(tmp_path / "a.csv")) == (["01", "1", "2"], [0, 1, 2])
+    assert "such as 01 and 1, are taken for names of classes" in caplog.text

@@ -12,6 +12,7 @@ import pytest
 import zarr
 from PIL import Image
 from pyarrow import feather
+from pyarrow import parquet as pq
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
@@ -210,3 +211,82 @@ def test_a_table_next_to_class_folders_is_left_out_where_the_folders_are_chosen(
         reader = open_reader(str(tmp_path), layout="classes")
     assert list(reader.classes) == ["cat", "dog"]
     assert "labels.csv, as layout='classes' takes the folders' names" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["h5", "zarr"])
+def test_labels_in_attributes_are_told(
+    suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    store: Any = h5py.File(path, "w") if suffix == "h5" else zarr.open_group(str(path), mode="w")
+    made = store.create_dataset if suffix == "h5" else store.create_array
+    made("images", data=np.ones((4, 3), np.uint8))
+    made("plain", data=np.ones((4, 3), np.uint8))
+    store["images"].attrs["labels"] = [0, 1, 0, 1]
+    store.attrs["target"] = [0, 1, 0, 1]
+    store["plain"].attrs["CLASS"] = "IMAGE"
+    if suffix == "h5":
+        store.close()
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(path)).close()
+    assert "::images has an attribute labels, and attributes are not read" in caplog.text
+    assert f"{path.name} has an attribute target" in caplog.text
+    assert "::plain has" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        (("LR", "HR"), "as two pictures of each sample do"),
+        (("bounding_box_train", "query"), "bounding_box_train says a split by its name"),
+        (("cat", "dog"), ""),
+    ],
+)
+def test_folders_that_may_be_no_classes_are_told(
+    folders: tuple[str, str], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in folders:
+        _pictures(tmp_path / folder, ["0.png", "1.png", "2.png"])
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert list(open_reader(str(tmp_path)).classes) == sorted(folders)
+    assert told in caplog.text
+    assert bool(caplog.text) == bool(told)
+
+
+def _split_folders(root: Path) -> None:
+    for name in ("n01", "n02"):
+        (root / "train" / name).mkdir(parents=True)
+        for k in range(2):
+            (root / "train" / name / f"{k}.png").write_bytes(b"\x89PNG")
+    (root / "val").mkdir()
+    for k in range(4):
+        (root / "val" / f"v{k}.png").write_bytes(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("texts", "classes"), [(["0", "1"], ["0", "1"]), (["n01", "n02"], ["n01", "n02"])]
+)
+def test_class_folders_of_a_split_are_labels_where_a_list_labels_another_split(
+    texts: list[str], classes: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _split_folders(tmp_path)
+    (tmp_path / "val.txt").write_text("".join(f"v{k}.png {texts[k % 2]}\n" for k in range(4)))
+    with caplog.at_level(logging.WARNING, "dlio"):
+        train = open_reader(str(tmp_path), split="train")
+        val = open_reader(str(tmp_path), split="val")
+    assert (list(train.classes), train.labels.tolist()) == (["n01", "n02"], [0, 0, 1, 1])
+    assert (list(val.classes), val.labels.tolist()) == (classes, [0, 1, 0, 1])
+    differ = texts != classes or classes[0] == "0"
+    assert ("labels of train are its folders" in caplog.text) == differ
+    if differ:
+        with pytest.raises(UsageError, match=r"labels of train are folders, and others"):
+            open_reader(str(tmp_path), split="all")
+    else:
+        assert open_reader(str(tmp_path), split="all").labels.tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
+
+
+def test_pictures_of_a_column_that_are_paths_alone_are_named(tmp_path: Path) -> None:
+    image = pa.array([{"bytes": None, "path": "imgs/0.png"}])
+    pq.write_table(pa.table({"image": image, "label": ["b"]}), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match="its column 'image' has paths of files and no bytes"):
+        open_reader(str(tmp_path / "a.parquet"))

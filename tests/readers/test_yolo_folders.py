@@ -1,5 +1,6 @@
 """Data sets for YOLO whose texts lie next to their pictures, and splits that lists name."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,3 +105,33 @@ def test_other_texts_next_to_pictures_are_told(
     reader = open_reader(str(tmp_path))
     assert (reader.format, len(reader)) == ("folder", 2)
     assert "2 files (a.txt, b.txt) named as pictures are" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [0, 4, 7])
+@pytest.mark.parametrize("line", ["dog 0.5 0.5 0.2 0.2", "0 0.5 0.5 0.2", "0 50 50 20 20"])
+def test_one_wrong_text_next_to_pictures_is_named(bad: int, line: str, tmp_path: Path) -> None:
+    for k in range(8):
+        _pictures(tmp_path, [str(k)], line if k == bad else LINE)
+    with pytest.raises(SourceError, match=rf"{bad}\.txt, line 1: "):
+        open_reader(str(tmp_path))
+
+
+@pytest.mark.parametrize("texts", [range(13, 20), range(20)])
+def test_pictures_of_which_few_have_boxes_have_these(texts: range, tmp_path: Path) -> None:
+    for k in range(20):
+        _pictures(tmp_path, [f"{k:02}"], LINE if k > 12 else "")
+        if k not in texts:
+            (tmp_path / f"{k:02}.txt").unlink()
+    reader = open_reader(str(tmp_path))
+    assert reader.format == "yolo"
+    assert len(reader) == 20
+    assert [len(boxes) for _, boxes, _ in _boxes(reader)] == [0] * 13 + [1] * 7
+
+
+def test_boxes_in_pixels_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _pictures(tmp_path, ["0", "1", "2", "3"], "0 12 12 8 8\n")
+    with pytest.raises(SourceError, match=r"0\.txt has 12, and not shares of its picture's sides"):
+        open_reader(str(tmp_path), format="yolo")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert open_reader(str(tmp_path)).format == "folder"
+    assert "0.txt has 12, and not shares of its picture's sides" in caplog.text

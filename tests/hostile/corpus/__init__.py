@@ -20,6 +20,7 @@ from tests.hostile.corpus import (
     tars,
     tfrecords,
     tiers,
+    tokenfiles,
     xmlfiles,
     zarrs,
     zips,
@@ -48,6 +49,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     scans,
     compressed,
     zips,
+    tokenfiles,
 )
 
 

@@ -1,0 +1,91 @@
+"""Annotations of other programs that are not read, known by the head of their files.
+
+a.jpg, a.json                       labelme
+via_region_data.json                VGG Image Annotator
+img/a.jpg, ann/a.jpg.json           Supervisely
+00000/000000000.{jpg,txt,json}      img2dataset, which has captions
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from dlio.data.interpretation import named_files
+from dlio.data.source import Source
+from dlio.errors import SourceError, UsageError
+from dlio_readers.fileset import PICTURES
+
+_SUFFIXES: Final = (".json", ".xml")
+_HEAD: Final = 1 << 16
+_COCO: Final = "export them as COCO there, or convert them to COCO or YOLO, which are read"
+_PROGRAMS: Final[Sequence[tuple[str, str, tuple[bytes, ...]]]] = (
+    (
+        "labelme",
+        "convert them by the package labelme2coco or labelme2yolo, as COCO and YOLO are read",
+        (b'"shapes"', b'"imagePath"'),
+    ),
+    ("VGG Image Annotator", _COCO, (b'"regions"', b'"file_attributes"')),
+    ("Supervisely", _COCO, (b'"classTitle"',)),
+    ("Supervisely", _COCO, (b'"objects"', b'"tags"', b'"size"')),
+    ("Label Studio", _COCO, (b'"annotations"', b'"completed_by"')),
+    ("Label Studio", _COCO, (b'"from_name"', b'"to_name"')),
+    ("CreateML", _COCO, (b'"annotations"', b'"coordinates"', b'"label"')),
+    ("BDD100K", _COCO, (b'"box2d"',)),
+    ("CVAT", _COCO, (b"<annotations>", b"<image ")),
+    (
+        "img2dataset",
+        "download as output_format='webdataset', whose tars are read with captions, or write these "
+        "to labels.csv",
+        (b'"key"', b'"status"', b'"url"'),
+    ),
+)
+"""Program, the way to a format that is read, and texts in the head of its files."""
+
+
+def is_coco(head: bytes) -> bool:
+    """True for the beginning of a file of COCO's annotations."""
+    return head.lstrip()[:1] == b"{" and b'"images"' in head and b'"file_name"' in head
+
+
+def program_of(source: Source, name: str) -> str:
+    """Return the program that wrote a file of annotations; "" if none is known."""
+    return _known(source, name)[0]
+
+
+def foreign_words(source: Source, names: Sequence[str]) -> str:
+    """Return the words about files of annotations, by the first of them that is of a known program;
+    "" if none is."""
+    for name in names:
+        program, remedy = _known(source, name)
+        if program:
+            return f"{named_files(names)}, annotations of {program} that are not read: {remedy}"
+    return ""
+
+
+def _known(source: Source, name: str) -> tuple[str, str]:
+    if not name.lower().endswith(_SUFFIXES):
+        return "", ""
+    try:
+        head = source.read(name, 0, _HEAD)
+    except SourceError:
+        return "", ""  # Its reader says why it cannot be read.
+    for program, remedy, marks in _PROGRAMS:
+        if all(mark in head for mark in marks):
+            return program, remedy
+    return "", ""
+
+
+def check_downloads(source: Source, folders: Sequence[str]) -> None:
+    """Raise UsageError for folders of a download by img2dataset: they do not stand for classes."""
+    first = folders[0]
+    names = [name for name, inner in source.names(first) if not inner]
+    pictures = [name for name in names if name.lower().endswith(PICTURES)]
+    if not pictures or not all(map(str.isdecimal, folders)) or not pictures[0].startswith(first):
+        return
+    twin = f"{first}/{pictures[0].rpartition('.')[0]}.json"
+    if program_of(source, twin) == "img2dataset":
+        raise UsageError(
+            f"{source.path()}: {', '.join(folders[:2])} are parts of a download by img2dataset, "
+            "and no classes: download as output_format='webdataset', whose tars are read with "
+            f"captions, open one of them, such as {source.path(first)}, or choose "
+            "layout='classes'"
+        )
