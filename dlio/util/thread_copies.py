@@ -7,6 +7,7 @@ the data set, those that it holds, and transforms. What such code only reads is 
 files, dictionaries that keep samples, large arrays, models, and whatever cannot be copied.
 """
 
+import functools
 import io
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from dlio.util.limits import open_regular
+from dlio.util.printable import tell_once
 from dlio.util.trusted_files import path_of
 
 T = TypeVar("T")
@@ -48,7 +50,14 @@ def own_copy(held: T) -> T:
     No code of the object's is called. Generators of random numbers stay the same objects.
     """
     walk = _CopyWalk(type(held).__module__)
-    made: T = walk.copied(held, 0)
+    try:
+        made: T = walk.copied(held, 0)
+    except Exception as error:
+        tell_once(
+            f"{type(held).__name__} cannot be copied for each thread ({error}), which share it: "
+            "workers='process' makes copies"
+        )
+        return held
     return made
 
 
@@ -80,12 +89,16 @@ class _CopyWalk:
             return self._container(held, depth) if len(held) <= _MOST_ITEMS else held
         if kind in (io.FileIO, io.BufferedReader):
             return _opened_again(held)
+        if kind in (types.MethodType, types.FunctionType, functools.partial):
+            return self._function(held, depth)
         if not self._has_state(held):
             return held
+        own = _attributes(held)
+        if not own and not callable(held) and not hasattr(held, "__getitem__"):
+            return held  # A mark: others may ask whether it is this very object.
         made: Any = object.__new__(kind)
         self._made[id(held)] = made
         self._kept.append(held)
-        own = _attributes(held)
         buffers = _buffers(own)
         for name, value in own.items():
             copied = buffers[name]() if name in buffers else self.copied(value, depth + 1)
@@ -105,10 +118,36 @@ class _CopyWalk:
         self._kept.append(held)
         return made
 
+    def _function(self, held: Any, depth: int) -> Any:
+        """Return a function; a new one if what it is bound to, or closes over, is copied."""
+        if isinstance(held, types.MethodType):
+            owner = self.copied(held.__self__, depth + 1)
+            return held if owner is held.__self__ else types.MethodType(held.__func__, owner)
+        if isinstance(held, functools.partial):
+            parts = [held.func, held.args, held.keywords]
+            copies = [self.copied(part, depth + 1) for part in parts]
+            if all(one is other for one, other in zip(parts, copies, strict=True)):
+                return held
+            function, arguments, keywords = copies
+            return functools.partial(function, *arguments, **keywords)
+        try:
+            values = [cell.cell_contents for cell in held.__closure__ or ()]
+        except ValueError:  # One is not assigned yet.
+            return held
+        copies = [self.copied(value, depth + 1) for value in values]
+        if all(one is other for one, other in zip(values, copies, strict=True)):
+            return held
+        cells = tuple(map(types.CellType, copies))
+        names = held.__name__, held.__defaults__, cells
+        made = types.FunctionType(held.__code__, held.__globals__, *names)
+        made.__kwdefaults__ = held.__kwdefaults__
+        made.__dict__.update(held.__dict__)
+        return made
+
     def _has_state(self, held: Any) -> bool:
         """True for a data set, a callable object, or one of a class of the user's own."""
         kind = type(held)
-        if isinstance(held, type | types.FunctionType | types.MethodType | types.ModuleType):
+        if isinstance(held, type | types.ModuleType):
             return False
         package = kind.__module__.partition(".")[0]
         # A copy that goes would end what both hold: `__del__` closes files.

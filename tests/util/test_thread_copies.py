@@ -1,5 +1,7 @@
 """Which objects of a user's are copied for another thread, and which are shared."""
 
+import enum
+import functools
 import io
 import threading
 import types
@@ -16,7 +18,21 @@ from dlio.util.thread_copies import mine, own_copy
 
 
 class Helper:
-    pass
+    def __init__(self) -> None:
+        self.value = 1
+
+
+class Mark:
+    """Without a state: a value that others compare by identity."""
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Unwilling:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("no")
 
 
 class Slotted:
@@ -83,6 +99,9 @@ SHARED: dict[str, Callable[[], Any]] = {
     "one that ends what it holds": Closing,
     "list of a kind of its own": Listing,
     "text": lambda: "text",
+    "mark": Mark,
+    "member of an enumeration": lambda: Colour.RED,
+    "class": lambda: Helper,
 }
 
 
@@ -94,6 +113,47 @@ def test_state_is_copied(name: str) -> None:
     assert made.me is made
     assert made.held is not data.held
     assert type(made.held) is type(data.held)
+
+
+class Counter:
+    value = 0
+
+    def __call__(self, step: int = 1, *, times: int = 1) -> int:
+        self.value += step * times
+        return self.value
+
+
+def _closure(counter: Counter) -> Callable[..., int]:
+    def call(step: int = 1, *, times: int = 1) -> int:
+        return counter(step, times=times)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "bind",
+    [
+        lambda counter: counter,
+        lambda counter: counter.__call__,
+        lambda counter: functools.partial(counter, times=1),
+        lambda counter: functools.partial(_closure(counter), times=1),
+        _closure,
+    ],
+    ids=["object", "method", "partial", "partial of a closure", "closure"],
+)
+def test_functions_have_the_state_of_their_thread(bind: Callable[[Counter], Any]) -> None:
+    counter = Counter()
+    data = Held(bind(counter))
+    made = own_copy(data)
+    assert [made.held(), made.held(step=3), data.held()] == [1, 4, 1]
+    assert counter.value == 1
+
+
+def test_a_function_that_closes_over_itself_is_no_error() -> None:
+    def factorial(number: int) -> int:
+        return number * factorial(number - 1) if number else 1
+
+    assert own_copy(Held(factorial)).held(4) == 24
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -170,6 +230,13 @@ def test_a_deep_chain_of_objects_is_no_error() -> None:
         here.rest = Held(None)
         here = here.rest
     assert own_copy(Held(first)).held is not first
+
+
+def test_what_cannot_be_copied_is_shared_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    data = Held(Unwilling())
+    assert own_copy(data) is data
+    (record,) = caplog.records
+    assert "Held cannot be copied for each thread (no)" in record.getMessage()
 
 
 def test_each_thread_has_one_copy_and_the_main_thread_the_original() -> None:
