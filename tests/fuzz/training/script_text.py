@@ -1,0 +1,37 @@
+"""Text of a script in the making, and what its parts share."""
+
+from tests.fuzz.training.choices import Choices, decides_by
+
+
+class ScriptText:
+    """Lines of a script, which its parts add."""
+
+    def __init__(self, chosen: Choices, way: str) -> None:
+        self._is, self._way = chosen, way
+        self._lines: list[str] = []
+        self._every: list[str] = []
+        """Names of the optimizers that step after each backward."""
+        self._weight = ""
+        """What a loop of its own weighs by, where the loss is not a mean over samples."""
+        self._counts_loss = chosen["prints"] == "train loss" or "train loss" in decides_by(chosen)
+        self._samples = "a.shape[1]" if chosen["layout"] == "time first" else "len(a)"
+        self._mean = {
+            "samples": "total / max(seen, 1)",
+            "batches": "total / (number + 1)",
+            "dataset": "total / len(data)",
+        }[chosen["average"]]
+
+    def _put(self, text: str, indent: int = 0) -> None:
+        self._lines += [" " * 4 * indent + line for line in text.strip("\n").splitlines()]
+
+    @property
+    def _own(self) -> str:
+        """Argument of a loss: 1 if this rank has samples of the batch, in a loop over slices."""
+        return ", float(counts[number] > 0)" if self._way == "slices" else ""
+
+    def _unpacked(self) -> str:
+        return (
+            'a, b = item["x"], item["y"]'
+            if self._is["loader"] == "collate dict"
+            else ("a, b = item")
+        )
