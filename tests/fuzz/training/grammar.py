@@ -4,7 +4,12 @@ from tests.fuzz.training.choices import (
     BY_HAND,
     FEATURES,
     HABITS_OF_NETWORKS,
+    PAIRS,
+    RAGGED,
+    UNLIKE_SAMPLES,
     Choices,
+    samples_of,
+    whole_batch,
 )
 from tests.fuzz.training.data_lines import DataLines
 from tests.fuzz.training.loop_lines import LoopLines
@@ -37,9 +42,16 @@ def render(choices: Choices, way: str = "run") -> str:
             chosen["habit"] = "none"
         if chosen["scheduler"] == "plateau on train":
             chosen["scheduler"] = "plateau"
-        if chosen["loss"] in ("pairs", "root"):
+        if chosen["several"] == "loaders cycled":
+            chosen["several"] = "one"
+        if chosen["layout"] in RAGGED:
+            # Of batches of lists, loops of their own have losses that are means over samples.
+            chosen["loss"] = "by samples" if chosen["loss"] == "by samples" else "loop"
+            if way == "slices":
+                chosen["layout"] = FEATURES["layout"][0]
+        if chosen["loss"] in ("root", "dice", *PAIRS):
             chosen["loss"] = "mean"  # The loop's losses have to be means.
-        if way == "distribute" and chosen["loss"] in ("sum", "by class", "tokens", "masked"):
+        if way == "distribute" and chosen["loss"] in UNLIKE_SAMPLES:
             chosen["loss"] = "mean"  # Over samples, as it does not weigh by itself.
         if chosen["optimizer"] == "by hand":
             chosen["optimizer"] = "sgd"
@@ -48,8 +60,10 @@ def render(choices: Choices, way: str = "run") -> str:
         if chosen["optimizer"] == "lbfgs" and chosen["dropout"] == "half":
             chosen["dropout"] = "zero"  # Parts drop others: the search is another one.
         if way == "slices":
+            chosen["data"] = FEATURES["data"][0]
             _weigh_at_once(chosen)
-        if way == "slices" and chosen["norm"] == "batch":
+        is_single = way == "slices" or samples_of(chosen) % whole_batch(chosen) == 1
+        if is_single and chosen["norm"] == "batch":
             chosen["norm"] = "layer"  # Of one sample it has no statistics.
     return _Script(chosen, way).text()
 
@@ -60,10 +74,10 @@ def _weigh_at_once(chosen: dict[str, str]) -> None:
     chosen["skip"] = "none" if chosen["skip"] in ("nan", "loss") else chosen["skip"]
     if chosen["loss"] == "masked" and chosen["dropout"] == "half":
         chosen["dropout"] = "zero"  # Else another forward pass counts other elements.
-    if chosen["loss"] in ("sum", "by class", "tokens", "masked"):
+    if chosen["loss"] in UNLIKE_SAMPLES:
         if chosen["gradient"] in ("penalty", "two backwards"):
             chosen["gradient"] = FEATURES["gradient"][0]
-        if chosen["several"] == "teacher":
+        if chosen["several"] in ("teacher", "centers"):
             chosen["several"] = FEATURES["several"][0]
     if chosen["stage"] == "optimizer":
         chosen["stage"] = FEATURES["stage"][0]

@@ -23,8 +23,9 @@ def validate():
 best, steps, stale = 1e9, 0, 0
 """)
         self._before_epochs()
+        first = "begun, " if is_["resume"] == "second run" else ""
         self._put(f"""
-for epoch in range({is_["epochs"]}):
+for epoch in range({first}{is_["epochs"]}):
     total, seen, right, far, number = 0.0, 0, 0, 0.0, 0
 """)
         self._stages()
@@ -46,16 +47,38 @@ if epoch == 1:
         if is_["loader"] == "fetch ahead":
             self._put("batches = list(loader)", 1)
             source = "batches"
-        if is_["several"] == "loaders":
-            source = f"zip({source}, second)"
-        self._put(f"for number, item in enumerate({source}):", 1)
-        if is_["several"] == "loaders":
+        if is_["prints"] == "scores":
+            self._put("scores, labels = [], []", 1)
+        if self._has_loaders:
+            second = "itertools.cycle(second)" if is_["several"] != "loaders" else "second"
+            source = f"zip({source}, {second})"
+        if is_["habit"] == "restarted":
+            self._put(
+                """
+for number in range(5):
+    try:
+        item = next(again)
+    except StopIteration:
+        again = iter(loader)
+        item = next(again)
+""",
+                1,
+            )
+        else:
+            self._put(f"for number, item in enumerate({source}):", 1)
+        if self._has_loaders:
             self._put("item, (c, d) = item", 2)
         self._put(self._unpacked(), 2)
         self._step()
         self._after_epoch()
 
     def _before_epochs(self) -> None:
+        if self._is["habit"] == "restarted":
+            self._put("again = iter(loader)")
+        if self._is["stop"] == "patience":
+            self._put("least, kept_best = 1e9, None")
+        if self._is["resume"] == "second run":
+            self._resume_run()
         if self._is["habit"] == "peek":
             self._put(
                 f"item = next(iter(loader))\n{self._unpacked()}\n"
@@ -107,6 +130,20 @@ model.train()
 """,
                 1,
             )
+        if is_["ema"] == "swa":
+            self._put("averaged.update_parameters(model)", 1)
+        if is_["inner"] == "scores":
+            self._put(
+                """
+model.eval()
+with torch.no_grad():
+    found = [(model(a).double().numpy(), b.double().numpy()) for a, b in held_loader]
+print(f"epoch {epoch}: outputs {np.abs(np.concatenate([a for a, _ in found])).mean():.3f}")
+print(f"epoch {epoch}: labels {np.abs(np.concatenate([b for _, b in found])).mean():.3f}")
+model.train()
+""",
+                1,
+            )
         if is_["inner"] == "train set":
             self._put(
                 f"""
@@ -125,6 +162,8 @@ model.train()
         steps = {
             "step": "scheduler.step()",
             "cosine": "scheduler.step()",
+            "sequential": "scheduler.step()",
+            "swa": "scheduler.step()",
             "plateau": "scheduler.step(val)",
             "plateau on train": f"scheduler.step({self._mean})",
         }.get(is_["scheduler"])
@@ -143,6 +182,20 @@ model.train()
         self._files()
         if is_["resume"] in ("between epochs", "new objects"):
             self._resume()
+        if is_["resume"] == "second run":
+            self._save_run()
+        if is_["stop"] == "patience":
+            self._put(
+                """
+if val < least - 0.02:
+    least, stale, kept_best = val, 0, copy.deepcopy(model.state_dict())
+else:
+    stale += 1
+if stale == 1:
+    break
+""",
+                1,
+            )
         if is_["stop"] == "val":
             self._put("if val < 0.3:\n    break", 1)
         if is_["stop"] == "train":

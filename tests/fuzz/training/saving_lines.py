@@ -1,6 +1,10 @@
 """Lines of a script that print, save, resume and end."""
 
+from typing import Final
+
 from tests.fuzz.training.script_text import ScriptText
+
+_ARGMAX: Final = "np.concatenate(labels).argmax(1)"
 
 
 class SavingLines(ScriptText):
@@ -13,6 +17,13 @@ class SavingLines(ScriptText):
             "last loss": 'print(f"epoch {epoch}: last loss {loss.item():.3f}")  # reads last loss',
             "accuracy": 'print(f"epoch {epoch}: accuracy {right} of {len(data)}")',
             "metric": 'print(f"epoch {epoch}: metric {far:.3f}")',
+            "tensor loss": 'print(f"epoch {epoch}: tensor loss {(far / (number + 1)).item():.3f}")'
+            "  # reads tensor loss",
+            "scores": "hits = np.concatenate(scores).argmax(1) == "
+            + ("np.concatenate(labels)[:, 0]" if self._has_classes else _ARGMAX)
+            + '\nprint(f"epoch {epoch}: scores {hits.mean():.3f} of {len(hits)}")  # reads scores',
+            "largest gradient": 'print(f"epoch {epoch}: largest gradient {far:.3f}")'
+            "  # reads largest gradient",
             "norm": 'print(f"epoch {epoch}: weights {sum(p.norm().item() for p in '
             'model.parameters()):.3f}")',
             "rate": "print(f\"epoch {epoch}: rate {optimizer.param_groups[0]['lr']:.4f}\")",
@@ -56,7 +67,38 @@ class SavingLines(ScriptText):
         if has_state:
             self._put('optimizer.load_state_dict(stored["optimizer"])', 2)
 
+    def _resume_run(self) -> None:
+        """Begin where the first run has ended."""
+        self._put("""
+begun = 0
+if os.path.exists("run.pt"):
+    stored = torch.load("run.pt")
+    model.load_state_dict(stored["model"])
+    torch.set_rng_state(stored["drawn"])
+    begun = stored["epoch"] + 1
+""")
+        for name in self._kept_states():
+            self._put(f'{name}.load_state_dict(stored["{name}"])', 1)
+
+    def _save_run(self) -> None:
+        states = "".join(f', "{name}": {name}.state_dict()' for name in self._kept_states())
+        self._put(
+            'torch.save({"model": model.state_dict(), "epoch": epoch, "drawn": '
+            f'torch.get_rng_state(){states}}}, "run.pt")\nif begun == 0:\n    break',
+            1,
+        )
+
+    def _kept_states(self) -> list[str]:
+        kept = [*self._every]
+        kept += ["scheduler"] if self._is["scheduler"] != "none" else []
+        return kept + (["scaler"] if "scaler" in self._is["precision"] else [])
+
     def _end(self) -> None:
+        if self._is["stop"] == "patience":
+            self._put("model.load_state_dict(kept_best or model.state_dict())")
+        has_statistics = self._is["norm"] == "batch" and self._is["loader"] != "collate dict"
+        if self._is["ema"] == "swa" and has_statistics and self._way == "run":
+            self._put("torch.optim.swa_utils.update_bn(loader, averaged)")
         if self._is["save"] == "end":
             self._put("torch.save(model.state_dict(), 'end.pt')")
         if self._way != "run":
@@ -66,7 +108,8 @@ weights = {n: p.detach().double().numpy() for n, p in model.named_parameters()}
 weights |= {"buffer " + n: b.double().numpy() for n, b in model.named_buffers()}
 """)
         more = {"ema": self._is["ema"] != "none", "judge": self._is["several"] == "gan"}
-        for name, model in (("ema", "averaged"), ("judge", "judge")):
+        more["centers"] = self._is["several"] == "centers"
+        for name, model in (("ema", "averaged"), ("judge", "judge"), ("centers", "centers")):
             if more[name]:
                 self._put(
                     f"for n, p in {model}.named_parameters():\n"

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from tests.fuzz.training.choices import TOKENS
 from tests.fuzz.training.script_text import ScriptText
 
 
@@ -28,13 +29,22 @@ class StepLines(ScriptText):
             exact = 'enabled="FUZZ_SHAKE" not in os.environ'
             self._put(f'with torch.autocast("cpu", dtype=torch.bfloat16, {exact}):', 2)
         extra = autocast + 2
-        mixed = f"0.7 * a + 0.3 * a.flip({batch})" if is_["habit"] == "mixed" else "a"
-        self._put(f"out = model({mixed})", extra)
+        if is_["habit"] == "mixup":
+            self._put("part, turn = np.random.beta(0.4, 0.4), torch.randperm(len(a))", extra)
+        mixed = {
+            "mixed": f"0.7 * a + 0.3 * a.flip({batch})",
+            "mixup": "part * a + (1 - part) * a[turn]",
+        }.get(is_["habit"], "a")
+        call = f"model({mixed})"
+        if is_["habit"] == "functional":
+            call = "torch.func.functional_call(model, dict(model.named_parameters()), (a,))"
+        self._put(f"out = {call}", extra)
         if is_["gradient"] == "noise":
             self._put("out = out + 0.1 * torch.randn_like(out)", extra)
         self._put(f"loss = loss_of(out, b{self._own})", extra)
         more = {
             "mixed": f"loss = 0.7 * loss + 0.3 * loss_of(out, b.flip({batch}))",
+            "mixup": "loss = part * loss + (1 - part) * loss_of(out, b[turn])",
             "hardest": f"loss = loss + out.square().mean(-1).amax({batch}).mean()",
             "learned weight": "loss = loss * torch.exp(-model.scale) + model.scale",
             "collected": "outs.append(out.detach())",
@@ -49,7 +59,11 @@ class StepLines(ScriptText):
         if is_["several"] == "teacher":
             self._put("with torch.no_grad():\n    goal = teacher(a)", extra)
             self._put("loss = loss + 0.5 * F.mse_loss(out, goal)", extra)
-        if is_["several"] == "loaders":
+        if is_["several"] == "centers":
+            kind = "b" if self._has_classes else "(b.reshape(len(b), -1)[:, 0] > 0).long()"
+            term = f"0.1 * (out[:, :2] - centers({kind}).to(out)).square().sum(1).mean()"
+            self._put(f"loss = loss + {term}", extra)
+        if self._has_loaders:
             self._put(f"loss = loss + 0.5 * loss_of(model(c), d{self._own})", extra)
         if is_["skip"] == "nan":
             self._put("if not torch.isfinite(loss):  # reads skip\n    continue", 2)
@@ -63,11 +77,17 @@ class StepLines(ScriptText):
             )
         if is_["prints"] == "accuracy":
             hits = "(out.argmax(-1) == b.argmax(-1))"
-            if is_["loss"] == "tokens":
+            if is_["loss"] in TOKENS:
                 hits = "(out.reshape(-1, 5, 9).argmax(-1) == b)"
-            elif is_["loss"] == "by class" or is_["task"] == "classes":
+            elif self._has_classes:
                 hits = "(out.argmax(-1) == b)"
             self._put(f"right += {hits}.sum().item()  # reads accuracy", 2)
+        if is_["prints"] == "scores":
+            self._put(
+                "scores.append(out.detach().float().flatten(1).numpy())  # reads scores\n"
+                "labels.append(b.float().reshape(len(b), -1).numpy())  # reads scores",
+                2,
+            )
         self._update(2)
         if is_["read"] == "after":
             self._read()
@@ -106,6 +126,8 @@ if number == 1:
         return f"{self._weight.replace('out', 'model(a)')} * (counts[number] > 0)"
 
     def _read(self) -> None:
+        if self._is["prints"] == "tensor loss":
+            self._put("far = far + loss.detach()  # reads tensor loss", 2)
         if self._counts_loss:
             by = "" if self._is["average"] == "batches" else f" * {self._samples}"
             self._put(f"total += loss.item(){by}  # reads train loss", 2)
@@ -129,10 +151,23 @@ optimizer.step(closure)
             )
             self._rest_of_update(indent)
             return
-        zero = "; ".join(f"{each}.zero_grad()" for each in every) or "model.zero_grad()"
+        kept = "set_to_none=False" if is_["zero"] == "kept" else ""
+        zero = "; ".join(f"{each}.zero_grad({kept})" for each in every)
+        if not every or is_["zero"] == "model":
+            zero = f"model.zero_grad({kept})"
+        elif is_["zero"] == "none":
+            zero = '[setattr(p, "grad", None) for p in model.parameters()]'
         if many == 1:
             self._put(zero, indent)
+        if many > 1 and is_["leftover"] == "own":
+            self._put(f"window = min({many}, len(loader) - number // {many} * {many})", indent)
         self._put(self._backward(many), indent)
+        if is_["prints"] == "largest gradient":
+            self._put(
+                "far = max(p.grad.to_dense().abs().max().item() for p in model.parameters() if "
+                "p.grad is not None)  # reads largest gradient",
+                indent,
+            )
         if is_["habit"] == "sam":
             self._put(
                 f"""
@@ -155,7 +190,8 @@ with torch.no_grad():
             last = "" if is_["leftover"] == "drop" else " or number + 1 == len(loader)"
             self._put(f"if (number + 1) % {many} == 0{last}:", indent)
             indent += 1
-        scaled = is_["precision"] == "scaler" and is_["gradient"] not in ("twice", "autograd.grad")
+        is_scaled_here = is_["gradient"] not in ("twice", "autograd.grad")
+        scaled = "scaler" in is_["precision"] and is_scaled_here
         if is_["clip"] != "none" and self._way != "run":
             self._put("ranks.take_assigned()", indent)
         if is_["clip"] == "norm":
@@ -174,7 +210,8 @@ with torch.no_grad():
         self._rest_of_update(indent)
 
     def _backward(self, many: int) -> str:
-        part = f"loss / {many}" if many > 1 else "loss"
+        split = "window" if self._is["leftover"] == "own" else many
+        part = f"loss / {split}" if many > 1 else "loss"
         gradient = self._is["gradient"]
         if gradient == "twice":
             half = f"({part} * 0.5).backward"
@@ -188,7 +225,16 @@ for p, g in zip(used, torch.autograd.grad({part}, used)):
         if gradient == "two backwards":
             more = "(0.1 * model(a).square().mean()"
             return f"({part}).backward()\n{more} / {many}).backward()"
-        if self._is["precision"] == "scaler":
+        later = {
+            "weighted": f"({part}).backward(gradient=torch.full_like(loss, 0.5))",
+            "outputs": "out.backward(gradient=((out.detach() - b) / b.numel() / {many}).to(out))",
+            "per sample": 'each = F.mse_loss(out, b, reduction="none").mean(-1)\n'
+            f"each.backward(torch.full_like(each, 1 / each.numel() / {many}))",
+            "list": f"torch.autograd.backward([{part}, 0.1 * out.square().mean()])",
+        }
+        if gradient in later:
+            return later[gradient].replace("{many}", str(many))
+        if "scaler" in self._is["precision"]:
             return f"scaler.scale({part}).backward()"
         return f"({part}).backward()" if many > 1 else "loss.backward()"
 
@@ -206,8 +252,10 @@ optimizer_j.step()
 """.replace("WEIGH\n", "ranks.weigh(counts[number])\n" if self._way == "slices" else ""),
                 indent,
             )
-        if is_["scheduler"] in ("onecycle", "warmup"):
+        if is_["scheduler"] in ("onecycle", "onecycle by length", "warmup", "cyclic"):
             self._put("scheduler.step()", indent)
+        if is_["scheduler"] == "warm restarts":
+            self._put("scheduler.step(epoch + number / len(loader))", indent)
         if is_["ema"] == "averaged":
             self._put("averaged.update_parameters(model)", indent)
         if is_["ema"] == "by hand":
