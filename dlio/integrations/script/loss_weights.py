@@ -731,6 +731,8 @@ class ScriptLossWeights:
             is_slice = self._is_slice(term, batch, key)
             if count.is_even(totals) and not is_slice:
                 continue
+            if not is_slice and not batch.rows.isdisjoint(_rows(term)):
+                continue  # All boxes, or the like, of the part's samples.
             if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2 and not is_slice:
                 continue  # As many on each rank, whatever its samples: they are of another input.
             if is_slice or not _has_all(term, batch):
@@ -873,8 +875,13 @@ def _has_all(term: LossTerm, batch: ScriptBatch) -> bool:
     """True if a mean may be over all samples of a rank's part of a batch, some of whose elements a
     mask may leave out."""
     size = len(batch.place)
-    rows = [math.prod(term.shape[: k + 1]) for k in range(len(term.shape))]
-    return not size or any(each % size == 0 for each in (*rows, *term.shape)) or has_mask(term.node)
+    return not size or any(each % size == 0 for each in _rows(term)) or has_mask(term.node)
+
+
+def _rows(term: LossTerm) -> tuple[int, ...]:
+    """Return the numbers of rows that the elements of a term may be of."""
+    shape = term.shape
+    return (*(math.prod(shape[: k + 1]) for k in range(len(shape))), *shape)
 
 
 def _is_uneven(term: LossTerm, size: int) -> bool:

@@ -359,7 +359,15 @@ def runs_of(script: str) -> int:
 
 def draws_by_part(choices: Choices) -> bool:
     """True if ranks draw other random numbers than one process, as each has a part of a batch."""
-    return choices.get("dropout") == "half" or choices.get("gradient") == "noise"
+    draws = choices.get("dropout") == "half" or choices.get("gradient") == "noise"
+    return draws or choices.get("data") == "augmented"
+
+
+def without_draws(choices: Choices) -> Choices:
+    """Return choices of a script whose ranks draw no other random numbers than one process."""
+    plain = {("dropout", "half"): "zero", ("gradient", "noise"): "backward"}
+    plain |= {("data", "augmented"): "own class"}
+    return {name: plain.get((name, value), value) for name, value in choices.items()}
 
 
 def decides_by(choices: Choices) -> tuple[str, ...]:

@@ -181,7 +181,8 @@ def loss_of(out, b{", is_own=1" if self._way == "slices" else ""}):
             "triplet": f"F.triplet_margin_loss(out, {goal}, out.roll(1, 0))",
             "dice": f"1 - (2 * (out.sigmoid() * {goal}).sum() + 1) / (out.sigmoid().sum() + "
             f"{goal}.sum() + 1)",
-            "spread": f"{plain}) + 0.1 * F.relu(1 - (out.var(0) + 1e-4).sqrt()).mean()",
+            "spread": f"{plain}) + 0.1 * "
+            "F.relu(1 - (out.var(0, unbiased=False) + 1e-4).sqrt()).mean()",
         }[is_["loss"]]
         self._weight = {
             "sum": "1.0",
