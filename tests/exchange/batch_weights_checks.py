@@ -133,7 +133,7 @@ def of_boxes(joins: Callable[[list[Any]], Any] | None) -> torch.Tensor:
     """Train on samples of more or fewer boxes each; in one process if `joins` is None."""
     net = model()
     parts = [1, 3, 2, 1, 2, 5, 4]
-    samples = list(data(sum(parts)).tensors[0].split(parts))
+    samples = list(torch.split(data(sum(parts)).tensors[0], parts))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     batches: Any = [samples]
     if joins is not None:

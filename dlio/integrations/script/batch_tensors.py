@@ -20,11 +20,10 @@ def sizes_of(data: object, tensors: Sequence[torch.Tensor], samples: int) -> int
     return zlib.crc32(repr(sizes).encode()) | 1 if sizes else 0
 
 
-def rows_of(data: object, tensors: Sequence[torch.Tensor], samples: int) -> frozenset[int]:
-    """Return how many rows a batch of `samples` has that are not one for each sample, such as boxes
-    or nodes: of tensors in a list together, or of a tensor that has more than there are samples."""
-    apart = {sum(len(each) for each in every) for every in _lists(data)}
-    return frozenset(apart.union(len(t) for t in tensors if t.ndim and len(t) > samples))
+def rows_of(data: object) -> frozenset[int]:
+    """Return how many rows the tensors of a list in a batch have together, such as the boxes of all
+    of its samples."""
+    return frozenset(sum(map(len, every)) for every in _lists(data))
 
 
 def _lists(data: object) -> Iterator[Sequence[torch.Tensor]]:

@@ -51,7 +51,7 @@ class ScriptBatch:
     used: bool = False
     """True once the script has computed on it."""
     rows: frozenset[int] = frozenset()
-    """Numbers of rows in it that are not one for each sample, such as boxes."""
+    """Numbers of rows of its lists of tensors, such as all boxes of its samples."""
 
     @property
     def widest(self) -> int:

@@ -228,7 +228,7 @@ class ScriptContext:
         tensors = list(tensors_of(data))
         counts = batch.divided and batch.weight
         self.guard.sizes = sizes_of(data, tensors, len(batch.place)) if counts else 0
-        batch.rows = rows_of(data, tensors, len(batch.place))
+        batch.rows = rows_of(data)
         self._of_tensor.set(tensors, batch)
         self.origins.close()
         if self.has_others and not self.mixed_inputs.is_left:

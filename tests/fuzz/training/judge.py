@@ -312,8 +312,8 @@ def _verdict(case: Case, alone: Path, place: Path, shaken: Path | None) -> Verdi
         return Verdict("untrue", "; ".join(said.untrue))
     bound = _bound(case, alone, shaken)
     draws = draws_by_part(case.choices)
-    most = _FAR if draws else _CHAOS
-    is_chaotic = bound > most and _precise(case.choices)
+    most = _CHAOS if _precise(case.choices) and not draws else _FAR
+    is_chaotic = bound > most
     bound = min(bound, most) if is_chaotic else bound
     # A difference by design is not one process's in numbers that follow from the weights either.
     # Loops of their own are told in the documentation that batch norm is each rank's.
