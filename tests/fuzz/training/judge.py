@@ -292,6 +292,8 @@ def _stopped(case: Case, errors: str | None) -> Verdict:
         return Verdict("hang", "no end in time")
     lines = [line for line in errors.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith(_ERROR)]
+    # Ranks that the launcher ends after another one say so, too.
+    ours = [line for line in ours if not line.endswith(": KeyboardInterrupt")] or ours
     if not ours:
         raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
         return Verdict("no reason", (raised or lines or ["nothing"])[-1][:300])
