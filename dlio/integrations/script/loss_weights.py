@@ -694,8 +694,8 @@ class ScriptLossWeights:
                 "rank adds its own, as if it were of its part of the batch: use a mean, which "
                 "counts as in one process"
             )
-        found = (mixed_samples(roots, rows, parts, dim) for rows in (size, *sorted(batch.rows)))
-        mixed = next((each for each in found if each is not None), None)
+        ways = (mixed_samples(roots, rows, parts, dim) for rows in (size, *sorted(batch.rows)))
+        mixed = next((way for way in ways if way is not None), None)
         # In a part of few samples it may not be seen.
         if mixed is not None and self._comm.rank == teller:
             context.say(

@@ -43,7 +43,7 @@ def render(choices: Choices, way: str = "run") -> str:
         if chosen["scheduler"] == "plateau on train":
             chosen["scheduler"] = "plateau"
         if chosen["data"] == "augmented":
-            chosen["data"] = "own class"  # What samples draw is the loop's affair.
+            chosen["data"] = "own class"  # Draws of samples are the loop's affair.
         if chosen["several"] == "loaders cycled":
             chosen["several"] = "one"
         if chosen["layout"] in RAGGED:

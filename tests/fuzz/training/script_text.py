@@ -12,7 +12,7 @@ class ScriptText:
         self._every: list[str] = []
         """Names of the optimizers that step after each backward."""
         self._weight = ""
-        """What a loop of its own weighs by, where the loss is not a mean over samples."""
+        """The weight in a loop of its own, where the loss is not a mean over samples."""
         self._counts_loss = chosen["prints"] == "train loss" or "train loss" in decides_by(chosen)
         self._samples = "a.shape[1]" if chosen["layout"] == "time first" else "len(a)"
         self._is_ragged = chosen["layout"] in RAGGED

@@ -82,13 +82,13 @@ def test_compiled_networks_train_as_in_one_process(way: str, tmp_path: Path) -> 
 
 
 def test_a_network_that_is_compiled_in_name_only_is_looked_at_further() -> None:
-    told: list[str] = []
+    calls: list[str] = []
 
     def known() -> None:
-        told.append("compiles")
+        calls.append("compiles")
 
     compiled = around_compile(torch.compile, known, lambda *_: None, lambda call: call)
     assert compiled(nn.Linear(2, 2), disable=True)(torch.ones(1, 2)).shape == (1, 2)
-    assert told == []
+    assert calls == []
     compiled(nn.Linear(2, 2), backend="eager")
-    assert told == ["compiles"]
+    assert calls == ["compiles"]
