@@ -320,8 +320,8 @@ def _verdict(case: Case, alone: Path, place: Path, shaken: Path | None) -> Verdi
     # A difference by design is not one process's in numbers that follow from the weights either.
     # Loops of their own are told in the documentation that batch norm is each rank's.
     by_design = case.way != "run" and case.choices.get("norm") == "batch"
-    is_told = case.choices.get("data") != "augmented"  # By a notice alone.
-    is_excused = (draws and is_told and not is_chaotic) or by_design
+    has_to_be_told = case.way == "run" and case.choices.get("data") == "augmented"
+    is_excused = (draws and not has_to_be_told and not is_chaotic) or by_design
     excused = said.excused | ({WEIGHTS} if is_excused else set())
     apart, wrong = _weights(case, alone, place, bound, WEIGHTS in excused)
     if case.way == "run":
