@@ -45,7 +45,7 @@ from dlio.loader.loader_options import (
     check_arguments,
 )
 from dlio.loader.mixture_dataset import restore_weights
-from dlio.loader.nested_batches import emptied, has_length
+from dlio.loader.nested_batches import emptied, may_hold
 from dlio.loader.passes import (
     FormulaOrder,
     InterruptedEpoch,
@@ -637,8 +637,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
                 fed.data = emptied(fed.data)
             counts, rank = batches.counts(batches.step), batches.formula.rank
             samples = fed.samples
-            if fed.indices is None and has_length(fed.data, counts[rank]):
-                samples = counts[rank]  # Its first dimension may be another one, such as time.
+            planned = counts[rank]
+            if fed.indices is None and (samples > planned or may_hold(fed.data, planned)):
+                samples = planned  # Its first dimension may be another one, such as time or boxes.
             share = BatchShare(counts, rank, samples)
         vars(self)["batch_share"] = share
         announce(share, fed.data)

@@ -6,12 +6,16 @@ tuple that are not registered are walked here, as torch's own loader walks them.
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import torch
 
 from dlio.loader.contract import BatchData
 from dlio.loader.picture_targets import Target
 from dlio.loader.torch_private import tree_leaves, tree_map
+
+_FIELDS: Final = 4
+"""Most fields of a batch that is a list of tensors, as far as nothing else tells."""
 
 
 def map_leaves(act: Callable[[BatchData], BatchData], data: BatchData) -> BatchData:
@@ -55,9 +59,25 @@ def samples_in(data: BatchData) -> int:
     return len(first) if isinstance(first, tuple | list) else 1
 
 
-def has_length(data: BatchData, samples: int) -> bool:
-    """True if a dimension of one of the tensors has a number of samples."""
-    return any(samples in tensor.shape for tensor in tensors_in(data) if not tensor.is_nested)
+def may_hold(data: BatchData, samples: int) -> bool:
+    """True if a batch may be one of a number of samples: a dimension of one of its tensors, or the
+    length of one of its lists, is that number."""
+    tensors = [each for each in tensors_in(data) if not each.is_nested]
+    return any(samples in each.shape for each in tensors) or _lists_samples(data, samples)
+
+
+def _lists_samples(data: BatchData, samples: int, *, of_fields: bool = True) -> bool:
+    """True if one of a batch's lists has an item for each sample, as for boxes, of which samples
+    have more or fewer; `of_fields` if a short list of tensors of one length may be the fields."""
+    if isinstance(data, dict):
+        return any(_lists_samples(each, samples, of_fields=False) for each in data.values())
+    if not isinstance(data, tuple | list):
+        return False
+    lengths = {len(t) if t.ndim else 0 for t in data if isinstance(t, torch.Tensor)}
+    may_be_fields = of_fields and len(data) <= _FIELDS and len(lengths) == 1
+    return (len(data) == samples and not may_be_fields) or any(
+        _lists_samples(each, samples, of_fields=False) for each in data
+    )
 
 
 def _cut(leaf: BatchData) -> BatchData:

@@ -3,6 +3,8 @@
 `batch_weights_checks.py`, as ranks of mpirun; each rank raises an error where one is wrong.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -127,6 +129,24 @@ def added_to_means(clips: bool) -> None:
                 torch.testing.assert_close(p.grad, mean)
 
 
+def of_boxes(joins: Callable[[list[Any]], Any] | None) -> torch.Tensor:
+    """Train on samples of more or fewer boxes each; in one process if `joins` is None."""
+    net = model()
+    parts = [1, 3, 2, 1, 2, 5, 4]
+    samples = list(torch.split(data(sum(parts)).tensors[0], parts))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    batches: Any = [samples]
+    if joins is not None:
+        batches = dlio.DataLoader(samples, BATCH, seed=1, collate_fn=joins)
+    with nullcontext() if joins is None else dlio.distribute(net, optimizer):
+        for batch in batches:
+            boxes = batch[0] if isinstance(batch, tuple) else batch
+            losses = [net(each).square().mean() for each in boxes]
+            torch.autograd.backward(torch.stack(losses).mean())
+            optimizer.step()
+    return flat(net)
+
+
 def weighed_by_hand() -> torch.Tensor:
     """A loop that calls `weigh`, as before."""
     net = model()
@@ -211,6 +231,8 @@ def main() -> None:
         torch.autograd.backward(nn.functional.mse_loss(reference(x[8:]), y[8:]))
         for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
             near(mine.grad, theirs.grad, rtol=0, atol=1e-5)
+    for joins in (list, lambda each: (each, list(range(len(each)))), lambda each: (each, each)):
+        near(of_boxes(joins), of_boxes(None), rtol=0, atol=1e-5)
     near(weighed_by_hand(), alone(27, 1, False), rtol=0, atol=1e-5)
 
 

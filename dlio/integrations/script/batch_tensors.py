@@ -1,7 +1,7 @@
 """Sizes of the tensors of batches that a loader of a script yields."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -18,6 +18,25 @@ def sizes_of(data: object, tensors: Sequence[torch.Tensor], samples: int) -> int
             shape.remove(samples)
             sizes.append(shape)
     return zlib.crc32(repr(sizes).encode()) | 1 if sizes else 0
+
+
+def rows_of(data: object) -> frozenset[int]:
+    """Return how many rows the tensors of a list in a batch have together, such as the boxes of all
+    of its samples."""
+    return frozenset(sum(map(len, every)) for every in _lists(data))
+
+
+def _lists(data: object) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield the lists of tensors inside a batch, as those of one field."""
+    if isinstance(data, Mapping | list | tuple):
+        for each in data.values() if isinstance(data, Mapping) else data:
+            tensors = isinstance(each, list | tuple) and all(
+                isinstance(t, torch.Tensor) for t in each
+            )
+            if tensors and all(t.ndim for t in each):
+                yield each
+            else:
+                yield from _lists(each)
 
 
 def _is_apart(data: object, samples: int) -> bool:

@@ -46,6 +46,8 @@ def around_compile(
 
     @wraps(original)
     def compiled(model: Any = None, **options: Any) -> Any:
+        if options.get("disable"):
+            return original(model, **options)  # Which compiles nothing.
         if model is None:
             return lambda each: compiled(each, **options)
         known()

@@ -71,6 +71,12 @@ class LossTerm:
         return NEARLY_NONE if is_kept else divisor.value
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of rows that its elements may be of."""
+        shape = self.shape
+        return (*(math.prod(shape[: k + 1]) for k in range(len(shape))), *shape)
+
+    @property
     def selects_nothing(self) -> bool:
         """True if no element counts: there are none, or a mask is zero throughout; of a sum over
         single samples, in none of these."""
@@ -266,7 +272,7 @@ class GraphStates:
     """
 
     def __init__(self, samples: int, dim: int = 0) -> None:
-        self.samples, self._dim = samples, dim
+        self.samples, self.dim = samples, dim
         self._known: dict[Any, _State] = {}
 
     def of(self, node: Any) -> _State:
@@ -310,7 +316,7 @@ class GraphStates:
                 return _State.REDUCED if node._saved_reduction else state
             if name in _WHOLE or not shape_of(node):
                 return _State.REDUCED
-            if name in _BY_DIM and _reduces_samples(node, self.samples, self._dim):
+            if name in _BY_DIM and _reduces_samples(node, self.samples, self.dim):
                 return _State.REDUCED
         return state
 
@@ -433,7 +439,7 @@ def find_terms(
             stack.append(
                 (child, point if is_alone else child, divisors if is_again else (*more, *divisors))
             )
-    terms.terms = _joined(terms.terms, states.samples, of_loops)
+    terms.terms = _joined(terms.terms, states, of_loops)
     return terms
 
 
@@ -448,8 +454,11 @@ def _divisor_given(gradient: torch.Tensor) -> tuple[Divisor, ...] | None:
     return (Divisor(float(f"{1 / most:.6g}")),) if most else ()
 
 
-def _joined(terms: Sequence[LossTerm], samples: int, of_loops: Collection[str]) -> list[LossTerm]:
+def _joined(
+    terms: Sequence[LossTerm], states: GraphStates, of_loops: Collection[str]
+) -> list[LossTerm]:
     """Return terms with one in the place of those of single samples."""
+    samples, dim = states.samples, states.dim
     groups: dict[tuple[str, bool], list[LossTerm]] = {}
     for term in terms:
         groups.setdefault((term.name, term.is_sum), []).append(term)
@@ -457,7 +466,7 @@ def _joined(terms: Sequence[LossTerm], samples: int, of_loops: Collection[str]) 
     for (name, _), group in groups.items():
         text = f"{name} of each sample"
         can = len(group) % samples == 0 and (samples > 1 or text in of_loops)
-        if not (can and all(is_of_one(each.reduces, samples) for each in group)):
+        if not (can and all(is_of_one(each.reduces, samples, dim) for each in group)):
             for term in group:
                 kept = [d for d in term.divisors if d is not _JOIN and not d.is_of_list]
                 result.append(replace(term, divisors=tuple(kept)))
@@ -486,8 +495,8 @@ def _outer(divisors: tuple[Divisor, ...]) -> tuple[Divisor, ...]:
     return tuple(each for each in divisors[divisors.index(_JOIN) :] if each is not _JOIN)
 
 
-def is_of_one(node: Any, samples: int) -> bool:
-    """True if what a node reduces is of a single sample."""
+def is_of_one(node: Any, samples: int, dim: int) -> bool:
+    """True if what a node reduces is of a single sample, of those in a dimension of the batch."""
     has_samples = False
     for _ in range(_DEEPEST):
         shape = shape_of(node)
@@ -499,9 +508,8 @@ def is_of_one(node: Any, samples: int) -> bool:
         if not below:
             return False
         name = name_of(node)
-        is_first = name == "UnbindBackward0" or getattr(node, "_saved_dim", None) == 0
-        is_one = name in ("SelectBackward0", "UnbindBackward0") and is_first
-        if is_one and shape_of(below[0])[:1] == (samples,):
+        is_one = name in ("SelectBackward0", "UnbindBackward0") and node._saved_dim == dim
+        if is_one and shape_of(below[0])[dim : dim + 1] == (samples,):
             return True
         node = below[0]
     return False
@@ -656,6 +664,9 @@ def _below(node: Any) -> Iterator[Any]:
 
 def _masks_below(node: Any) -> Iterator[torch.Tensor]:
     """Yield what may be masks of the elements that a node reduces."""
+    if hasattr(node, "_saved_ignore_index"):  # A cross entropy leaves labels out by itself.
+        left_out = node._saved_ignore_index
+        yield node._saved_target != (left_out - 2**64 if left_out >= 2**63 else left_out)
     for below in _below(node):
         saved = [getattr(below, name, None) for name in _MASKS.get(name_of(below), ())]
         yield from (each for each in saved if isinstance(each, torch.Tensor))

@@ -473,6 +473,7 @@ class ScriptLossWeights:
         parts.terms, parts.unknown = seen[common].terms, seen[common].unknown
         parts.hidden, parts.has_constants = seen[common].hidden, seen[common].has_constants
         parts.learned = seen[common].learned
+        plans.loops[line] = {term.name for term in parts.terms if term.each}
         self._plan = plans.plan(line, common)
         self._tell(roots, batch, parts, line)
         return True
@@ -686,13 +687,15 @@ class ScriptLossWeights:
             return
         self._looks[look] = self._looks.get(look, 0) + 1
         sums = [term.reduces for term in parts.terms if term.is_sum and not term.each]
-        if size > 1 and any(is_of_one(node, size) for node in sums):
+        dim = batch.of.use.plans.dim
+        if size > 1 and any(is_of_one(node, size, dim) for node in sums):
             context.say(
                 f"{where}: a sum there is of one row, such as net(torch.zeros(1, 1)), and each "
                 "rank adds its own, as if it were of its part of the batch: use a mean, which "
                 "counts as in one process"
             )
-        mixed = mixed_samples(roots, size, parts, batch.of.use.plans.dim)
+        ways = (mixed_samples(roots, rows, parts, dim) for rows in (size, *sorted(batch.rows)))
+        mixed = next((way for way in ways if way is not None), None)
         # In a part of few samples it may not be seen.
         if mixed is not None and self._comm.rank == teller:
             context.say(
@@ -731,6 +734,8 @@ class ScriptLossWeights:
             is_slice = self._is_slice(term, batch, key)
             if count.is_even(totals) and not is_slice:
                 continue
+            if not is_slice and not batch.rows.isdisjoint(term.rows):
+                continue  # All boxes, or the like, of the part's samples.
             if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2 and not is_slice:
                 continue  # As many on each rank, whatever its samples: they are of another input.
             if is_slice or not _has_all(term, batch):
@@ -873,8 +878,7 @@ def _has_all(term: LossTerm, batch: ScriptBatch) -> bool:
     """True if a mean may be over all samples of a rank's part of a batch, some of whose elements a
     mask may leave out."""
     size = len(batch.place)
-    rows = [math.prod(term.shape[: k + 1]) for k in range(len(term.shape))]
-    return not size or any(each % size == 0 for each in (*rows, *term.shape)) or has_mask(term.node)
+    return not size or any(each % size == 0 for each in term.rows) or has_mask(term.node)
 
 
 def _is_uneven(term: LossTerm, size: int) -> bool:

@@ -50,6 +50,8 @@ class ScriptBatch:
     """False if every rank got all of it, as it is not known yet whether the script trains on it."""
     used: bool = False
     """True once the script has computed on it."""
+    rows: frozenset[int] = frozenset()
+    """Numbers of rows of its lists of tensors, such as all boxes of its samples."""
 
     @property
     def widest(self) -> int:

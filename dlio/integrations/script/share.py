@@ -26,7 +26,7 @@ from dlio.exchange.batch_share import tensors_of
 from dlio.exchange.tensor_notes import TensorNotes
 from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.batch_sizes import size_lines
-from dlio.integrations.script.batch_tensors import sizes_of
+from dlio.integrations.script.batch_tensors import rows_of, sizes_of
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.joined_rows import joined_rows
@@ -231,6 +231,7 @@ class ScriptContext:
         tensors = list(tensors_of(data))
         counts = batch.divided and batch.weight
         self.guard.sizes = sizes_of(data, tensors, len(batch.place)) if counts else 0
+        batch.rows = rows_of(data)
         self._of_tensor.set(tensors, batch)
         self.origins.close()
         if self.has_others and not self.mixed_inputs.is_left:

@@ -79,6 +79,8 @@ def _all(given: argparse.Namespace, mpi: MpiRun) -> int:
             verdicts = judge(part, Path(folder), mpi, given.fault)
             for case, verdict in zip(part, verdicts, strict=True):
                 tally.add(case, verdict)
+                if verdict.kind in ("chaotic", "invalid"):
+                    print(f"{case.name}: {verdict.kind}: {verdict.detail}", flush=True)
                 if verdict.kind not in GOOD:
                     print(f"{case.name}: {verdict.kind}: {verdict.detail}", flush=True)
                     least = case

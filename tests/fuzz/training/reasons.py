@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.fuzz.training.choices import FEATURES, Choices, decides_by
+from tests.fuzz.training.choices import FEATURES, LOADERS, PAIRS, Choices, decides_by
 from tests.fuzz.training.grammar import marked
 
 WEIGHTS: Final = "weights"
@@ -97,8 +97,8 @@ def _read_sizes(text: str, choices: Choices, script: str, said: Said) -> None:
 
 def _read_single(text: str, choices: Choices, script: str, said: Said) -> None:
     """Take the notice that parts of one sample do not show some losses."""
-    meets = choices.get("habit") in ("mixed", "centred", "hardest")
-    if meets or choices.get("loss") in ("pairs", "sum"):
+    meets = choices.get("habit") in ("mixed", "centred", "hardest", "mixup")
+    if meets or choices.get("loss") in (*PAIRS, "sum"):
         said.excused |= {WEIGHTS, "train loss", "last loss", "step loss"}
 
 
@@ -159,23 +159,27 @@ def _is_resumed_at_the_end(choices: Choices) -> bool:
 _KNOWN: Final = (
     _Notice(
         re.compile("the loss compares samples of a batch .*another loss than that of one process"),
-        lambda choices: choices.get("loss") == "pairs" or choices.get("habit") == "hardest",
+        lambda choices: choices.get("loss") in PAIRS or choices.get("habit") == "hardest",
         (WEIGHTS,),
     ),
     _Notice(
         re.compile(r"the loss is not a mean over samples \(.*not the gradient of one process"),
-        lambda choices: choices.get("loss") == "root" or choices.get("habit") == "hardest",
+        lambda choices: (
+            choices.get("loss") in ("root", "dice", "spread") or choices.get("habit") == "hardest"
+        ),
         (WEIGHTS,),
     ),
     _Notice(
         # Such as a last batch that is short, next to one of another loader.
         re.compile("terms of the loss count other numbers of elements than before, in proportion"),
-        _is("several", "loaders"),
+        _is("several", *LOADERS),
         (WEIGHTS,),
     ),
     _Notice(
         re.compile(r"samples of a batch meet there \(.*not quite that of one process"),
-        _is("habit", "mixed", "centred"),
+        lambda choices: (
+            choices.get("habit") in ("mixed", "centred", "mixup") or choices.get("loss") in PAIRS
+        ),
         (WEIGHTS,),
     ),
     _Notice(
@@ -184,7 +188,7 @@ _KNOWN: Final = (
     ),
     _Notice(
         re.compile("the loss comes from square, which nothing sees into: .* of several loaders"),
-        lambda choices: choices.get("loss") == "custom" and choices.get("several") == "loaders",
+        lambda choices: choices.get("loss") == "custom" and choices.get("several") in LOADERS,
         (WEIGHTS,),
     ),
     _Notice(
@@ -219,8 +223,8 @@ _KNOWN: Final = (
         lambda choices: (
             choices.get("loss") == "two terms"
             or (choices.get("loss") == "sum" and choices.get("habit") == "learned weight")
-            or choices.get("gradient") in ("penalty", "two backwards")
-            or choices.get("several") in ("teacher", "loaders")
+            or choices.get("gradient") in ("penalty", "two backwards", "list")
+            or choices.get("several") in ("teacher", *LOADERS)
         ),
         reads=_read_lines,
     ),
@@ -235,7 +239,7 @@ _KNOWN: Final = (
     ),
     _Notice(
         re.compile("this pass was divided among the ranks, and an optimizer stepped, but nothing"),
-        _is("several", "loaders"),
+        _is("several", *LOADERS),
     ),
     _Notice(
         re.compile("LBFGS searches along a line, where rounding decides: from then on every rank"),
@@ -260,11 +264,27 @@ _KNOWN: Final = (
     ),
     _Notice(re.compile("created no torch optimizer"), _is("optimizer", "by hand")),
     _Notice(
+        re.compile("a loader without batches gives every rank all samples"),
+        _is("loader", "sampler of batches"),
+    ),
+    _Notice(
+        re.compile("backward is given a gradient of each sample there, which is taken as it is"),
+        _is("gradient", "outputs", "per sample"),
+        (WEIGHTS,),
+    ),
+    _Notice(
+        re.compile(
+            "samples of Rows draw random numbers of torch in the script's process, and each"
+        ),
+        _is("data", "augmented"),
+        (WEIGHTS,),
+    ),
+    _Notice(
         re.compile("iterable data set gives every rank all samples"), _is("loader", "iterable")
     ),
     _Notice(
         re.compile("a batch has fewer samples than there are ranks, or is whole on each, next to"),
-        _is("several", "loaders"),
+        _is("several", *LOADERS),
         (WEIGHTS,),
     ),
 )

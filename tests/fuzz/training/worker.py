@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from tests.fuzz.training.choices import runs_of
+
 
 def main(way: str, folders: list[str]) -> None:
     """Run the scripts of some folders, as `alone`, `run`, `distribute` or `slices`."""
@@ -35,7 +37,8 @@ def main(way: str, folders: list[str]) -> None:
         torch.set_grad_enabled(True)
         logging.root.handlers.clear()
         try:
-            _run(way)
+            for _ in range(runs_of(Path("train.py").read_text(encoding="utf-8"))):
+                _run(way)
         except Exception:
             traceback.print_exc()
             sys.stderr.flush()

@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from dlio.integrations.script.compiled_calls import around_compile
 
 _SCRIPT = """
 import sys
@@ -75,3 +79,16 @@ def test_compiled_networks_train_as_in_one_process(way: str, tmp_path: Path) -> 
         printed.append([float(x) for x in re.findall(r"-?\d\.\d+", done.stdout)])
     assert len(printed[0]) == 4
     assert printed[1] == pytest.approx(printed[0], abs=2e-5)
+
+
+def test_a_network_that_is_compiled_in_name_only_is_looked_at_further() -> None:
+    calls: list[str] = []
+
+    def known() -> None:
+        calls.append("compiles")
+
+    compiled = around_compile(torch.compile, known, lambda *_: None, lambda call: call)
+    assert compiled(nn.Linear(2, 2), disable=True)(torch.ones(1, 2)).shape == (1, 2)
+    assert calls == []
+    compiled(nn.Linear(2, 2), backend="eager")
+    assert calls == ["compiles"]

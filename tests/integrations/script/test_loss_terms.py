@@ -197,6 +197,15 @@ def test_a_divisor_of_1_may_stand_for_no_element(
     assert term.may_be_kept == expected
 
 
+def test_a_loop_over_as_many_steps_as_samples_adds_up_no_samples() -> None:
+    # Batches of (time, samples, features), with as many time steps as samples.
+    steps = torch.randn(_N, _N, 6)
+    far = zip(_net(steps), torch.zeros(_N, _N, 4), strict=True)
+    loss = sum((functional.mse_loss(out, goal) for out, goal in far), torch.zeros(())) / _N
+    assert len(find_terms([loss], GraphStates(_N, dim=1)).terms) == _N
+    assert [len(term.each) for term in find_terms([loss], GraphStates(_N)).terms] == [_N]
+
+
 def test_labels_that_are_ignored_are_a_mask() -> None:
     target = torch.where(torch.arange(_N) == 2, _y, -100)
     loss = functional.cross_entropy(_out(), target, ignore_index=-100, label_smoothing=0.1)
@@ -228,6 +237,10 @@ def test_sums_of_no_element_are_seen(kept: int) -> None:
         (far.square() * mask).sum(),
         far[mask[:, 0]].abs().sum(),
         far.where(mask, torch.zeros_like(far)).sum(),
+        functional.cross_entropy(_out(), _y.where(mask[:, 0], -100), reduction="sum"),
+        functional.cross_entropy(_out(), (_y + 1) % 3 * mask[:, 0] + 1, reduction="sum")
+        if kept
+        else functional.cross_entropy(_out(), _y * 0 + 1, ignore_index=1, reduction="sum"),
     ):
         loss = total / mask.sum().clamp(min=1)
         (term,) = find_terms([loss], GraphStates(_N)).terms

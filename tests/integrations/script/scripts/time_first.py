@@ -28,8 +28,12 @@ def by_size(far: torch.Tensor) -> torch.Tensor:
     return far.square().sum() / far.shape[1]
 
 
+def by_step(far: torch.Tensor) -> torch.Tensor:
+    return torch.stack([each.square().mean() for each in far]).mean()
+
+
 # Of 8 samples one rank has 5 at first, of 10 each has.
-for loss_of in (by_sum, by_time, by_size):
+for loss_of in (by_sum, by_time, by_size, by_step):
     for size in (8, 10):
         for a, b in DataLoader(TensorDataset(x, y), size, collate_fn=first_time):
             optimizer.zero_grad()
