@@ -6,6 +6,7 @@ exist before memory is allocated for it, and every payload with its checksum.
 """
 
 import errno
+import functools
 import os
 import struct
 import threading
@@ -358,6 +359,10 @@ class BlockInfo:
         return f"{self.path}, block {self.block}, sample {place} of it"
 
 
+_schema_in: Final = functools.lru_cache(16)(Schema.from_json)
+"""Parses a schema, which all blocks of a data set have in common: once. Raises CorruptBlock."""
+
+
 def read_info(
     descriptor: int | DescriptorlessFile, path: str, start: int = 0, length: int | None = None
 ) -> BlockInfo:
@@ -400,7 +405,7 @@ def read_info(
         raise CorruptBlock(f"{where}: its header does not match its checksum{_REMEDY}")
     table = np.frombuffer(bytes(rest[rest_bytes - count * ENTRY.itemsize :]), ENTRY)
     _check_table(table, HEADER.size + rest_bytes, length, where)
-    schema = Schema.from_json(bytes(rest[:schema_bytes]))
+    schema = _schema_in(bytes(rest[:schema_bytes]))
     return BlockInfo(path, start, block, fingerprint.hex(), schema, digest, length, table)
 
 
