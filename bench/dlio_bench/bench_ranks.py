@@ -16,13 +16,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from dlio.errors import UsageError
 
 if TYPE_CHECKING:
     from dlio.comm import Communicator
-    from dlio_bench.warm_ranks import WarmRanks
 
 TaskValue = Any
 """A value in the task or the result of ranks, as JSON has it; its users know its type."""
@@ -40,6 +40,20 @@ LINK: Final = "link"
 LINK_RATE: Final = 2e9 / 8
 """Bytes/s: of two ranks that send to each other at once, 1 Gbit/s each way."""
 TIMEOUT_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmRanks:
+    """Where ranks are forked, for `run`; see `dlio_bench.warm_ranks`."""
+
+    python: list[str]
+    """The command that has a rank forked; a module's name and its arguments follow."""
+    network: str | None
+    """File of the namespace with the network of the ranks; None for this process's."""
+
+    def beside(self, argv: list[str]) -> list[str]:
+        """Return a command that runs `argv` in the network of the ranks."""
+        return argv if self.network is None else ["nsenter", f"--net={self.network}", *argv]
 
 
 def rank_argv(
@@ -61,7 +75,7 @@ def run(
     fabric: str = "memory",
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
-    warm: "WarmRanks | None" = None,
+    warm: WarmRanks | None = None,
 ) -> dict[str, TaskValue]:
     """Have `ranks` ranks, of one thread each, call a function as `rank_argv` has it, over one of
     FABRICS or LINK; return the result of rank 0. The ranks are new processes, or forks of `warm`,

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from dlio.launch.job_folder import open_job_folder
@@ -16,24 +15,10 @@ from dlio.launch.node import shim
 from dlio.launch.node.zygote_process import ZygoteProcess
 from dlio.util.private_sockets import listen
 from dlio.util.trusted_files import closing_descriptor
-from dlio_bench.bench_ranks import LINK, over_link
+from dlio_bench.bench_ranks import LINK, WarmRanks, over_link
 
 _MODULES: Final = ("torch", "torch._dynamo", "dlio.comm", "dlio.exchange.distribute")
 """torch's optimizers import the second one when they are made."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarmRanks:
-    """Where ranks are forked, for `run`."""
-
-    python: list[str]
-    """The command that has a rank forked; a module's name and its arguments follow."""
-    network: str | None
-    """File of the namespace with the network of the ranks; None for this process's."""
-
-    def beside(self, argv: list[str]) -> list[str]:
-        """Return a command that runs `argv` in the network of the ranks."""
-        return argv if self.network is None else ["nsenter", f"--net={self.network}", *argv]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from dlio.plan import exchange_cost as model
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
 from dlio.util.cores import available_cores
 from dlio.util.plot_files import picture
-from dlio_bench.bench_ranks import LINK, TaskValue, run, timed
+from dlio_bench.bench_ranks import LINK, TaskValue, WarmRanks, run, timed
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.monitor import ENVIRONMENT, Monitor
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
@@ -26,7 +26,7 @@ from dlio_bench.exchange_cases.variants import OneBatchTraining, nodes_for
 from dlio_bench.results.repeats import spread
 from dlio_bench.results.report_values import PlotCurve
 from dlio_bench.results.terminal import steps
-from dlio_bench.warm_ranks import WarmRanks, warm_ranks
+from dlio_bench.warm_ranks import warm_ranks
 
 _SIZES: Final = tuple(1 << power for power in range(10, 25, 2))
 """1 KiB to 16 MiB."""
