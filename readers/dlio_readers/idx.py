@@ -195,8 +195,8 @@ def _array(file: File) -> StoredArray:
         )
     if head[3] > _MOST_DIMENSIONS:
         raise SourceError(
-            f"{file.name} says that it has {counted(head[3], 'dimension')}; up to {_MOST_DIMENSIONS} can be "
-            "read: it is damaged, restore it"
+            f"{file.name} says that it has {counted(head[3], 'dimension')}; up to "
+            f"{_MOST_DIMENSIONS} can be read: it is damaged, restore it"
         )
     sizes = plain.read(4, 4 * head[3])
     start = 4 + 4 * head[3]
