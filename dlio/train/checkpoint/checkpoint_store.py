@@ -397,7 +397,7 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
 
 
 def without_last(written: Sequence[str]) -> str:
-    """Return what to say after a last checkpoint that failed; `written` are those of the run."""
+    """Return the words about a last checkpoint that failed; `written` are those of the run."""
     older = "--resume goes on from an older one" if written else "this run has written none"
     return f"the last checkpoint was not written; {older}"
 
