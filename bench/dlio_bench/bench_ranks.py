@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from dlio.errors import UsageError
@@ -41,11 +42,30 @@ LINK_RATE: Final = 2e9 / 8
 TIMEOUT_S: Final = 600.0
 
 
-def rank_argv(function: Callable[..., object], task: Mapping[str, object]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class WarmRanks:
+    """Where ranks are forked, for `run`; see `dlio_bench.warm_ranks`."""
+
+    python: list[str]
+    """The command that has a rank forked; a module's name and its arguments follow."""
+    network: str | None
+    """File of the namespace with the network of the ranks; None for this process's."""
+
+    def beside(self, argv: list[str]) -> list[str]:
+        """Return a command that runs `argv` in the network of the ranks."""
+        return argv if self.network is None else ["nsenter", f"--net={self.network}", *argv]
+
+
+def rank_argv(
+    function: Callable[..., object],
+    task: Mapping[str, object],
+    python: Sequence[str] = (sys.executable, "-m"),
+) -> list[str]:
     """Return the command of a rank that calls a module's function with the communicator, and the
-    task as keywords. The function's result and the task have a form in JSON."""
+    task as keywords. The function's result and the task have a form in JSON. `python` runs the
+    module that follows it; see also `warm_ranks`."""
     name = f"{function.__module__}:{function.__qualname__}"
-    return [sys.executable, "-m", "dlio_bench.bench_ranks", name, json.dumps(task)]
+    return [*python, "dlio_bench.bench_ranks", name, json.dumps(task)]
 
 
 def run(
@@ -55,15 +75,19 @@ def run(
     fabric: str = "memory",
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
+    warm: WarmRanks | None = None,
 ) -> dict[str, TaskValue]:
     """Have `ranks` ranks, of one thread each, call a function as `rank_argv` has it, over one of
-    FABRICS or LINK; return the result of rank 0.
+    FABRICS or LINK; return the result of rank 0. The ranks are new processes, or forks of `warm`,
+    which is for this fabric.
 
     Raises UsageError when the ranks fail, exceed `timeout_s`, or a link cannot be set up.
     """
     from dlio.launch.mpi_launch import launch
 
     name = function.__module__
+    argv = rank_argv(function, task, *([] if warm is None else [warm.python]))
+    wrap = over_link if fabric == LINK else None
     full = {
         "OMP_NUM_THREADS": "1",
         **FABRICS["tcp" if fabric == LINK else fabric],
@@ -71,12 +95,12 @@ def run(
     }
     try:
         done = launch(
-            rank_argv(function, task),
+            argv,
             ranks,
             environment=full,
             capture=True,
             timeout_s=timeout_s,
-            wrap=_over_link if fabric == LINK else None,
+            wrap=wrap if warm is None else warm.beside,
         )
     except subprocess.TimeoutExpired as error:
         raise UsageError(
@@ -121,11 +145,11 @@ def why_no_link() -> str | None:
     """Return the reason that a link cannot be set up here; None if it can."""
     if not shutil.which("unshare") or not shutil.which("ip") or not shutil.which("tc"):
         return "a link wants unshare, ip and tc (Debian: util-linux, iproute2)"
-    done = subprocess.run(_over_link(["true"]), capture_output=True, text=True, check=False)
+    done = subprocess.run(over_link(["true"]), capture_output=True, text=True, check=False)
     return f"a link wants root: {done.stderr.strip()}" if done.returncode else None
 
 
-def _over_link(argv: list[str]) -> list[str]:
+def over_link(argv: list[str]) -> list[str]:
     """Return a command that runs `argv` in a network namespace of its own, whose loopback carries
     LINK_RATE. The namespace ends with the command."""
     shape = f"tbf rate {int(LINK_RATE * 8)}bit burst 256kb latency 50ms"

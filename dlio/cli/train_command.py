@@ -161,10 +161,10 @@ def train_rank(config: TrainConfig) -> None:
         report.print()
         # The loss of a rank may cost a checkpoint, and is told.
         if report.checkpoints and report.checkpoints["lacks_last"] and not report.losses:
-            sys.stderr.write(
-                f"dlio: --checkpoint {config.checkpoints.checkpoint}: the last checkpoint was not "
-                "written; --resume goes on from an older one\n"
-            )
+            from dlio.train.checkpoint.checkpoint_store import without_last
+
+            said = without_last(report.checkpoints["written"])
+            sys.stderr.write(f"dlio: --checkpoint {config.checkpoints.checkpoint}: {said}\n")
 
 
 def _start_again(

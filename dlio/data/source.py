@@ -592,7 +592,11 @@ def fsspec() -> ModuleType:
 
 
 def _url_to_fs(url: str) -> tuple[Any, str]:
-    """Return the file system of fsspec for a URL, and the path in it."""
+    """Return the file system of fsspec for a URL, and the path in it. Raises OSError for pipes and
+    the like, at which fsspec would wait."""
+    own = local_path(url)
+    if own is not None and os.path.exists(own) and not os.path.isdir(own):
+        check_regular(os.stat(own), own)
     system, path = fsspec().core.url_to_fs(url, **web_options(url))
     return system, path
 
@@ -705,6 +709,8 @@ def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceEr
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec raises this for all that a web server answers.
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if isinstance(error, EOFError) and not str(error):
+        reason = "it ends before its last byte: restore it"
     if type(error).__name__ == "TooManyRedirects":
         reason = "the server redirects in a circle"
     elif is_hanging(error):

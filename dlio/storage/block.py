@@ -6,12 +6,12 @@ exist before memory is allocated for it, and every payload with its checksum.
 """
 
 import errno
+import functools
 import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final, Protocol
 
 import lz4.block
@@ -359,10 +359,8 @@ class BlockInfo:
         return f"{self.path}, block {self.block}, sample {place} of it"
 
 
-@lru_cache(maxsize=16)
-def _schema_of(text: bytes) -> Schema:
-    """Parse a schema once for all blocks of a data set, which have the same."""
-    return Schema.from_json(text)
+_schema_in: Final = functools.lru_cache(16)(Schema.from_json)
+"""Parses a schema, which all blocks of a data set have in common: once. Raises CorruptBlock."""
 
 
 def read_info(
@@ -407,7 +405,7 @@ def read_info(
         raise CorruptBlock(f"{where}: its header does not match its checksum{_REMEDY}")
     table = np.frombuffer(bytes(rest[rest_bytes - count * ENTRY.itemsize :]), ENTRY)
     _check_table(table, HEADER.size + rest_bytes, length, where)
-    schema = _schema_of(bytes(rest[:schema_bytes]))
+    schema = _schema_in(bytes(rest[:schema_bytes]))
     return BlockInfo(path, start, block, fingerprint.hex(), schema, digest, length, table)
 
 

@@ -273,7 +273,9 @@ class TrainingRun:
             failed = len(checkpoints.failures) - failed
             said = f"go on with --resume from {checkpoints.folder}"
             if failed:
-                said = "the last checkpoint was not written; --resume goes on from an older one"
+                from dlio.train.checkpoint.checkpoint_store import without_last
+
+                said = without_last(checkpoints.written)
         if run.comm.rank == 0:
             where = f"epoch {run.epoch_number + 1}, step {run.updates}"
             print(f"told to end at {where}: {said}", flush=True)

@@ -31,6 +31,10 @@ from dlio_readers.ranges import StoredArray
 
 _PACKED: Final = "|".join(re.escape(suffix) for suffix in COMPRESSED)
 _TYPES: Final = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+_MOST_DIMENSIONS: Final = 31
+"""NumPy has arrays of up to 32 dimensions in all versions, and a batch has one more."""
+_MOST_BYTES: Final = 1 << 63
+"""More than any file has."""
 _NAME: Final = re.compile(
     rf"(?P<stem>.*?)[-._](?:idx\d(?:[-_](?:ubyte|byte|short|int|float|double))?|ubyte)"
     rf"(?P<packed>{_PACKED})?",
@@ -189,14 +193,20 @@ def _array(file: File) -> StoredArray:
             f"{file.name} is not an IDX file: it begins with {head.hex(' ') or 'nothing'}, "
             "not with 00 00, a type from 08 to 0e and a number of dimensions"
         )
+    if head[3] > _MOST_DIMENSIONS:
+        raise SourceError(
+            f"{file.name} says that it has {counted(head[3], 'dimension')}; up to "
+            f"{_MOST_DIMENSIONS} can be read: it is damaged, restore it"
+        )
     sizes = plain.read(4, 4 * head[3])
     start = 4 + 4 * head[3]
     shape = struct.unpack(f">{len(sizes) // 4}I", sizes[: len(sizes) // 4 * 4])
     dtype = np.dtype(_TYPES[head[2]])
     end = start + math.prod(shape) * dtype.itemsize
     if len(shape) < head[3] or end > plain.size:
+        wanted = f"{end}" if end < _MOST_BYTES else f"over {_MOST_BYTES}"
         raise SourceError(
-            f"{file.name} is cut off: {plain.size} bytes instead of {end}: restore it"
+            f"{file.name} is cut off: {plain.size} bytes instead of {wanted}: restore it"
         )
     if end < plain.size:
         tell_once(f"{file.name}: {counted(plain.size - end, 'byte')} behind its array left out")

@@ -33,6 +33,8 @@ _IDX: Final = re.compile(r"\.bin(?=::|$)", re.IGNORECASE)
 _IDX_HEAD: Final = struct.Struct("<9sQBQQ")
 """Magic, version, type, numbers of sequences and of entries that end documents."""
 _IDX_MAGIC: Final = b"MMIDIDX\0\0"
+_SEQUENCES: Final = 1 << 18
+"""Sequences of an index that are looked at at a time."""
 _IDX_TYPES: Final = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _HEAD_BYTES: Final = 1024
 _HEADS: Final = {20240520: "uint16", 20240801: "uint32"}
@@ -208,16 +210,32 @@ def _of_index(file: File, index: File) -> _Layout:
     needed = _IDX_HEAD.size + 12 * sequences + 8 * documents
     if index.size < needed:
         raise SourceError(f"{index.name} is cut off: {index.size} bytes instead of {needed}")
-    lengths = np.frombuffer(index.read(_IDX_HEAD.size, 4 * sequences), "<i4").astype(np.int64)
-    places = np.frombuffer(index.read(_IDX_HEAD.size + 4 * sequences, 8 * sequences), "<i8")
     dtype = np.dtype(_IDX_TYPES[code]).newbyteorder("<")
     itemsize = dtype.itemsize
-    ends = np.cumsum(lengths) * itemsize
-    if (lengths < 0).any() or not np.array_equal(places, ends - lengths * itemsize):
-        raise SourceError(f"{index.name}: its sequences do not lie one after another: pack it anew")
-    if file.size != (int(ends[-1]) if sequences else 0):
+    end = _end_of_sequences(index, sequences, itemsize)
+    if file.size != end:
         raise SourceError(
             f"{file.name} of {counted(file.size, 'byte')} is not the file of {index.name}, whose "
-            f"sequences have {int(ends[-1]) if sequences else 0}: restore it"
+            f"sequences have {end}: restore it"
         )
     return _Layout(dtype, 0, file.size // itemsize)
+
+
+def _end_of_sequences(index: File, sequences: int, itemsize: int) -> int:
+    """Return the bytes of the sequences of an index of Megatron, which is read in parts. Raises
+    SourceError if they do not follow each other."""
+    end = 0
+    for first in range(0, sequences, _SEQUENCES):
+        count = min(_SEQUENCES, sequences - first)
+        data = index.read(_IDX_HEAD.size + 4 * first, 4 * count)
+        lengths = np.frombuffer(data, "<i4").astype(np.int64) * itemsize
+        places = np.frombuffer(
+            index.read(_IDX_HEAD.size + 4 * sequences + 8 * first, 8 * count), "<i8"
+        )
+        ends = end + np.cumsum(lengths)
+        if (lengths < 0).any() or not np.array_equal(places, ends - lengths):
+            raise SourceError(
+                f"{index.name}: its sequences do not lie one after another: pack it anew"
+            )
+        end = int(ends[-1])
+    return end

@@ -1,6 +1,7 @@
 """`dlio bench exchange` gives plausible figures on little data."""
 
 import json
+import os
 import xml.etree.ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from dlio.cli import main
+from dlio.comm import Communicator
 from dlio.errors import UsageError
+from dlio_bench import bench_ranks
 from dlio_bench.exchange_cases import (
     accuracy_case,
     balance_case,
@@ -23,6 +26,7 @@ from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.message_cost import draw
 from dlio_bench.results.terminal import show
 from dlio_bench.trainings import TrainedEpoch
+from dlio_bench.warm_ranks import warm_ranks
 
 TINY = ExchangeBenchOptions(
     repeats=1, network="perceptron", batch_size=2, fabrics=("memory",), counts=(2, 4)
@@ -66,6 +70,41 @@ def test_messages_are_counted_as_theory_has_them(
 @pytest.mark.mpi
 @pytest.mark.nightly
 @pytest.mark.needs("balance")
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_compressed_sums_of_many_ranks_send_few_messages_with_about_the_least_bytes() -> None:
+    with warm_ranks([message_cost.__name__]) as warm:
+        for p in (16, 32):
+            for row in message_cost._counted(p, ("allreduce+int8", "allreduce+bf16"), warm):
+                # The library counts what a collective sends. The perceptron has 4 buckets.
+                assert row.get("most_messages", 0) <= 4 * 4 * p**0.5
+                ratio = 4 if row["exchange"].endswith("int8") else 2
+                least = 2 * (p - 1) / p / ratio
+                assert least <= row.get("bytes_counted", row["bytes_told"]) <= 1.5 * least
+
+
+def _own_process(comm: Communicator) -> dict[str, object]:
+    """A task: the processes of the ranks, what started them, and their networks."""
+    network = os.stat("/proc/self/ns/net").st_ino
+    return {"ranks": comm.allgather([os.getpid(), os.getppid(), network])}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "fabric", ["memory", pytest.param(bench_ranks.LINK, marks=pytest.mark.nightly)]
+)
+def test_warm_ranks_are_forks_of_one_process_in_the_network_of_their_fabric(fabric: str) -> None:
+    if fabric == bench_ranks.LINK and (why := bench_ranks.why_no_link()):
+        pytest.skip(why)
+    with warm_ranks([__name__], fabric) as warm:
+        runs = [bench_ranks.run(_own_process, {}, 2, fabric, warm=warm)["ranks"] for _ in "ab"]
+    ranks = [rank for each in runs for rank in each]
+    assert len({process for process, _, _ in ranks}) == 4
+    assert len({parent for _, parent, _ in ranks}) == 1
+    here = os.stat("/proc/self/ns/net").st_ino
+    assert {network == here for _, _, network in ranks} == {fabric == "memory"}
+
+
 def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
     results: dict[str, Any] = balance_case.measure(replace(TINY, images=192))
     for row in results["rows"]:

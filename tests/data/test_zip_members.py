@@ -19,6 +19,7 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteReques
 from zarr.core.buffer import default_buffer_prototype
 
 import dlio
+from dlio.data.reader import open_reader
 from dlio.data.source import File, Source
 from dlio.errors import SourceError
 from dlio_readers.zarrstore import RemoteFiles
@@ -227,3 +228,27 @@ def test_a_server_without_ranges_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         monkeypatch.undo()
         files.rm("/zips", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "url", ["zip://::{}", "zip://a::{}", "simplecache::file://{}", "file://{}"]
+)
+@pytest.mark.parametrize("name", ["x.zip", "x.h5"])
+def test_a_pipe_below_an_url_is_refused_and_not_waited_for(
+    url: str, name: str, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(SourceError, match="not a regular file"):
+        open_reader(url.format(tmp_path / name))
+
+
+def test_a_member_that_ends_early_is_said_to(tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.bin", bytes(64))
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"PK\1\2")
+    struct.pack_into("<II", data, entry + 20, 4096, 4096)
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match="ends before its last byte"):
+        File(f"zip://a.bin::{path}").read(0, 4096)

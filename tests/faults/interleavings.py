@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from dlio.comm.mpi import MpiCommunicator
 from dlio.comm.survival.recovery import recovery_of
+from dlio.comm.survival.store_comm import StoreCommunicator
 from dlio.errors import PeerLost
 from dlio.exchange.gossip import Gossip
 from dlio.exchange.local_sgd import LocalSgd
 from dlio.train.callbacks import Callback, Run
+from dlio.train.checkpoint.checkpoint_store import Checkpoints
 from tests.faults.named_weights import FOLDER, RANK
 
 _DEADLINE_S = 60.0
@@ -97,3 +100,41 @@ class LostWhileCollected(Callback):
 
         patched: Any = Gossip
         patched.state = collecting
+
+
+_HURTS: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "ends": lambda: os._exit(0),
+}
+
+
+class LostAtCall(Callback):
+    """A rank is hurt at the n-th call of one kind after it has finished some steps: in a sum, while
+    others meet one that joins, or in the writing of a checkpoint."""
+
+    def __init__(self, rank: int, step: int, number: int, kind: str, how: str) -> None:
+        """`kind` is `message` or `checkpoint`, `how` one of `_HURTS`."""
+        self._rank, self._step, self._left = rank, step, number
+        self._kind, self._how = kind, how
+
+    def begins(self, run: Run) -> None:
+        if self._rank != RANK:
+            return
+        places: list[tuple[Any, str]] = [(Checkpoints, "_write")]
+        if self._kind == "message":
+            kinds = (MpiCommunicator, StoreCommunicator)
+            places = [(each, name) for each in kinds for name in ("isend", "irecv", "iallreduce")]
+        for owner, name in places:
+            setattr(owner, name, self._counted(run, getattr(owner, name)))
+
+    def _counted(self, run: Run, call: Callable[..., object]) -> Callable[..., object]:
+        def counted(*arguments: Any, **named: Any) -> object:
+            if run.updates >= self._step:
+                self._left -= 1
+                if self._left == 0:
+                    _come("hurt")
+                    _HURTS[self._how]()
+            return call(*arguments, **named)
+
+        return counted

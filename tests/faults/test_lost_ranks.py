@@ -116,6 +116,35 @@ def test_ranks_save_a_checkpoint_in_one_generation(
     _check(case, named_pictures, tmp_path / "job")
 
 
+_HURT: dict[str, dict[str, Any]] = {
+    "in the first step": {"step": 0, "number": 2},
+    "in a sum": {"step": 2, "number": 3},
+    "in the last batch of an epoch": {"step": 3, "number": 2},
+    "in a checkpoint": {"step": 0, "number": 1, "kind": "checkpoint"},
+    "while another joins": {"step": 5, "number": 9},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+@pytest.mark.parametrize("how", ["killed", "stopped", "ends"])
+@pytest.mark.parametrize("when", list(_HURT))
+def test_a_rank_may_be_lost_at_any_call(
+    when: str, how: str, backend: str, named_pictures: Path, tmp_path: Path
+) -> None:
+    joins = when == "while another joins"
+    if joins and backend == "torch":
+        pytest.skip("the command refuses spares of this backend")
+    hurt = {"rank": 1, "kind": "message", **_HURT[when], "how": how}
+    text = f"LostAtCall({', '.join(f'{name}={value!r}' for name, value in hurt.items())})"
+    kills = (Kill(2, 5),) if joins else ()
+    more: dict[str, Any] = {"val": True, "checkpoint": True, "spares": int(joins)}
+    exchanges = ("allreduce", "allreduce+int8", "tree", "gossip", "local-sgd(3)")
+    for exchange in exchanges:
+        case = Case(exchange, backend, 3, kills, callback=text, lost=(1,), **more)
+        _check(case, named_pictures, tmp_path / exchange)
+
+
 @pytest.mark.nightly
 def test_three_hundred_drawn_kills(named_pictures: Path, tmp_path: Path) -> None:
     killed, seed = 0, 20_000

@@ -2,6 +2,7 @@
 numpy.memmap."""
 
 import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 
 import dlio
 from dlio.data.reader import Reader, open_reader
+from dlio.data.source import Source
 from dlio.errors import SourceError, UsageError
 from dlio.testing import ReaderTests
+from dlio_readers.tokens import _end_of_sequences
 
 _CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
@@ -173,3 +176,19 @@ def test_shards_and_archives_are_read(tmp_path: Path) -> None:
     write_headed(tmp_path / "wide.bin", _tokens(9, "uint32"), 20240801)
     with pytest.raises(UsageError, match="open them one by one"):
         dlio.open([f"{tmp_path}/m.bin", f"{tmp_path}/wide.bin"])
+
+
+def test_an_index_of_many_sequences_takes_memory_for_a_part_of_them(tmp_path: Path) -> None:
+    path, sequences = tmp_path / "text.bin", 1 << 23
+    path.touch()
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, sequences, 0)
+    with open(path.with_suffix(".idx"), "wb") as file:
+        file.write(head)
+        file.truncate(len(head) + 12 * sequences)  # Zeros, which take no room on the disk.
+    index = Source(str(tmp_path)).file("text.idx")
+    tracemalloc.start()
+    try:
+        assert _end_of_sequences(index, sequences, 2) == 0
+        assert tracemalloc.get_traced_memory()[1] < 3 * sequences  # Of 12 that are read.
+    finally:
+        tracemalloc.stop()

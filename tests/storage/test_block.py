@@ -159,3 +159,13 @@ def _padding(path: Path, data: bytes) -> set[int]:
     }
     first = int(info.table["offset"].min())
     return set(range(first, len(data))) - covered
+
+
+def test_a_schema_that_blocks_have_in_common_is_parsed_once(tmp_path: Path) -> None:
+    schemas = []
+    for name in "ab":
+        path = tmp_path / name
+        path.write_bytes(_encode([name.encode()]))
+        with open(path, "rb") as file:
+            schemas.append(read_info(file.fileno(), str(path)).schema)
+    assert schemas[0] is schemas[1]

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -17,7 +18,7 @@ from dlio.plan import exchange_cost as model
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
 from dlio.util.cores import available_cores
 from dlio.util.plot_files import picture
-from dlio_bench.bench_ranks import LINK, TaskValue, run, timed
+from dlio_bench.bench_ranks import LINK, TaskValue, WarmRanks, run, timed
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.monitor import ENVIRONMENT, Monitor
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
@@ -25,6 +26,7 @@ from dlio_bench.exchange_cases.variants import OneBatchTraining, nodes_for
 from dlio_bench.results.repeats import spread
 from dlio_bench.results.report_values import PlotCurve
 from dlio_bench.results.terminal import steps
+from dlio_bench.warm_ranks import warm_ranks
 
 _SIZES: Final = tuple(1 << power for power in range(10, 25, 2))
 """1 KiB to 16 MiB."""
@@ -37,6 +39,8 @@ _PARAMETERS: Final = 25_600_000
 _ADDED: Final = 1 << 22
 """Numbers of a timed addition."""
 _PER_NODE: Final = 8
+_FEW: Final = 8
+"""So many ranks import torch side by side as fast as one process does."""
 _BUCKETS: Final = 56
 """Buckets of ResNet-50's parameters."""
 
@@ -46,16 +50,27 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
     from dlio.exchange import NAMES
 
     exchanges = options.exchanges or NAMES
-    rows = [row for p in steps(options.counts, "{} ranks".format) for row in _counted(p, exchanges)]
-    links = {
-        fabric: link_cost(fabric, _SIZES, 4 * options.repeats) for fabric in fabrics_of(options)[0]
-    }
-    checks = [
-        row
-        for fabric, (link, _) in links.items()
-        for p in steps([p for p in options.counts if p <= 4], "{} ranks, timed".format)
-        for row in _checked(fabric, link, p, exchanges, options.repeats)
-    ]
+    with ExitStack() as stack:
+        many = sum(options.counts) > _FEW
+        warm = stack.enter_context(warm_ranks([__name__])) if many else None
+        rows = [
+            row
+            for p in steps(options.counts, "{} ranks".format)
+            for row in _counted(p, exchanges, warm)
+        ]
+        starts = dict.fromkeys(fabrics_of(options)[0], warm)
+        if many and LINK in starts:
+            starts[LINK] = stack.enter_context(warm_ranks([__name__], LINK))
+        links = {
+            fabric: link_cost(fabric, _SIZES, 4 * options.repeats, its)
+            for fabric, its in starts.items()
+        }
+        checks = [
+            row
+            for fabric, (link, _) in links.items()
+            for p in steps([p for p in options.counts if p <= 4], "{} ranks, timed".format)
+            for row in _checked(fabric, link, p, exchanges, options.repeats, starts[fabric])
+        ]
     carried = _carried(options, exchanges, {name: link for name, (link, _) in links.items()})
     results: dict[str, Any] = {
         "rows": rows,
@@ -111,18 +126,20 @@ def nodes_of(p: int) -> int:
     return max(2, p // 4)
 
 
-def link_cost(fabric: str, sizes: Sequence[int], repeats: int) -> tuple[LinkCost, float]:
+def link_cost(
+    fabric: str, sizes: Sequence[int], repeats: int, warm: WarmRanks | None = None
+) -> tuple[LinkCost, float]:
     """Return the cost of messages and of additions on this machine, and the fit's error; `repeats`
-    messages of each size in bytes are timed."""
+    messages of each size in bytes are timed. `warm` starts ranks, as in `run`."""
     task = {"sizes": sizes, "repeats": repeats}
-    report = run(message_times, task, 2, fabric)
+    report = run(message_times, task, 2, fabric, warm=warm)
     link, error = fit(sizes, report["crossing"])
     return replace(link, gamma_s=report["gamma_s"]), error
 
 
-def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
+def _counted(p: int, exchanges: tuple[str, ...], warm: WarmRanks | None) -> list[dict[str, Any]]:
     task = {"nodes": nodes_of(p), "exchanges": exchanges}
-    report = run(message_counts, task, p, environment=ENVIRONMENT)
+    report = run(message_counts, task, p, environment=ENVIRONMENT, warm=warm)
     work = ExchangeLoad(report["parameter_bytes"], report["buckets"], p // nodes_of(p))
     rows = []
     for name, ranks in report["exchanges"].items():
@@ -146,14 +163,19 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _checked(
-    fabric: str, link: LinkCost, p: int, exchanges: tuple[str, ...], repeats: int
+    fabric: str,
+    link: LinkCost,
+    p: int,
+    exchanges: tuple[str, ...],
+    repeats: int,
+    warm: WarmRanks | None,
 ) -> list[dict[str, Any]]:
     """Measured exchanges next to the model's, for ranks that share this machine's cores."""
     names = [name for name in exchanges if name in model.FORMULAE]
     nodes = nodes_of(p)
     asked = [_EVERY_STEP.get(name, name) for name in names]
     task = {"nodes": nodes, "repeats": repeats, "exchanges": asked}
-    report = run(exchange_times, task, p, fabric)
+    report = run(exchange_times, task, p, fabric, warm=warm)
     # Bytes cost the cores that ranks share; the link was measured between two, and all share it.
     cores = 2 if fabric == LINK else available_cores()
     here = model.shared(link, p, cores)

@@ -4,7 +4,7 @@ import itertools
 import os
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -18,7 +18,8 @@ _ERRORS: Final = 2
 class ZygoteProcess:
     """A process that imports modules, and forks ranks: see `dlio.launch.node.zygote`.
 
-    Shims connect to it at `listener`; None if all ranks are ordered by `fork`.
+    Shims connect to it at `listener`; None if all ranks are ordered by `fork`. `wrap` converts its
+    command into the one to run, such as one in a network namespace.
     """
 
     def __init__(
@@ -26,13 +27,15 @@ class ZygoteProcess:
         modules: Sequence[str],
         environment: Mapping[str, str] = os.environ,
         listener: socket.socket | None = None,
+        wrap: Callable[[list[str]], list[str]] = list,
     ) -> None:
         self.control, its = socket.socketpair()
         self._keys = itertools.count()
         inherited = () if listener is None else (listener.fileno(),)
+        numbers = map(str, inherited or (-1,))
         with its:
             self._process = subprocess.Popen(
-                module_command("dlio.launch.node.zygote", *map(str, inherited or (-1,)), *modules),
+                wrap(module_command("dlio.launch.node.zygote", *numbers, *modules)),
                 # OpenBLAS starts threads when it is loaded.
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 stdin=its.fileno(),

@@ -396,6 +396,12 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
         return ""
 
 
+def without_last(written: Sequence[str]) -> str:
+    """Return the words about a last checkpoint that failed; `written` are those of the run."""
+    older = "--resume goes on from an older one" if written else "this run has written none"
+    return f"the last checkpoint was not written; {older}"
+
+
 def _next(has_older: bool) -> str:
     """Return the words on how a run goes on without a checkpoint that it cannot use."""
     return "trying an older checkpoint" if has_older else "none is left: training begins anew"

@@ -63,6 +63,8 @@ def cases() -> Cases:
         "no-sides": _idx((), b"abc"),
         "sides-missing": b"\0\0\x08\xff\0\0\0\1",
         "sides-255": _idx((1,) * 255, b"a"),
+        "sides-32": _idx((1,) * 32, b"a"),
+        "huge-sides": _idx((most,) * 31, bytes(100)),
         "huge": _idx((most, most, most), bytes(100)),
         "huge-row": _idx((1, most, most), bytes(100)),
         "huge-deep": _idx((most,) * 60, bytes(100)),
@@ -71,9 +73,12 @@ def cases() -> Cases:
         "kind": _idx((4,), bytes(64), 10),
         "cut": _idx((4,), bytes(31), 14),
     }
+    says = {"sides-255": "has 255 dimensions", "huge-deep": "60 dim", "sides-32": "32 dim"}
+    says |= {"huge-sides": f"instead of over {2**63}"}
     for name, data in refused.items():
-        yield Case(f"idx/{name}", _alone(data))
+        yield Case(f"idx/{name}", _alone(data), says=says.get(name, ""))
         yield Case(f"idx/{name}-packed", _alone(gzip.compress(data), ".gz"))
     yield Case("idx/bomb", _bomb)
     yield Case("idx/behind", _alone(_idx((4,), bytes(1 << 20))), RIGHT, "4 samples")
+    yield Case("idx/sides-31", _alone(_idx((1,) * 31, b"a")), RIGHT, "1 sample")
     yield Case("idx/nan", _alone(_idx((4,), b"\xff" * 16, 13)), RIGHT, "4 samples")
