@@ -758,7 +758,7 @@ def _exists(path: str) -> bool:
 
 
 def _near(path: str) -> str:
-    """Return, to follow an error, what may be meant by a local path that is not there."""
+    """Return, to follow an error, a name that may be meant by a local path that is not there."""
     if os.path.islink(path):
         return f"; it is a link to {os.readlink(path)}, which is not there"
     folder, name = os.path.split(path)
@@ -771,7 +771,7 @@ def _near(path: str) -> str:
         return f"; there is no {lost}"
     with suppress(OSError), os.scandir(folder) as rows:
         names = [row.name for row in islice(rows, _MOST_NEIGHBOURS)]
-        # Megatron names its pairs of .bin and .idx by what comes before.
+        # Megatron names its pairs of .bin and .idx by the part before these.
         return nearest(name, [f"{name}.bin"] if f"{name}.bin" in names else names)
     return ""
 

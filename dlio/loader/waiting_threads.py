@@ -36,12 +36,12 @@ _PYTHON: Final = ("fetch", "transform", "collate")
 """Stages of a user's own code."""
 _MOSTLY: Final = 0.8
 _LONGEST: Final = 128
-"""Bytes of what the kernel tells of a thread."""
+"""Bytes that are read of a kernel's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """What is measured of a pass's threads while the training loop waits for them."""
+    """Measurements of a pass's threads while the training loop waits for them."""
 
     threads: int
     waited: float
@@ -71,16 +71,16 @@ class LockWatch:
     """Watches the threads of a loader's passes for some seconds, from the thread that takes their
     batches.
 
-    Where the kernel does not show what threads wait for, nothing is told.
+    Where the kernel does not show the waits of threads, nothing is told.
     """
 
     def __init__(self) -> None:
         self.dataset = ""
-        """Name of what the threads run, for users."""
+        """Its name, for users."""
         self._is_over = False
         self._stats: PassCounters | None = None
         self._since: tuple[float, ...] = ()
-        """Of the last look: its time, and what was used, queued, waited and handed out by then."""
+        """Of the last look: time; seconds used, queued and waited by then; batches."""
         self._sums = [0.0] * 5
         self._looks = self._blocked = 0
 

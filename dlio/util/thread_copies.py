@@ -1,9 +1,9 @@
 """Copies of a user's objects for threads that take the place of worker processes.
 
-A process has a copy of a data set, and may keep what it likes in it: the file that is open, the
+A process has a copy of a data set, and may keep anything in it: the file that is open, the
 sample that is being made, a buffer. Threads that share the data set would overwrite each other's,
 and hand out the samples of others. So each has its own copy of the objects that call themselves:
-the data set, those that it holds, and transforms. What such code only reads is shared: lists of
+the data set, those that it holds, and transforms. Data that is only read is shared: lists of
 files, dictionaries that keep samples, large arrays, models, and whatever cannot be copied.
 """
 
@@ -119,7 +119,7 @@ class _CopyWalk:
         return made
 
     def _function(self, held: Any, depth: int) -> Any:
-        """Return a function; a new one if what it is bound to, or closes over, is copied."""
+        """Return a function; a new one if its object, or one that it closes over, is copied."""
         if isinstance(held, types.MethodType):
             owner = self.copied(held.__self__, depth + 1)
             return held if owner is held.__self__ else types.MethodType(held.__func__, owner)
@@ -150,7 +150,7 @@ class _CopyWalk:
         if isinstance(held, type | types.ModuleType):
             return False
         package = kind.__module__.partition(".")[0]
-        # A copy that goes would end what both hold: `__del__` closes files.
+        # The end of a copy would end the file that both hold: `__del__` closes it.
         bases = kind.__mro__[:-1]
         if hasattr(kind, "__del__") or any("__new__" in vars(each) for each in bases):
             return False
@@ -170,7 +170,7 @@ class _CopyWalk:
 def _opened_again(file: Any) -> Any:
     """Return a regular file that is open for reading with a place of its own; another as it is.
 
-    Processes that share a file's place, as torch's do, read what others have sought.
+    Processes that share a file's place, as torch's do, read where others have sought.
     """
     try:
         if file.closed or file.writable():

@@ -111,7 +111,7 @@ def series_of(file: File) -> str:
 
 
 def _head_of(file: File, begin: int) -> Any:
-    """Return what a file says before its pixels; `begin` is the place of its first group."""
+    """Return the tags of a file before its pixels; `begin` is the place of its first group."""
     pydicom = _pydicom(file)
     _check_deflated(file, begin)
     with file.open() as stream:

@@ -347,7 +347,7 @@ def plan_of(
 ) -> FolderPlan:
     """Return how a folder is read: with a table or lists, as class folders, or flat.
 
-    Its fit lacks what is left out, and doubts, unless it `explains`: for these all names are read.
+    Its fit lacks doubts, and files that are left out, unless it `explains`: they take all names.
 
     Raises UsageError if it holds about as many pictures as its folders do.
     """
@@ -766,7 +766,7 @@ _Task = Callable[[], "list[_Task]"]
 def _present(
     names: Sequence[str], looks: npt.NDArray[np.int64]
 ) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the names, and what `look_at` says of them, of those files that are there."""
+    """Return the names and rows of `look_at` of those files that are there."""
     is_there = looks[:, 0] >= 0
     return list(compress(names, is_there.tolist())), looks[is_there]
 

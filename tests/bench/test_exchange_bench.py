@@ -76,7 +76,7 @@ def test_compressed_sums_of_many_ranks_send_few_messages_with_about_the_least_by
     with warm_ranks([message_cost.__name__]) as warm:
         for p in (16, 32):
             for row in message_cost._counted(p, ("allreduce+int8", "allreduce+bf16"), warm):
-                # The library counts what a collective sends. The perceptron has 4 buckets.
+                # The library counts the messages of a collective. The perceptron has 4 buckets.
                 assert row.get("most_messages", 0) <= 4 * 4 * p**0.5
                 ratio = 4 if row["exchange"].endswith("int8") else 2
                 least = 2 * (p - 1) / p / ratio
@@ -84,7 +84,7 @@ def test_compressed_sums_of_many_ranks_send_few_messages_with_about_the_least_by
 
 
 def _own_process(comm: Communicator) -> dict[str, object]:
-    """A task: the processes of the ranks, what started them, and their networks."""
+    """A task: the processes of the ranks, those that started them, and their networks."""
     network = os.stat("/proc/self/ns/net").st_ino
     return {"ranks": comm.allgather([os.getpid(), os.getppid(), network])}
 

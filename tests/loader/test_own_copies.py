@@ -92,7 +92,7 @@ class Database(Rows):
 
 
 class Step:
-    """A transform that keeps what it was called with, as many do."""
+    """A transform that keeps its last value, as many do."""
 
     def __init__(self, met: Met) -> None:
         self.met = met

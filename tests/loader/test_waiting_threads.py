@@ -27,7 +27,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 # Measured on two cores, but for the last three.
 @pytest.mark.parametrize(
-    ("times", "cores", "told"),
+    ("times", "cores", "gains"),
     [
         pytest.param(PYTHON, 2, True, id="Python"),
         pytest.param(ThreadTimes(2, 0.99, 1.32, 0.02, 0.5, 0.0125), 2, True, id="Pillow"),
@@ -40,20 +40,20 @@ class Numbers(torch.utils.data.Dataset[int]):
         pytest.param(ThreadTimes(8, 0.9, 1.0, 0.8, 0.1, 0.021), 8, False, id="busy machine"),
     ],
 )
-def test_who_would_gain_from_processes(times: ThreadTimes, cores: int, told: bool) -> None:
-    assert times.shares_core(cores) == told
+def test_who_would_gain_from_processes(times: ThreadTimes, cores: int, gains: bool) -> None:
+    assert times.shares_core(cores) == gains
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes, float], None]:
-    """Have threads wait for what the kernel says, and use a share of a core each, on four cores."""
+    """Have threads wait in a function of the kernel, and use a share of a core, of four cores."""
 
     def says(waits_for: bytes, share: float) -> None:
-        def told(_: threading.Thread, name: str) -> bytes:
+        def read(_: threading.Thread, name: str) -> bytes:
             used = int(time.perf_counter() * share * 1e9)
             return waits_for if name == "wchan" else f"{used} 0 1".encode()
 
-        monkeypatch.setattr(waiting_threads, "_told_of", told)
+        monkeypatch.setattr(waiting_threads, "_told_of", read)
         monkeypatch.setattr(waiting_threads, "available_cores", lambda: 4)
         for name in ("_WATCHED_S", "_EACH_S", "_LONG_S", "_WAITING"):
             monkeypatch.setattr(waiting_threads, name, 0.0)
@@ -123,7 +123,7 @@ def test_what_threads_wait_for_is_told_by_the_kernel() -> None:
         thread.start()
         if not _told_of(thread, "wchan") or not _told_of(thread, "schedstat"):
             woken.set()
-            pytest.skip("the kernel does not tell what threads wait for")
+            pytest.skip("the kernel does not tell of the waits of threads")
         end = time.monotonic() + 60
         while not _waits_for_lock(thread) and time.monotonic() < end:
             time.sleep(0.01)

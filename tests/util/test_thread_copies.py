@@ -96,7 +96,7 @@ SHARED: dict[str, Callable[[], Any]] = {
     "random numbers": np.random.default_rng,
     "function": lambda: lambda x: x,
     "module": lambda: types,
-    "one that ends what it holds": Closing,
+    "with an end of its own": Closing,
     "list of a kind of its own": Listing,
     "text": lambda: "text",
     "mark": Mark,

@@ -496,7 +496,7 @@ def _outer(divisors: tuple[Divisor, ...]) -> tuple[Divisor, ...]:
 
 
 def is_of_one(node: Any, samples: int, dim: int) -> bool:
-    """True if what a node reduces is of a single sample, of those in a dimension of the batch."""
+    """True if a node reduces a single sample, of those in a dimension of the batch."""
     has_samples = False
     for _ in range(_DEEPEST):
         shape = shape_of(node)

@@ -8,7 +8,7 @@ _ARGMAX: Final = "np.concatenate(labels).argmax(1)"
 
 
 class SavingLines(ScriptText):
-    """Adds what a script leaves behind."""
+    """Adds the files that a script leaves behind."""
 
     def _prints(self) -> None:
         printed = {

@@ -1,4 +1,4 @@
-"""Text of a script in the making, and what its parts share."""
+"""Text of a script in the making, and the choices that its parts share."""
 
 from tests.fuzz.training.choices import LOADERS, RAGGED, Choices, decides_by
 
