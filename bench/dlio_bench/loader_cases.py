@@ -278,12 +278,19 @@ class LatentSource(torch.utils.data.Dataset[Sample]):
 
     def __init__(self, samples: int, latency_s: float, varying: bool, run: int = 0) -> None:
         self._latency_s, self._varying, self._run = latency_s, varying, run
-        self.calls = np.zeros(samples, np.int64)
+        # Views of one array, which the loader's threads share; an array that is an attribute
+        # itself would be a buffer of each.
+        counts = np.zeros(samples + 2, np.int64)
+        self.calls = counts[:samples]
         """Calls for each sample; shape (samples,)."""
-        self.most = 0
-        """Calls under way at a time, at most."""
-        self._now = 0
+        self._flight = counts[samples:]
+        """Calls under way, and those at a time at most."""
         self._lock = threading.Lock()
+
+    @property
+    def most(self) -> int:
+        """Calls under way at a time, at most."""
+        return int(self._flight[1])
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -291,11 +298,11 @@ class LatentSource(torch.utils.data.Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         with self._lock:
             self.calls[index] += 1
-            self._now += 1
-            self.most = max(self.most, self._now)
+            self._flight[0] += 1
+            self._flight[1] = self._flight.max()
         time.sleep(self._latency_s)
         with self._lock:
-            self._now -= 1
+            self._flight[0] -= 1
         columns = 1 + (index + self._run) % _WIDTH if self._varying else _WIDTH
         return torch.full((3, _WIDTH, columns), float(index + self._run)), index
 

@@ -732,7 +732,8 @@ class ScriptLossWeights:
                 continue
             key = f"{script_line()} {term.name}"
             is_slice = self._is_slice(term, batch, key)
-            if count.is_even(totals) and not is_slice:
+            # Even slices of the first parts say nothing of the last one.
+            if count.is_even(totals) and not is_slice and _has_all(term, batch):
                 continue
             if not is_slice and not batch.rows.isdisjoint(term.rows):
                 continue  # All boxes, or the like, of the part's samples.

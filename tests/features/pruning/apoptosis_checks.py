@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlio
 from dlio.comm import Communicator, world
+from dlio.exchange.step_watch import StepWatch
 from dlio.features.pruning.apoptosis import ApoptosisState
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.input_statistics import Collector
@@ -126,8 +127,8 @@ def check_exchanges(comm: Communicator) -> None:
             train(net, optimizer, None, range(4), comm.rank)
             small = ranks.statistics()["bytes"] - record
             if comm.size > 1 and name == "allreduce":
-                # With them travel a flag for each parameter, and the weight.
-                size = sum(p.numel() + 1 for p in net.parameters()) + 1
+                # With them travel a flag for each parameter, the weight, and facts of the step.
+                size = sum(p.numel() + 1 for p in net.parameters()) + 1 + StepWatch.count
                 assert small == 4 * 4 * size * 2 * (comm.size - 1) / comm.size
         # DiLoCo at every second step overshoots, also without pruning.
         loss = float(probe(net).detach())

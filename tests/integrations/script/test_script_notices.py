@@ -170,12 +170,12 @@ def test_parts_in_evaluation_change_no_share_and_ranks_evaluate_alike(tmp_path: 
     script.write_text(_PARTS)
     said = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr.splitlines()
     seen = (json.loads(each[5:]) for each in said if each.startswith("seen "))
-    first, second = sorted(seen, reverse=True)  # Rank 0's first part has a sample more.
+    first, second = sorted(seen, reverse=True)  # Rank 0's first part has two samples more.
     scores = [[number for k, number in enumerate(each) if k % 4 == 3] for each in (first, second)]
     assert scores[0] == scores[1]
     # The first parts differ, to tell a constant of the script from the size of a part.
-    assert [size for k, size in enumerate(first) if k % 4 < 3] == [9, 7, 8] * 4
-    assert [size for k, size in enumerate(second) if k % 4 < 3] == [7, 9, 8] * 4
+    assert [size for k, size in enumerate(first) if k % 4 < 3] == [10, 6, 8] * 4
+    assert [size for k, size in enumerate(second) if k % 4 < 3] == [6, 10, 8] * 4
 
 
 _STATES = """
