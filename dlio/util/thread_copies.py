@@ -30,6 +30,8 @@ _MOST_ITEMS: Final = 1000
 """Of a list, tuple or dictionary that is looked through."""
 _MOST_OBJECTS: Final = 10_000
 _DEEPEST: Final = 16
+_MOST_KEPT: Final = 64
+"""Objects of which a thread keeps copies, the latest: it may outlive many data sets."""
 # fmt: off
 _SHARED: Final = frozenset((
     "dlio", "datasets", "pandas", "pyarrow", "numpy", "logging", "threading", "multiprocessing",
@@ -68,6 +70,8 @@ def mine(held: T) -> T:
     copies: dict[int, tuple[Any, Any]] = _here.__dict__.setdefault("copies", {})
     kept = copies.get(id(held))
     if kept is None:
+        if len(copies) >= _MOST_KEPT:
+            del copies[next(iter(copies))]
         copies[id(held)] = kept = held, own_copy(held)  # It lives as long, so that its id stays.
     made: T = kept[1]
     return made

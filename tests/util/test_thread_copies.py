@@ -2,9 +2,11 @@
 
 import enum
 import functools
+import gc
 import io
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,3 +252,17 @@ def test_each_thread_has_one_copy_and_the_main_thread_the_original() -> None:
     assert seen[0] is seen[1]
     assert seen[2] is seen[3]
     assert len({id(helper), id(seen[0]), id(seen[2])}) == 3
+
+
+def test_a_thread_that_outlives_many_objects_does_not_keep_them_all() -> None:
+    kept: list[int] = []
+
+    def run() -> None:
+        last = [weakref.ref(own) for own in (mine(Held(k)) for k in range(500))]
+        gc.collect()
+        kept.append(sum(ref() is not None for ref in last))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert 0 < kept[0] <= 64
