@@ -50,8 +50,13 @@ class BatchOrigins(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.passed((args, kwargs or {}), result)
+        return result
+
+    def passed(self, inputs: object, result: object) -> None:
+        """Note a function that has made a result of inputs."""
         batches: set[ScriptBatch] = set()
-        for each in tensors_of((args, kwargs or {})):
+        for each in tensors_of(inputs):
             batch = self._batch_of(each)
             batches.update(self._of_tensor.get(each, ()) if batch is None else (batch,))
         if batches:
@@ -59,7 +64,6 @@ class BatchOrigins(TorchFunctionMode):
                 self._of_tensor[each] = frozenset(batches)
                 if each.grad_fn is not None:
                     self._of_node[each.grad_fn] = frozenset(batches)
-        return result
 
     def of(self, node: Any) -> frozenset[ScriptBatch]:
         """Return the batches that a node of a loss's graph is computed from, as far as is seen."""

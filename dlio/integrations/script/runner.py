@@ -186,11 +186,9 @@ class _ScriptTakeover:
             randoms = self._randoms
             stack.enter_context(randoms.installed())
 
-            def known() -> None:
-                randoms.show_compiler()
-                self._context.mixed_inputs.leave()
-
-            compiled = around_compile(torch.compile, known, self._forward, randoms.inside)
+            compiled = around_compile(
+                torch.compile, randoms.show_compiler, self._forward, randoms.inside
+            )
             put(torch, "compile", compiled)
             kind = torch.Tensor
             put(kind, "register_hook", self._hooks.around_register(kind.register_hook))
@@ -464,7 +462,8 @@ class _ScriptTakeover:
 
         def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             several = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-            if self._hooks.is_inside:
+            # A compiler calls it, too, for the graph of a backward pass.
+            if self._hooks.is_inside or torch.compiler.is_compiling():
                 return original(outputs, several, *args, **options)
             if any(self._context.places()) and any(map(self._has_means, several)):
                 self._ranks.expect_changes(several)

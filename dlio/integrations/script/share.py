@@ -234,7 +234,7 @@ class ScriptContext:
         batch.rows = rows_of(data)
         self._of_tensor.set(tensors, batch)
         self.origins.close()
-        if self.has_others and not self.mixed_inputs.is_left:
+        if self.has_others:
             self.origins.start()
         if batch.divided:
             if batch.weight < len(batch.samples):

@@ -51,6 +51,11 @@ def _hard(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (losses * (losses.detach() > losses.detach().median())).mean()
 
 
+def _soft(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    losses = _each(x, y)
+    return (losses * losses.detach().softmax(0)).sum()
+
+
 def _weighed_by_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     weights = _TABLE[y]
     return (_each(x, y) * (weights / weights.sum())).sum()
@@ -207,6 +212,8 @@ _LAST = torch.tensor([5, 4, 3, 2, 1, 0])
         (lambda x, y: _loss(torch.div(x, torch.max(x)), y), "max"),
         (lambda x, y: nn.functional.mse_loss(_NET(x) - x[:, :3].mean(0), _NET(x)), "mean"),
         (_hard, "median"),
+        (_soft, "softmax"),
+        (lambda x, y: _loss(nn.functional.normalize(x, dim=0), y), "normalize"),
         (_weighed_by_sum, "sum"),
         (_class_weights, "bincount"),
         (_positive_weight, "sum"),
@@ -246,6 +253,7 @@ def test_samples_that_meet_are_told(step: _Step, function: str) -> None:
         lambda x, y: nn.functional.mse_loss(_NET(x)[_LAST.tolist(), 0], x[_LAST, 0]),
         lambda x, y: (_each(x, y) * (y > 0)).sum() / (y > 0).sum(),
         lambda x, y: nn.functional.mse_loss(_NET(x), nn.functional.one_hot(y, 3).float()),
+        lambda x, y: _loss(nn.functional.normalize(x).softmax(-1), y),
         lambda x, y: _loss(x.view(-1).view(_SAMPLES, 4)[torch.arange(_SAMPLES)], y),
         _in_chunks,
         _positive_weight_of_data,
@@ -356,8 +364,6 @@ def test_it_ends_below_a_mode_of_the_script_and_after_it() -> None:
         assert torch._C._len_torch_function_stack() == 1
     assert torch._C._len_torch_function_stack() == 0
     watch.close()
-    watch.leave()
-    watch.start([], _SAMPLES)
     assert torch._C._len_torch_function_stack() == 0
 
 
