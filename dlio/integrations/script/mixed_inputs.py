@@ -7,7 +7,6 @@ network itself mixes is seen in the graph of the loss (see `mixed_samples`).
 """
 
 import itertools
-import os
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.exchange.batch_share import tensors_of
-from dlio.integrations.script.batch_origins import take_mode_off
+from dlio.integrations.script.batch_origins import original_of, take_mode_off
 from dlio.integrations.script.loss_terms import GraphStates, name_of, operation, shape_of
 from dlio.integrations.script.script_lines import script_line
 
@@ -58,12 +57,6 @@ _SELECTS: Final = (
 _NODES: Final = 200
 """Nodes back from a number of the network's in which a tensor of all samples is looked for."""
 _LEAST: Final = 2
-_TORCH: Final = os.path.dirname(torch.__file__)
-_ORIGINALS: Final[dict[Any, dict[str, Any]]] = {
-    torch.Tensor: {**vars(torch._C.TensorBase), **vars(torch.Tensor)},
-    **{module: dict(vars(module)) for module in (torch, torch.functional, torch.nn.functional)},
-}
-"""Attributes of torch before a script has replaced any."""
 
 
 class _Kind(Enum):
@@ -199,7 +192,7 @@ class MixedInputs(TorchFunctionMode):
             self._called("", (inputs,), {}, result)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = _original(func)
+        func = original_of(func)
         result = func(*args, **(kwargs or {}))
         if (kwargs and kwargs.get("requires_grad")) or _sets_requires_grad(func):
             self.requires_gradient()
@@ -411,19 +404,6 @@ class MixedInputs(TorchFunctionMode):
             return None
         is_known = moved.device.type != "meta" and not torch.equal(moved.cpu(), places)
         return tuple(moved.tolist()) if is_known else None
-
-
-def _original(func: Any) -> Any:
-    """Return torch's own function for one that the script, a package or dlio has put into its
-    place: torch names the present attribute, which has been called already."""
-    code = getattr(func, "__code__", None)
-    if code is None or code.co_filename.startswith(_TORCH):
-        return func
-    for owner, originals in _ORIGINALS.items():
-        for name, present in vars(owner).items():
-            if present is func:
-                return originals.get(name, func)
-    return func
 
 
 def _sets_requires_grad(func: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.mixed_inputs import MixedInputs
 
 _SAMPLES = 6
@@ -367,12 +368,18 @@ def test_it_ends_below_a_mode_of_the_script_and_after_it() -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
+@pytest.mark.parametrize("watch", [MixedInputs(print), BatchOrigins(lambda _: None)])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(torch.Tensor, "backward"), (torch.Tensor, "item"), (nn.functional, "cross_entropy")],
+    [
+        (torch.Tensor, "backward"),
+        (torch.Tensor, "item"),
+        (nn.functional, "cross_entropy"),
+        (torch.autograd, "backward"),
+    ],
 )
 def test_what_a_script_puts_in_the_place_of_a_function_is_called_once(
-    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, watch: MixedInputs | BatchOrigins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     original = getattr(owner, name)
@@ -382,12 +389,17 @@ def test_what_a_script_puts_in_the_place_of_a_function_is_called_once(
         return original(*args, **options)
 
     monkeypatch.setattr(owner, name, counted)
-    watch = MixedInputs(lambda _: None)
     x, y = torch.rand(_SAMPLES, 4), torch.arange(_SAMPLES) % 3
-    watch.start([x, y], _SAMPLES)
+    if isinstance(watch, MixedInputs):
+        watch.start([x, y], _SAMPLES)
+    else:
+        watch.start()
     try:
         loss: Any = _loss(x, y)
-        loss.backward()
+        if owner is torch.autograd:
+            torch.autograd.backward([loss])
+        else:
+            loss.backward()
         loss.item()
     finally:
         watch.close()
