@@ -476,8 +476,10 @@ def _latest(reports: Sequence[Sequence[Sequence[Any]]]) -> str:
     """Name the latest call of each rank, ranks with the same one together."""
     ranks: dict[str, list[str]] = {}
     for rank, report in enumerate(reports):
-        number, call, line = report[-1]
-        text = f"at {line} with {call}, call {int(number) + 1} of the script"
+        text = "before its first call"
+        if report:
+            number, call, line = report[-1]
+            text = f"at {line} with {call}, call {int(number) + 1} of the script"
         ranks.setdefault(text, []).append(str(rank))
     return ", ".join(f"rank {', '.join(each)} is {text}" for text, each in ranks.items())
 

@@ -273,6 +273,7 @@ class _ScriptTakeover:
             self._ranks.close()
             self._losses.close()
         self._context.assigner.close()
+        self._context.claims.close()
 
     def notes(self) -> list[str]:
         """Limits that the user should know of, one line each."""
