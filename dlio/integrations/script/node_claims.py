@@ -1,4 +1,4 @@
-"""What one rank of each node does and the others leave to it, such as a notice of any rank."""
+"""Things that one rank of each node does for all of them, such as a notice of any rank."""
 
 import errno
 import secrets
