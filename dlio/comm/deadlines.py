@@ -20,6 +20,7 @@ SHORTEST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
 _LOOK_S: Final = 1.0
 _look: Callable[[float], None] | None = None
+_position: Callable[[], str] | None = None
 _END_TIMEOUT_S: Final = 5.0
 """Deadline of requests that a loss has interrupted."""
 
@@ -52,6 +53,12 @@ def looking_on(look: Callable[[float], None]) -> Iterator[None]:
         _look = None
 
 
+def tell_position(position: Callable[[], str] | None) -> None:
+    """Have the errors of deadlines end with how far this rank has come; None for no more."""
+    global _position
+    _position = position
+
+
 def _wait(left: Sequence[Request], what: str, limit_s: float, who: str) -> None:
     look = _look if threading.current_thread() is threading.main_thread() else None
     began = time.monotonic()
@@ -69,6 +76,7 @@ def _wait(left: Sequence[Request], what: str, limit_s: float, who: str) -> None:
         raise CommTimeout(
             f"{who} waited {limit_s:.0f} s for {what}: another rank is stopped, far behind, or "
             "left the run (DLIO_TIMEOUT sets the deadline)"
+            + (f". {_position()}" if _position is not None else "")
         )
 
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlio.comm import Communicator, world
+from dlio.comm.deadlines import tell_position
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange.batch_weights import BatchWeights
@@ -131,6 +132,7 @@ class ExchangeHandle(Closable):
         naming = self._naming
         if self._comm.size > 1 and self._follow_steps:
             self._values = self._watch = StepWatch(self._comm, lambda: naming(self._trained))
+            tell_position(self._watch.position)
 
     @property
     def _trained(self) -> list[nn.Parameter]:
@@ -508,6 +510,8 @@ class ExchangeHandle(Closable):
     def close(self) -> None:
         """Finish, and remove all hooks. Collective."""
         self.finish()
+        if self._watch is not None:
+            tell_position(None)
         self._weigh_no_more()
         self._leave_out(False)
         for hook in self._hooks:

@@ -7,8 +7,11 @@ the same one; only where they have not, ranks compare them.
 
 import logging
 import math
+import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Final
 
 import torch
@@ -24,6 +27,11 @@ EXACT_BITS: Final = 24
 """Whole numbers of so many bits are exact in float32."""
 ROUNDING: Final = 1e-4
 """Differences of weights, by their size, that are taken for rounding."""
+_PACKAGES: Final = tuple(
+    os.path.dirname(path) + os.sep
+    for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
+)
+"""Folders of torch, dlio and Python."""
 _CHUNKS: Final = 2
 """Parts of a digest that travel with a sum of gradients."""
 
@@ -58,16 +66,29 @@ class StepWatch:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that an optimizer has made."""
+        self._steps += 1
         if self._has_told:
             return
         number = self._order.setdefault(id(optimizer), len(self._order))
         rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
         self._rates[number] = rates
         self._digest = zlib.crc32(f"{number} {rates}".encode(), self._digest)
-        self._steps += 1
         if self._steps & (self._steps - 1) == 0:
             weights = digest_of(tensor for _, tensor in self._named())
             self._digest = zlib.crc32(weights.to_bytes(8, "little"), self._digest)
+
+    def position(self) -> str:
+        """Tell how far this rank has come."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+            frame = frame.f_back
+        where = "" if frame is None else f" {os.path.basename(frame.f_code.co_filename)}:"
+        where += "" if frame is None else str(frame.f_lineno)
+        return (
+            f"Rank {self._comm.rank} has made {counted(self._steps, 'step')} of its optimizers and "
+            f"waits at{where or ' its end'}: ranks that call backward or step another number of "
+            "times, as with loaders of unlike lengths, wait for each other so"
+        )
 
     def check(self) -> None:
         """Say if ranks have parted, as the sums that have arrived tell. Collective then."""

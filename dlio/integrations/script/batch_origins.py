@@ -5,8 +5,9 @@ as those of its part of another loader's batch. Calls of torch's functions are f
 batches to the loss, in such steps alone.
 """
 
+import os
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,8 +16,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dlio.exchange.batch_share import tensors_of
 from dlio.integrations.script.script_assigner import ScriptBatch
 
-_NODES = 2_000
+_NODES: Final = 2_000
 """Nodes of a term that are looked at."""
+_TORCH: Final = os.path.dirname(torch.__file__)
+_ORIGINALS: Final[dict[Any, dict[str, Any]]] = {
+    torch.Tensor: {**vars(torch._C.TensorBase), **vars(torch.Tensor)},
+    **{
+        module: dict(vars(module))
+        for module in (torch, torch.functional, torch.nn.functional, torch.autograd)
+    },
+}
+"""Attributes of torch before a script has replaced any."""
 
 
 class BatchOrigins(TorchFunctionMode):
@@ -49,9 +59,14 @@ class BatchOrigins(TorchFunctionMode):
         self._of_node.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = original_of(func)(*args, **(kwargs or {}))
+        self.passed((args, kwargs or {}), result)
+        return result
+
+    def passed(self, inputs: object, result: object) -> None:
+        """Note a function that has made a result of inputs."""
         batches: set[ScriptBatch] = set()
-        for each in tensors_of((args, kwargs or {})):
+        for each in tensors_of(inputs):
             batch = self._batch_of(each)
             batches.update(self._of_tensor.get(each, ()) if batch is None else (batch,))
         if batches:
@@ -59,7 +74,6 @@ class BatchOrigins(TorchFunctionMode):
                 self._of_tensor[each] = frozenset(batches)
                 if each.grad_fn is not None:
                     self._of_node[each.grad_fn] = frozenset(batches)
-        return result
 
     def of(self, node: Any) -> frozenset[ScriptBatch]:
         """Return the batches that a node of a loss's graph is computed from, as far as is seen."""
@@ -85,3 +99,16 @@ def take_mode_off(mode: TorchFunctionMode) -> None:
         above.append(last)
     for each in reversed(above):
         torch._C._push_on_torch_function_stack(each)
+
+
+def original_of(func: Any) -> Any:
+    """Return torch's own function for one that the script, a package or dlio has put into its
+    place: torch names the present attribute, which has been called already."""
+    code = getattr(func, "__code__", None)
+    if code is None or code.co_filename.startswith(_TORCH):
+        return func
+    for owner, originals in _ORIGINALS.items():
+        for name, present in vars(owner).items():
+            if present is func:
+                return originals.get(name, func)
+    return func

@@ -351,7 +351,8 @@ class ScriptGuard:
             reports = self._comm.allgather(self._reported())
             raise UsageError(
                 _difference(reports)
-                or f"the ranks of the script have done different things for a while. {_REMEDY}"
+                or "the ranks of the script have done different things for a while: now "
+                f"{_latest(reports)}. {_REMEDY}"
             )
         if not all(same[_CHUNKS:]):
             self._compare_weights()
@@ -469,6 +470,18 @@ def _number(loss: torch.Tensor) -> float:
 def _line_of(call: _Call) -> str:
     file, number = call[2:]
     return f"{os.path.basename(file)}:{number}" if file else "the end of the script"
+
+
+def _latest(reports: Sequence[Sequence[Sequence[Any]]]) -> str:
+    """Name the latest call of each rank, ranks with the same one together."""
+    ranks: dict[str, list[str]] = {}
+    for rank, report in enumerate(reports):
+        text = "before its first call"
+        if report:
+            number, call, line = report[-1]
+            text = f"at {line} with {call}, call {int(number) + 1} of the script"
+        ranks.setdefault(text, []).append(str(rank))
+    return ", ".join(f"rank {', '.join(each)} is {text}" for text, each in ranks.items())
 
 
 def _difference(reports: Sequence[Sequence[Sequence[Any]]]) -> str:

@@ -7,7 +7,6 @@ network itself mixes is seen in the graph of the loss (see `mixed_samples`).
 """
 
 import itertools
-import os
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.exchange.batch_share import tensors_of
-from dlio.integrations.script.batch_origins import take_mode_off
+from dlio.integrations.script.batch_origins import original_of, take_mode_off
 from dlio.integrations.script.loss_terms import GraphStates, name_of, operation, shape_of
 from dlio.integrations.script.script_lines import script_line
 
@@ -31,6 +30,14 @@ REDUCTIONS: Final = frozenset(
     "histc".split()
 )
 """Functions of torch whose result joins values of several samples, or of parts of one."""
+_NORMALISES: Final = {
+    "softmax": 1,
+    "log_softmax": 1,
+    "softmin": 1,
+    "logcumsumexp": 1,
+    "normalize": 2,
+}
+"""Functions whose results are each made of several values, with the place of their dimension."""
 _PICKS: Final = frozenset(
     "__getitem__ select narrow split chunk unbind tensor_split topk unique masked_select "
     "nonzero".split()
@@ -50,12 +57,6 @@ _SELECTS: Final = (
 _NODES: Final = 200
 """Nodes back from a number of the network's in which a tensor of all samples is looked for."""
 _LEAST: Final = 2
-_TORCH: Final = os.path.dirname(torch.__file__)
-_ORIGINALS: Final[dict[Any, dict[str, Any]]] = {
-    torch.Tensor: {**vars(torch._C.TensorBase), **vars(torch.Tensor)},
-    **{module: dict(vars(module)) for module in (torch, torch.functional, torch.nn.functional)},
-}
-"""Attributes of torch before a script has replaced any."""
 
 
 class _Kind(Enum):
@@ -115,12 +116,11 @@ class MixedInputs(TorchFunctionMode):
         self._is_on = self._has_told = False
         self.requires_gradient: Callable[[], None] = lambda: None
         """Called where the script has a tensor other than a parameter require a gradient."""
-        self.is_left = False
-        """True once functions are compiled: their graphs would have to be made twice."""
+        self._has_told_compiled = False
 
     def start(self, tensors: Sequence[torch.Tensor], samples: int) -> None:
         """Begin with the tensors of this rank's part of a batch."""
-        if self.is_left or self._is_on or samples < _LEAST:
+        if self._is_on or samples < _LEAST:
             return
         self._samples, self._is_on, self._has_told = samples, True, False
         self._earlier_line, self._meets = "", False
@@ -161,7 +161,7 @@ class MixedInputs(TorchFunctionMode):
 
         @wraps(collate)
         def run(samples: Any) -> Any:
-            if self.is_left or next(calls).bit_count() != 1 or not isinstance(samples, list):
+            if next(calls).bit_count() != 1 or not isinstance(samples, list):
                 return collate(samples)
             watch = MixedInputs(self._say)  # Of this thread.
             watch.start((), len(samples))
@@ -174,13 +174,25 @@ class MixedInputs(TorchFunctionMode):
 
         return run
 
-    def leave(self) -> None:
-        """Look no more."""
-        self.is_left = True
-        self.close()
+    def passed(self, inputs: object, result: object) -> None:
+        """Note a compiled function that has made a result of inputs: its own calls are not seen."""
+        given, results = list(tensors_of(inputs)), list(tensors_of(result))
+        has_gradient = any(each.requires_grad for each in results)
+        if not self._has_told_compiled and (has_gradient or any(x in self._states for x in given)):
+            self._has_told_compiled = True
+            self._say(
+                f"{script_line()}: samples of a batch that meet inside a compiled function, as in "
+                "mixup, a contrastive loss or a mean over the batch, are not seen, and each rank "
+                "has its part of the batch alone: start the script once with TORCHDYNAMO_DISABLE=1 "
+                "to be told of them"
+            )
+        if has_gradient and not any(each.requires_grad for each in given):
+            self._meets_gradient(given)
+        else:
+            self._called("", (inputs,), {}, result)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = _original(func)
+        func = original_of(func)
         result = func(*args, **(kwargs or {}))
         if (kwargs and kwargs.get("requires_grad")) or _sets_requires_grad(func):
             self.requires_gradient()
@@ -324,6 +336,13 @@ class MixedInputs(TorchFunctionMode):
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if tensor is not None and plain in REDUCTIONS and self._reduces(tensor, args, options):
             return _Knowledge(_Kind.STATISTIC, None, plain, script_line())
+        if tensor is not None and plain in _NORMALISES:
+            place = _NORMALISES[plain]
+            dim = options.get("dim", args[place] if len(args) > place else None)
+            if dim is None:  # As torch chooses.
+                dim = 1 if plain == "normalize" else int(tensor.ndim not in (0, 1, 3))
+            if tensor.ndim and dim % tensor.ndim == self._dim(tensor.shape):
+                return _Knowledge(_Kind.MIXED, None, plain, script_line())
         orders = {state.order for state in known}
         if len(orders) > 1:
             moved = next(state for state in known if state.order is not None)
@@ -385,19 +404,6 @@ class MixedInputs(TorchFunctionMode):
             return None
         is_known = moved.device.type != "meta" and not torch.equal(moved.cpu(), places)
         return tuple(moved.tolist()) if is_known else None
-
-
-def _original(func: Any) -> Any:
-    """Return torch's own function for one that the script, a package or dlio has put into its
-    place: torch names the present attribute, which has been called already."""
-    code = getattr(func, "__code__", None)
-    if code is None or code.co_filename.startswith(_TORCH):
-        return func
-    for owner, originals in _ORIGINALS.items():
-        for name, present in vars(owner).items():
-            if present is func:
-                return originals.get(name, func)
-    return func
 
 
 def _sets_requires_grad(func: Any) -> bool:

@@ -186,11 +186,9 @@ class _ScriptTakeover:
             randoms = self._randoms
             stack.enter_context(randoms.installed())
 
-            def known() -> None:
-                randoms.show_compiler()
-                self._context.mixed_inputs.leave()
-
-            compiled = around_compile(torch.compile, known, self._forward, randoms.inside)
+            compiled = around_compile(
+                torch.compile, randoms.show_compiler, self._forward, randoms.inside
+            )
             put(torch, "compile", compiled)
             kind = torch.Tensor
             put(kind, "register_hook", self._hooks.around_register(kind.register_hook))
@@ -275,6 +273,7 @@ class _ScriptTakeover:
             self._ranks.close()
             self._losses.close()
         self._context.assigner.close()
+        self._context.claims.close()
 
     def notes(self) -> list[str]:
         """Limits that the user should know of, one line each."""
@@ -464,7 +463,8 @@ class _ScriptTakeover:
 
         def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             several = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-            if self._hooks.is_inside:
+            # A compiler calls it, too, for the graph of a backward pass.
+            if self._hooks.is_inside or torch.compiler.is_compiling():
                 return original(outputs, several, *args, **options)
             if any(self._context.places()) and any(map(self._has_means, several)):
                 self._ranks.expect_changes(several)

@@ -33,6 +33,7 @@ from dlio.integrations.script.joined_rows import joined_rows
 from dlio.integrations.script.loss_plan import LossPlans
 from dlio.integrations.script.loss_terms import batch_dim
 from dlio.integrations.script.mixed_inputs import MixedInputs
+from dlio.integrations.script.node_claims import NodeClaims
 from dlio.integrations.script.own_sampler import (
     DrawnAhead,
     FollowingSampler,
@@ -146,6 +147,7 @@ class ScriptContext:
         self.shared = 0
         self.notes: list[str] = []
         self._said: set[str] = set()
+        self.claims = NodeClaims(comm)
 
     @property
     def _current(self) -> dict[PassUse, ScriptBatch]:
@@ -234,7 +236,7 @@ class ScriptContext:
         batch.rows = rows_of(data)
         self._of_tensor.set(tensors, batch)
         self.origins.close()
-        if self.has_others and not self.mixed_inputs.is_left:
+        if self.has_others:
             self.origins.start()
         if batch.divided:
             if batch.weight < len(batch.samples):
@@ -422,10 +424,11 @@ class ScriptContext:
             self.notes.append(text)
 
     def say(self, text: str, any_rank: bool = False) -> None:
-        """Tell the user something at once, by rank 0 unless `any_rank`; each text once."""
+        """Tell the user something at once, by rank 0, or `any_rank`: the first one of each node;
+        each text once."""
         if text not in self._said:
             self._said.add(text)
-            if any_rank or self.comm.rank == 0:
+            if self.claims.is_first(text) if any_rank else self.comm.rank == 0:
                 sys.stderr.write(f"dlio run: {text}\n")
 
 

@@ -3,13 +3,16 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from dlio.integrations.script.compiled_calls import around_compile
+from dlio.integrations.script.mixed_inputs import MixedInputs
 
 _SCRIPT = """
 import sys
@@ -65,18 +68,7 @@ print([f"{each:.5f}" for each in net(inputs[:4]).flatten().tolist()])
 @pytest.mark.parametrize("way", ["module", "in place", "function", "script"])
 def test_compiled_networks_train_as_in_one_process(way: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
-    printed = []
-    for start in (["script.py"], ["-m", "dlio.cli", "run", "-n", "2", "script.py"]):
-        done = subprocess.run(
-            [sys.executable, *start, way],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append([float(x) for x in re.findall(r"-?\d\.\d+", done.stdout)])
+    printed = [_printed(tmp_path, [*start, way]) for start in _STARTS]
     assert len(printed[0]) == 4
     assert printed[1] == pytest.approx(printed[0], abs=2e-5)
 
@@ -92,3 +84,92 @@ def test_a_network_that_is_compiled_in_name_only_is_looked_at_further() -> None:
     assert calls == []
     compiled(nn.Linear(2, 2), backend="eager")
     assert calls == ["compiles"]
+
+
+_TOLD = "samples of a batch meet there"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("way", "meets"), [("apart", False), ("before", True), ("after", True)])
+def test_samples_that_meet_outside_compiled_calls_are_told(
+    way: str, meets: bool, backend: str
+) -> None:
+    model = nn.Linear(4, 3)
+    net = _compiled()(model, backend=backend, fullgraph=True)
+    said: list[str] = []
+    watch = MixedInputs(said.append)
+    for samples in (6, 5):
+        x, y = torch.randn(samples, 4), torch.arange(samples) % 3
+        watch.start([x, y], samples)
+        try:
+            losses = nn.functional.cross_entropy(
+                net(x - x.mean(0) if way == "before" else x), y, reduction="none"
+            )
+            assert losses.requires_grad
+            loss = losses * losses.detach().softmax(0) if way == "after" else losses
+            torch.autograd.backward(loss.sum())
+        finally:
+            watch.close()
+    assert any(_TOLD in each for each in said) is meets
+    assert sum("inside a compiled function" in each for each in said) == 1
+
+
+def test_a_script_that_is_not_compiled_by_a_variable_is_looked_at_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    centred = _compiled()(lambda x: x - x.mean(0), backend="eager")
+    said: list[str] = []
+    watch = MixedInputs(said.append)
+    x = torch.randn(6, 4)
+    watch.start([x], 6)
+    try:
+        nn.Linear(4, 3)(centred(x))
+    finally:
+        watch.close()
+    assert len(said) == 1
+    assert _TOLD in said[0]
+
+
+def _compiled() -> Callable[..., Any]:
+    return around_compile(torch.compile, lambda: None, lambda *_: None, lambda call: call)
+
+
+_WHOLE_LOSS = """
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_of = torch.compile(functional.cross_entropy, backend="aot_eager", fullgraph=True)
+for x, y in DataLoader(data, 7):
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    optimizer.step()
+print([f"{each:.5f}" for each in model.weight.flatten().tolist()])
+"""
+
+
+def test_a_loss_is_compiled_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_WHOLE_LOSS)
+    alone, ranks = [_printed(tmp_path, start) for start in _STARTS]
+    assert len(alone) == 12
+    assert ranks == pytest.approx(alone, abs=2e-5)
+
+
+_STARTS = (["script.py"], ["-m", "dlio.cli", "run", "-n", "2", "script.py"])
+
+
+def _printed(folder: Path, start: list[str]) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, *start],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(x) for x in re.findall(r"-?\d\.\d+", done.stdout)]

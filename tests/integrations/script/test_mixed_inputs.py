@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.mixed_inputs import MixedInputs
 
 _SAMPLES = 6
@@ -49,6 +50,11 @@ def _cut(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _hard(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     losses = _each(x, y)
     return (losses * (losses.detach() > losses.detach().median())).mean()
+
+
+def _soft(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    losses = _each(x, y)
+    return (losses * losses.detach().softmax(0)).sum()
 
 
 def _weighed_by_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -207,6 +213,8 @@ _LAST = torch.tensor([5, 4, 3, 2, 1, 0])
         (lambda x, y: _loss(torch.div(x, torch.max(x)), y), "max"),
         (lambda x, y: nn.functional.mse_loss(_NET(x) - x[:, :3].mean(0), _NET(x)), "mean"),
         (_hard, "median"),
+        (_soft, "softmax"),
+        (lambda x, y: _loss(nn.functional.normalize(x, dim=0), y), "normalize"),
         (_weighed_by_sum, "sum"),
         (_class_weights, "bincount"),
         (_positive_weight, "sum"),
@@ -246,6 +254,7 @@ def test_samples_that_meet_are_told(step: _Step, function: str) -> None:
         lambda x, y: nn.functional.mse_loss(_NET(x)[_LAST.tolist(), 0], x[_LAST, 0]),
         lambda x, y: (_each(x, y) * (y > 0)).sum() / (y > 0).sum(),
         lambda x, y: nn.functional.mse_loss(_NET(x), nn.functional.one_hot(y, 3).float()),
+        lambda x, y: _loss(nn.functional.normalize(x).softmax(-1), y),
         lambda x, y: _loss(x.view(-1).view(_SAMPLES, 4)[torch.arange(_SAMPLES)], y),
         _in_chunks,
         _positive_weight_of_data,
@@ -356,17 +365,21 @@ def test_it_ends_below_a_mode_of_the_script_and_after_it() -> None:
         assert torch._C._len_torch_function_stack() == 1
     assert torch._C._len_torch_function_stack() == 0
     watch.close()
-    watch.leave()
-    watch.start([], _SAMPLES)
     assert torch._C._len_torch_function_stack() == 0
 
 
+@pytest.mark.parametrize("watch", [MixedInputs(print), BatchOrigins(lambda _: None)])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(torch.Tensor, "backward"), (torch.Tensor, "item"), (nn.functional, "cross_entropy")],
+    [
+        (torch.Tensor, "backward"),
+        (torch.Tensor, "item"),
+        (nn.functional, "cross_entropy"),
+        (torch.autograd, "backward"),
+    ],
 )
 def test_what_a_script_puts_in_the_place_of_a_function_is_called_once(
-    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, watch: MixedInputs | BatchOrigins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     original = getattr(owner, name)
@@ -376,12 +389,17 @@ def test_what_a_script_puts_in_the_place_of_a_function_is_called_once(
         return original(*args, **options)
 
     monkeypatch.setattr(owner, name, counted)
-    watch = MixedInputs(lambda _: None)
     x, y = torch.rand(_SAMPLES, 4), torch.arange(_SAMPLES) % 3
-    watch.start([x, y], _SAMPLES)
+    if isinstance(watch, MixedInputs):
+        watch.start([x, y], _SAMPLES)
+    else:
+        watch.start()
     try:
         loss: Any = _loss(x, y)
-        loss.backward()
+        if owner is torch.autograd:
+            torch.autograd.backward([loss])
+        else:
+            loss.backward()
         loss.item()
     finally:
         watch.close()
