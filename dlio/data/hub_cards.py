@@ -21,10 +21,10 @@ def words_of_splits(url: str) -> str:
     source = Source(url)
     if not Source(inside(url, _README)).exists():  # Without a listing, which may be long.
         return ""
-    lines = source.read(_README, 0, _MOST_BYTES).splitlines()
-    if _FENCE not in lines[1:] or lines[0] != _FENCE:
-        return ""
     try:
+        lines = source.read(_README, 0, _MOST_BYTES).splitlines()
+        if _FENCE not in lines[1:] or lines[0] != _FENCE:
+            return ""
         card = parse_yaml(b"\n".join(lines[1 : lines.index(_FENCE, 1)]), _README, _MOST_BYTES)
     except DlioError:
         return ""  # It is text for people: other tools go on without it as well.
@@ -44,16 +44,16 @@ def _splits(card: YamlValue | None) -> list[tuple[str, str]]:
     configs = card.get("configs") if isinstance(card, dict) else None
     for config in configs if isinstance(configs, list) else []:
         files = config.get("data_files") if isinstance(config, dict) else None
-        found = []
+        named_splits = []
         for each in files if isinstance(files, list) else []:
             split, path = (
                 (each.get("split"), each.get("path")) if isinstance(each, dict) else (0, 0)
             )
             path = path[0] if isinstance(path, list) and path else path
             if isinstance(split, str) and isinstance(path, str):
-                found.append((split, path))
-        if len(found) > 1:
-            return found
+                named_splits.append((split, path))
+        if len(named_splits) > 1:
+            return named_splits
     return []
 
 

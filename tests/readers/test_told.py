@@ -316,9 +316,8 @@ def test_a_table_without_a_column_of_labels_names_those_that_may_be(
         "Fare": [7.25, 71.5, 8.0],
     }
     _write_table(tmp_path / f"a.{suffix}", columns)
-    told = _open(tmp_path / f"a.{suffix}", caplog)[1]
-    assert [text for text in told if "one of Pclass, Survived, Sex, valid is it" in text] == told
-    assert len(told) == 1
+    (warning,) = _open(tmp_path / f"a.{suffix}", caplog)[1]
+    assert "if one of Pclass, Survived, Sex, valid is it" in warning
 
 
 @pytest.mark.parametrize(
@@ -355,9 +354,9 @@ def test_splits_that_a_readme_of_the_hub_names_are_told(
         "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
         "    path: data/alpha.parquet\n  - split: test\n    path:\n    - data/be*.parquet\n---\n"
     )
-    count, told = _open(tmp_path, caplog)
+    count, warnings = _open(tmp_path, caplog)
     assert count == 2 * len(present)
-    own = [text for text in told if "names the splits train (data/alpha.parquet), test" in text]
+    own = [text for text in warnings if "names the splits train (data/alpha.parquet), test" in text]
     assert len(own) == len(present) - 1
     for text in own:
         assert f"open the files of one, as in '{tmp_path}/data/alpha.parquet'" in text
