@@ -360,3 +360,28 @@ def test_splits_that_a_readme_of_the_hub_names_are_told(
     assert len(own) == len(present) - 1
     for text in own:
         assert f"open the files of one, as in '{tmp_path}/data/alpha.parquet'" in text
+
+
+@pytest.mark.parametrize("packed", [1, 2])
+def test_a_file_that_lies_there_compressed_too_is_read_once(
+    packed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.csv", "b.csv"):
+        _write_table(tmp_path / name, {"label": [0, 1]})
+    for name in ("a.csv", "b.csv")[:packed]:
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "c.csv.gz").write_bytes(gzip.compress(b"label\n1\n"))
+    count, warnings = _open(tmp_path, caplog)
+    assert count == 5
+    assert [text for text in warnings if "a.csv.gz lies there uncompressed as well" in text]
+
+
+def test_folders_of_persons_are_told_to_be_classes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("patient00001", "patient00002"):
+        _pictures(tmp_path / name / "study1", ["view1.png"])
+    count, warnings = _open(tmp_path, caplog)
+    assert count == 2
+    assert [text for text in warnings if "patient00001, patient00002 and so on name" in text]
