@@ -31,6 +31,10 @@ _FORMATS: Final[Mapping[str, str]] = {
     "numpy.savez",
     r"\.(jsonl|ndjson)(\.(gz|zst|bz2|xz))?": "JSON Lines: pandas.read_json(..., lines=True)"
     ".to_parquet(...) converts them",
+    r"\.arff": "ARFF of Weka: scipy.io.arff.loadarff(...)[0] has its rows, and pandas."
+    "DataFrame(rows).to_parquet(...) converts them (texts are bytes there: decode them)",
+    r"\.(libsvm|svm|svmlight)": "of libsvm: sklearn.datasets.load_svmlight_file(...) reads "
+    "features and labels, and numpy.savez(..., x=features.toarray(), y=labels) converts them",
     r"\.mdb": "LMDB: the module lmdb reads its values, to write into a tar of WebDataset "
     "(webdataset.TarWriter)",
     r"\.(db|sqlite|sqlite3)": "SQLite: pandas.read_sql(...).to_parquet(...) converts a table",

@@ -54,6 +54,11 @@ _WHOLE: Final = re.compile(r"[+-]?[0-9]+", re.ASCII)
 # Python's float() takes 1_0 as well, and digits of other alphabets.
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 _MOST_DIGITS: Final = 400
+_SINGLE: Final = re.compile(r"(u?int|float)\d+|bool|text")
+"""Kinds of fields with one value a sample."""
+_ID: Final = re.compile(
+    r"(?:^|[^A-Za-z])(?i:id|idx|index|row|time|date|year)s?$|[a-z](?:I[dD]|Index|Time|Date|Year)$"
+)
 _BETWEEN_LABELS: Final = ("|", ";", ",", " ")
 
 
@@ -232,6 +237,21 @@ def first_labels(
 def likely_label(names: Iterable[str]) -> str | None:
     """Return a field that may be a label by its name, such as `image/class/text`; None without."""
     return next((name for name in names if any(part in name.lower() for part in _LIKELY)), None)
+
+
+def label_candidates(kinds: Mapping[str, str]) -> list[str]:
+    """Return the fields that may be labels, given the kinds of all: by their names, or else whole
+    numbers and, next to numbers, texts; but no ids and times."""
+    single = {name: kind for name, kind in kinds.items() if _SINGLE.fullmatch(kind)}
+    able = [
+        name
+        for name, kind in single.items()
+        if not kind.startswith("float") and not is_index(name) and not _ID.search(name)
+    ]
+    if all(kind == "text" for kind in single.values()):
+        able = []  # Texts to learn from, or about pictures.
+    likely = [name for name in single if likely_label([name])]
+    return likely + [name for name in able if name not in likely]
 
 
 def several_labels(classes: Sequence[str]) -> str:

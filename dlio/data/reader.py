@@ -14,6 +14,7 @@ from dlio.data.foreign_formats import (
     hive_words,
     pattern_for,
 )
+from dlio.data.hub_cards import words_of_splits
 from dlio.data.interpretation import (
     Interpretation,
     Kinds,
@@ -31,7 +32,7 @@ from dlio.data.interpretation import (
     split_folder,
 )
 from dlio.data.kept_interpretation import understood
-from dlio.data.labels import is_number, label_names, likely_label, several_labels
+from dlio.data.labels import is_number, label_candidates, label_names, several_labels
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
@@ -79,6 +80,7 @@ _DEEPEST_LONE: Final = 4
 through."""
 _SHOWN: Final = 3
 """Folders that a message names."""
+_MOST_CANDIDATES: Final = 8
 _MOST_FOLDERS: Final = 16
 """Folders that are looked into for data sets of their own."""
 
@@ -170,6 +172,10 @@ def open_reading(
                 raise _unknown(f"this {type(path).__name__}", reasons, named=False)
             reading = Interpretation(name, kind, path, options)
         reading.tell()
+        if lone is not None and split is None and not reading.split:
+            words = words_of_splits(lone)
+            if words:
+                tell_once(words)
         if isinstance(reading.path, str):
             check_pointer(split_fields(reading.path)[0], reading)
         reader = _opened(reading, named)
@@ -204,11 +210,11 @@ def _tell_of_labels(reader: Reader) -> None:
         count = counted(len(reader.classes), "class")
         text = f"its labels are numbers with fractions, and are {count}"
     elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
-        able = [name for name, kind in kinds.items() if kind.text == "text" or kind.scalar]
-        name = likely_label(able)
-        if name is not None and not reader.labels.any():
+        able = label_candidates({name: kind.text for name, kind in kinds.items()})
+        if able and not reader.labels.any():
+            which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
             text = (
-                f"none of its fields has a label's name; if {name} is it, name it label in the "
+                f"none of its fields has a label's name; if {which} is it, name it label in the "
                 "source (`targets` are 0)"
             )
     several = several_labels(reader.classes)

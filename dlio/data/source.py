@@ -676,6 +676,9 @@ def expand(path: str | Sequence[str]) -> list[str]:
     return files
 
 
+_COMPRESSED: Final = re.compile(r"\.(gz|bz2|xz|zst|lz4)$", re.IGNORECASE)
+
+
 def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> list[FilePlace]:
     """Expand one or several paths; a folder becomes its files with one of `suffixes`, sorted.
 
@@ -688,8 +691,22 @@ def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> l
             continue
         source = Source(each)
         names = [name for name, _ in source.names() if name.lower().endswith(suffixes)]
-        files += [source.file_at(name) for name in names]
+        files += [source.file_at(name) for name in _without_copies(each, names)]
     return files
+
+
+def _without_copies(url: str, names: list[str]) -> list[str]:
+    """Return names without those of files that lie there uncompressed too, as `gunzip -k` leaves
+    them, and tell so."""
+    known = set(names)
+    copies = [name for name in names if _COMPRESSED.sub("", name) in known - {name}]
+    if copies:
+        tell_once(
+            f"{redact(url)}: {copies[0]} lies there uncompressed as well, and is left out"
+            + (f", as are {counted(len(copies) - 1, 'other file')}" if len(copies) > 1 else "")
+            + ": open it by its name if it is other data"
+        )
+    return [name for name in names if name not in copies]
 
 
 def inside(url: str, name: str) -> str:

@@ -51,6 +51,7 @@ _PAIRS: Final = (
 )
 """Names of folders of two pictures of each sample."""
 _SHOWN: Final = 3
+_PERSON: Final = re.compile(r"(patient|subject|person|participant|case|study)[-_ ]?\d+", re.I)
 
 
 def parts_of_cases(folders: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -169,6 +170,11 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
         words.append(
             f"{parted[0]} says a split by its name, and is read as a class: open that folder if it "
             "is one"
+        )
+    if len(classes) > 1 and all(_PERSON.fullmatch(name) for name in classes):
+        words.append(
+            f"{classes[0]}, {classes[1]} and so on name persons or cases, and are read as classes: "
+            "table= and label= give the labels of a table, if they are none"
         )
     small: dict[str, str] = {}
     twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]

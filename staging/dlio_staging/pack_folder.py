@@ -259,9 +259,9 @@ def _undecodable(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str
     from dlio.image.decoder import check_image
 
     count, check = 0, SampleCheck(plan.schema, check_image)
-    for payload, name in zip(payloads, names, strict=True):
+    for k in check.doubtful(payloads):
         try:
-            check.check(payload, name)
+            check.check(payloads[k], names[k])
         except (SourceError, CorruptBlock):
             count += 1
     return count

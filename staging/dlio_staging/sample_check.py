@@ -1,10 +1,10 @@
 """The verdict about a sample, which is the same for all commands and loaders."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from dlio.data.schema import IMAGES, Buffer, Schema
-from dlio.errors import SourceError
+from dlio.data.schema import IMAGES, TEXTS, Buffer, Schema
+from dlio.errors import CorruptBlock, SourceError
 from dlio.util.structured_text import parse_json
 
 if TYPE_CHECKING:
@@ -29,6 +29,26 @@ class SampleCheck:
             if companion is not None and companion.moves:
                 self._companion = companion
 
+    def doubtful(self, payloads: Sequence[Buffer]) -> list[int]:
+        """Return the positions of the samples that `check` may refuse: all but those with nothing
+        to decode but JPEGs, which one native call finds sound."""
+        from dlio.image import native
+        from dlio.image.decoder import MAX_PIXELS
+
+        library, everyone = native.find(), list(range(len(payloads)))
+        fields = [field for field, kind in self._kinds.items() if kind in IMAGES]
+        others = self._companion is not None or any(kind in TEXTS for kind in self._kinds.values())
+        if library is None or others or not fields:
+            return everyone
+        try:
+            values = [self._schema.split(payload) for payload in payloads]
+        except CorruptBlock:
+            return everyone
+        images = [each[field] for each in values for field in fields]
+        sound = library.sound(images, MAX_PIXELS)
+        width = len(fields)
+        return [k for k in everyone if not all(sound[k * width : (k + 1) * width])]
+
     def check(self, payload: Buffer, name: object) -> None:
         """Decode the fields of a sample. Raises SourceError or CorruptBlock for one that loaders
         refuse."""
@@ -37,7 +57,7 @@ class SampleCheck:
             is_beside = self._companion is not None and field != self._companion.image
             if kind in IMAGES and not is_beside:
                 self._decode(values[field], name)
-            elif kind in ("text", "json"):
+            elif kind in TEXTS:
                 _check_text(values[field], kind, field, name)
         if self._companion is not None:
             self._companion.made(values, None, name)

@@ -230,7 +230,7 @@ def test_commands_stand_by_use(
         ("train data --exchange allreduc", "exchange 'allreduc': .*; did you mean allreduce"),
         ("train data --lr inf", "--lr inf: give a finite number$"),
         ("train data --seed -1", "--seed -1: give a number from 0 to 18,446,744,073,709,551,615$"),
-        ("ls words.txt", "words.txt is a file of text: write its samples to a column of a CSV"),
+        ("ls words.txt", "words.txt is a file of text: write its samples to a column"),
     ],
 )
 def test_a_wrong_command_is_told_in_one_true_line(

@@ -15,12 +15,14 @@ import pytest
 from PIL import Image
 
 import dlio
+from dlio.data.schema import Schema
 from dlio.errors import DecodeError
 from dlio.image import decoder, native
 from dlio.image.crop import Crop
 from dlio.image.decoder import Decoder, check_image, decode_all, decode_whole
 from dlio.image.image_warnings import WARNINGS, ImageWarnings
 from dlio_staging.pack_folder import pack, summary
+from dlio_staging.sample_check import SampleCheck
 from dlio_staging.verify import VerifyOptions, command, verify
 from tests.image.jpegs import KINDS, drawn
 
@@ -350,3 +352,15 @@ def test_crops_warn_of_no_picture_without_a_warning_as_a_whole() -> None:
             assert WARNINGS.of(name) is None or WARNINGS.of(whole) is not None
         assert (WARNINGS.of(whole) is not None) == bool(number % 2)
     assert shown
+
+
+def test_packing_asks_native_code_alone_about_sound_jpegs_and_about_no_others() -> None:
+    if native.find() is None:
+        pytest.skip("the native library is not in use")
+    files = sorted(VERDICTS)
+    schema = Schema((("image", "image"),))
+    check = SampleCheck(schema, check_image)
+    images = [_photo(), *(VERDICTS[name][0] for name in files), _photo()]
+    doubtful = set(check.doubtful([schema.join({"image": image}) for image in images]))
+    assert doubtful.isdisjoint({0, len(images) - 1})
+    assert {k for k, name in enumerate(files, 1) if VERDICTS[name][1] == "refused"} <= doubtful

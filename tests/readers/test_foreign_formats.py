@@ -35,6 +35,9 @@ NAMES = {
     "a.h5ad": "AnnData",
     "a.wav": "sound",
     "a.mp4": "film",
+    "iris.arff": "ARFF",
+    "a9a.libsvm": "libsvm",
+    "a9a.svm": "libsvm",
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import zarr
@@ -300,3 +301,87 @@ def test_identities_in_names_are_told(
     assert count == len(names)
     words = "numbers that names begin with and that repeat (0002, 0007)"
     assert any(words in each for each in logged) == told
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_without_a_column_of_labels_names_those_that_may_be(
+    suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = {
+        "PassengerId": [1, 2, 3],
+        "Survived": [0, 1, 1],
+        "Pclass": [3, 1, 2],
+        "Sex": ["m", "f", "m"],
+        "valid": [1, 1, 0],
+        "Fare": [7.25, 71.5, 8.0],
+    }
+    _write_table(tmp_path / f"a.{suffix}", columns)
+    (warning,) = _open(tmp_path / f"a.{suffix}", caplog)[1]
+    assert "if one of Pclass, Survived, Sex, valid is it" in warning
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"text": ["a", "b"], "title": ["c", "d"]},
+        {"x": [0.5, 1.5], "id": [1, 2]},
+        {"emotion": [3, 4], "label": [0, 1]},
+    ],
+)
+def test_texts_ids_and_tables_with_labels_are_told_of_nothing(
+    columns: dict[str, list[object]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write_table(tmp_path / "a.parquet", columns)
+    assert _open(tmp_path / "a.parquet", caplog) == (2, [])
+
+
+def _write_table(path: Path, columns: dict[str, Any]) -> None:
+    table = pa.table(columns)
+    if path.suffix == ".csv":
+        pa.csv.write_csv(table, path)
+    else:
+        pq.write_table(table, path)
+
+
+@pytest.mark.parametrize("present", [("alpha", "beta"), ("alpha",)])
+def test_splits_that_a_readme_of_the_hub_names_are_told(
+    present: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name in present:
+        _write_table(tmp_path / "data" / f"{name}.parquet", {"label": [0, 1]})
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+        "    path: data/alpha.parquet\n  - split: test\n    path:\n    - data/be*.parquet\n---\n"
+    )
+    count, warnings = _open(tmp_path, caplog)
+    assert count == 2 * len(present)
+    own = [text for text in warnings if "names the splits train (data/alpha.parquet), test" in text]
+    assert len(own) == len(present) - 1
+    for text in own:
+        assert f"open the files of one, as in '{tmp_path}/data/alpha.parquet'" in text
+
+
+@pytest.mark.parametrize("packed", [1, 2])
+def test_a_file_that_lies_there_compressed_too_is_read_once(
+    packed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.csv", "b.csv"):
+        _write_table(tmp_path / name, {"label": [0, 1]})
+    for name in ("a.csv", "b.csv")[:packed]:
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "c.csv.gz").write_bytes(gzip.compress(b"label\n1\n"))
+    count, warnings = _open(tmp_path, caplog)
+    assert count == 5
+    assert [text for text in warnings if "a.csv.gz lies there uncompressed as well" in text]
+
+
+def test_folders_of_persons_are_told_to_be_classes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("patient00001", "patient00002"):
+        _pictures(tmp_path / name / "study1", ["view1.png"])
+    count, warnings = _open(tmp_path, caplog)
+    assert count == 2
+    assert [text for text in warnings if "patient00001, patient00002 and so on name" in text]

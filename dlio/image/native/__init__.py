@@ -93,6 +93,9 @@ class NativeLibrary:
         self._crops = library.dlio_crops
         self._crops.argtypes = (data, size, data, size, data, size, data, size)
         self._crops.restype = None
+        self._sound = library.dlio_jpeg_sound
+        self._sound.argtypes = (data, data, size, ctypes.c_int64, data, size, data, size, data)
+        self._sound.restype = None
         self._ends = library.dlio_jpeg_ends
         held = ctypes.PyDLL(path)
         self._held_shape, self._held_ends = held.dlio_jpeg_shape, held.dlio_jpeg_ends
@@ -143,6 +146,22 @@ class NativeLibrary:
             return None
         pixels = memory.pixels[:count].reshape(height, columns, 3)
         return pixels[:, : shape.width - first], first
+
+    def sound(self, images: Sequence[Buffer], most_pixels: int) -> list[bool]:
+        """True for each image of at most so many pixels of which no part is an error; by one call.
+        False if another decoder has to say."""
+        arrays = [np.frombuffer(image, np.uint8) for image in images]
+        sizes = np.array([len(array) for array in arrays], np.uint64)
+        data = np.array([_address(array) for array in arrays], np.uint64)
+        verdicts, memory = np.zeros(len(images), np.bool_), self._memory
+        memory.reserve(2 * int(sizes.max(initial=0)), 0)
+        self._sound(
+            *(_address(data), _address(sizes), len(images), most_pixels),
+            *(_address(memory.work), len(memory.work)),
+            *(_address(memory.pixels), len(memory.pixels), _address(verdicts)),
+        )
+        answer: list[bool] = verdicts.tolist()
+        return answer
 
     def small(self, image: Buffer, shift: int) -> npt.NDArray[np.uint8] | None:
         """Decode a whole image at 1 / 2**shift of its size; otherwise as `crop`."""

@@ -336,5 +336,21 @@ EXPORT void dlio_crops(Task *tasks, size_t count, uint8_t *memory, size_t memory
             make(tasks + k, memory, memory_size, pixels, pixels_size, sums, sums_size);
 }
 
+/* Try the first pixel of `count` images: each verdict becomes 1 if the image is decoded here, so that
+ * no part of it is an error; 0 if another decoder has to say. `memory` is of this thread, as theirs;
+ * images that need more of it get 0, as do those of more than `most` pixels. */
+EXPORT void dlio_jpeg_sound(const uint8_t *const *data, const size_t *sizes, size_t count,
+                            int64_t most, uint8_t *memory, size_t memory_size, uint8_t *out,
+                            size_t out_size, uint8_t *verdicts) {
+    static const int64_t box[4] = {0, 0, 1, 1};
+    for (size_t k = 0; k < count; k++) {
+        Header header;
+        verdicts[k] = !dlio_header(data[k], sizes[k], &header) &&
+                      (int64_t)header.height * header.width <= most &&
+                      !dlio_jpeg_part(data[k], sizes[k], &header, box, box, 0, memory, memory_size,
+                                      out, out_size);
+    }
+}
+
 /* Name the instructions in use; "none" where no image is decoded. */
 EXPORT const char *dlio_jpeg_name(void) { return has_avx2() ? "AVX2" : "none"; }
