@@ -18,7 +18,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -34,7 +34,7 @@ _MOST_TOGETHER: Final = 16 << 20
 """Of all arrays that are copied."""
 _MOST_ITEMS: Final = 1000
 """Of a list, tuple or dictionary that is looked through."""
-_MOST_OBJECTS: Final = 10_000
+_MOST_OBJECTS: Final = 5_000
 """That are looked at, but for numbers and texts."""
 _MOST_VALUES: Final = 50_000
 """Of all lists, tuples and dictionaries that are copied."""
@@ -70,7 +70,9 @@ def own_copy(held: T) -> T:
     try:
         look = _CopyWalk(module)
         made: T = look.copied(held, 0)
-        made = _CopyWalk(module, _buffers(look.arrays.values())).copied(held, 0)
+        buffers = _buffers(look.arrays.values())
+        if buffers or look.meets_files:
+            made = _CopyWalk(module, buffers).copied(held, 0)
     except Exception as error:
         tell_once(
             f"{type(held).__name__} cannot be copied for each thread ({error}), which share it: "
@@ -96,13 +98,14 @@ class _CopyWalk:
     """One look at an object and all that it holds; makes the copy.
 
     `arrays` are those that were met. Those in `buffers`, by id, have these copies; without it, no
-    file is opened: the copy is thrown away.
+    file is opened, and `meets_files` tells whether one has been met.
     """
 
     def __init__(self, module: str, buffers: dict[int, Any] | None = None) -> None:
         self._package = module.partition(".")[0]
         self._made: dict[int, Any] = dict(buffers or {})
         self._opens = buffers is not None
+        self.meets_files = False
         self._kept: list[Any] = []  # Their ids stay theirs as long as they live.
         self._looked = self._values = 0
         self._kinds: dict[type, bool] = {}
@@ -133,10 +136,9 @@ class _CopyWalk:
         if kind in _BUFFERS:
             small = len(held) * getattr(held, "itemsize", 1) <= _MOST_BYTES
             return self._note(held, held[:]) if small else held
-        if kind in (io.FileIO, io.BufferedReader) and self._opens:
-            return self._note(held, _opened_again(held))
-        if kind in (io.BytesIO, io.StringIO) and self._opens:
-            return self._note(held, _text_again(held))
+        if kind in _FILES:
+            self.meets_files = True
+            return self._note(held, _FILES[kind](held)) if self._opens else held
         if kind is types.SimpleNamespace:
             made = self._note(held, types.SimpleNamespace())
             made.__dict__.update({k: self.copied(v, depth + 1) for k, v in vars(held).items()})
@@ -238,8 +240,9 @@ class _CopyWalk:
                 made = self._note(held, object.__new__(_without_end(type(held))))
                 made.__dict__.update(vars(held), _format_kwargs=kwargs)
                 return made
-        if sqlite is not None and type(held) is sqlite.Connection and self._opens:
-            return self._note(held, _connected_again(held))
+        if sqlite is not None and type(held) is sqlite.Connection:
+            self.meets_files = True
+            return self._note(held, _connected_again(held)) if self._opens else held
         if sqlite is not None and type(held) is sqlite.Cursor:
             connection = self.copied(held.connection, depth + 1)
             if connection is not held.connection:
@@ -436,6 +439,14 @@ def _text_again(held: Any) -> Any:
         made = io.StringIO(held.getvalue(), newline="\n")
     made.seek(held.tell())
     return made
+
+
+_FILES: Final[dict[type, Callable[[Any], Any]]] = {
+    io.FileIO: _opened_again,
+    io.BufferedReader: _opened_again,
+    io.BytesIO: _text_again,
+    io.StringIO: _text_again,
+}
 
 
 def _connected_again(held: Any) -> Any:
