@@ -175,6 +175,13 @@ def test_a_transform_of_pictures_has_its_own_state(pictures: Path) -> None:
     assert torch.equal(made, torch.stack(wanted))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_stateful_loaders_do_not_take_each_others_samples(kind: type[Rows], rows: str) -> None:
+    loader = dlio.StatefulDataLoader(kind(rows), 6, num_workers=2)
+    for value, index in loader:
+        assert torch.equal(value, index)
+
+
 class Informed(Rows):
     own: int | None = None
 
