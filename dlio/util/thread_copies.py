@@ -64,9 +64,11 @@ _here = threading.local()
 def own_copy(held: T) -> T:
     """Return an object as another thread is to have it; the same one if all of it is shared.
 
+    In a tuple they are copied together: what several of them hold stays one object.
+
     No code of the object's is called. Generators of random numbers stay the same objects.
     """
-    module = type(held).__module__
+    module = type(held[0] if isinstance(held, tuple) and held else held).__module__
     try:
         look = _CopyWalk(module)
         made: T = look.copied(held, 0)
@@ -298,7 +300,7 @@ class _CopyWalk:
             self._kinds[kind] = _may_be_copied(kind)
         if not self._kinds[kind]:
             return False
-        asked = callable(held) or hasattr(kind, "__getitem__")
+        asked = callable(held) or any("__getitem__" in vars(each) for each in kind.__mro__)
         if not asked and self._is_known_by_name(held):
             return False
         torch = sys.modules.get("torch")
@@ -397,7 +399,7 @@ def _may_be_copied(kind: type) -> bool:
     if issubclass(kind, type | types.ModuleType):
         return False
     bases = kind.__mro__[:-1]
-    asked = hasattr(kind, "__call__") or hasattr(kind, "__getitem__")  # noqa: B004
+    asked = any({"__call__", "__getitem__"} & vars(each).keys() for each in bases)
     if not asked and hasattr(kind, "__del__"):
         return False
     for each in bases:

@@ -60,6 +60,18 @@ class Listing(list[int]):
     pass
 
 
+class Only:
+    made: "Only | None" = None
+
+    def __new__(cls) -> "Only":
+        if cls.made is None:
+            cls.made = super().__new__(cls)
+            cls.made.value = 1
+        return cls.made
+
+    value: int
+
+
 class Later:
     value = 0
 
@@ -133,6 +145,7 @@ SHARED: dict[str, Callable[[], Any]] = {
     "random numbers": np.random.default_rng,
     "function": lambda: lambda x: x,
     "module": lambda: types,
+    "only one of its class": Only,
     "with an end of its own": Closing,
     "text": lambda: "text",
     "mark": Mark,

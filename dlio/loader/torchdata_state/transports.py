@@ -4,6 +4,7 @@ import copy
 import queue
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -244,7 +245,8 @@ Transport = ProcessTransport | ThreadTransport
 def _copied(server: WorkerServer, deeply: bool) -> WorkerServer:
     made = copy.copy(server)
     if not deeply:
-        made.dataset = own_copy(server.dataset)
+        made.dataset, collate = own_copy((server.dataset, server.recipe.collate))
+        made.recipe = replace(server.recipe, collate=collate)
         return made
     try:
         made.dataset = copy.deepcopy(server.dataset)
