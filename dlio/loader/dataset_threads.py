@@ -1,9 +1,8 @@
 """Threads that ask a data set for samples, in the place of torch's worker processes.
 
-Both ways of asking are built on `DatasetThreads`: sample by sample from one shared data set
-(`thread_engine`), and batch by batch from a copy for each thread, whose state is saved
-(`torchdata_state.transports`). It owns the threads and their queues; the tasks, and where their
-results go, are the caller's.
+Both ways of asking are built on `DatasetThreads`: sample by sample (`thread_engine`), and batch
+by batch with states that are saved (`torchdata_state.transports`). It owns the threads and their
+queues; the tasks, and where their results go, are the caller's.
 
 Whatever a user's function raises becomes a result, SystemExit and CancelledError included: an
 exception that ended a thread would leave the training loop waiting for its batch.

@@ -42,6 +42,7 @@ class ThreadEngine:
         self._draws = SharedDraws()
         self._kept: list[UserDataset] = []
         """The threads' data sets as they are since the first pass of persistent workers."""
+        self._kept_collates: list[CollateFn] = []
 
     def begin(
         self,
@@ -63,14 +64,16 @@ class ThreadEngine:
         # A thread has its own, as a worker process of torch's has. Persistent workers were given
         # theirs once: attributes that a user assigns later do not reach them.
         datasets = self._kept if dataset is options.dataset else []
+        collates = self._kept_collates
         if len(datasets) != threads:
-            datasets = [own_copy(dataset) for _ in range(threads)]
+            pairs = [own_copy((dataset, collate)) for _ in range(threads)]
+            datasets, collates = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         if options.persistent_workers and dataset is options.dataset:
-            self._kept = datasets
+            self._kept, self._kept_collates = datasets, collates
         work = _BatchWork(
             options=options,
             datasets=datasets,
-            collate=collate,
+            collates=collates,
             threads=threads,
             ahead=threads * factor,
             pin=pinning(options),
@@ -110,7 +113,7 @@ class _BatchWork:
     options: LoaderOptions
     datasets: list[UserDataset]
     """One for each thread."""
-    collate: CollateFn
+    collates: list[CollateFn]
     threads: int
     ahead: int
     """Batches under way at a time."""
@@ -346,7 +349,7 @@ class _ThreadPass:
                     name = f"{type(work.datasets[number]).__name__}[{batch.numbers[slot]!r}]"
                     self._stats.skipped.append(name)
             if not batch.failed or samples:
-                batch.data = work.collate(samples if work.options.batched else samples[0])
+                batch.data = work.collates[number](samples if work.options.batched else samples[0])
                 # By the thread that made the batch. torch has a thread for it, since worker
                 # processes cannot pin memory for the loader's.
                 if work.pin is not None:

@@ -3,10 +3,13 @@
 A process has a copy of a data set, and may keep anything in it: the file that is open, the
 sample that is being made, a buffer. Threads that share the data set would overwrite each other's,
 and hand out the samples of others. So each has its own copy of the objects that call themselves:
-the data set, those that it holds, and transforms. Data that is only read is shared: lists of
-files, dictionaries that keep samples, large arrays, models, and whatever cannot be copied.
+the data set, those that it holds, and transforms; with the lists, dictionaries and arrays in
+which they may put a sample. Large ones, which are data, are shared, as are models and whatever
+cannot be copied.
 """
 
+import array
+import collections
 import functools
 import io
 import os
@@ -14,7 +17,8 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -24,11 +28,16 @@ from dlio.util.printable import tell_once
 from dlio.util.trusted_files import path_of
 
 T = TypeVar("T")
-_MOST_BYTES: Final = 1 << 20
+_MOST_BYTES: Final = 4 << 20
 """Of an array that is copied: a buffer. Larger ones are data."""
+_MOST_TOGETHER: Final = 16 << 20
+"""Of all arrays that are copied."""
 _MOST_ITEMS: Final = 1000
 """Of a list, tuple or dictionary that is looked through."""
-_MOST_OBJECTS: Final = 10_000
+_MOST_OBJECTS: Final = 5_000
+"""That are looked at, but for numbers and texts."""
+_MOST_VALUES: Final = 50_000
+"""Of all lists, tuples and dictionaries that are copied."""
 _DEEPEST: Final = 16
 _MOST_KEPT: Final = 64
 """Objects of which a thread keeps copies, the latest: it may outlive many data sets."""
@@ -43,17 +52,31 @@ sample."""
 _HOMES: Final = tuple(
     sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+# fmt: off
+_CONTAINERS: Final = (
+    collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque, list,
+    dict, set,
+)
+# fmt: on
+_BUFFERS: Final = (bytearray, array.array)
+_PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, type, range, slice))
 _here = threading.local()
 
 
 def own_copy(held: T) -> T:
     """Return an object as another thread is to have it; the same one if all of it is shared.
 
+    In a tuple they are copied together: what several of them hold stays one object.
+
     No code of the object's is called. Generators of random numbers stay the same objects.
     """
-    walk = _CopyWalk(type(held).__module__)
+    module = type(held[0] if isinstance(held, tuple) and held else held).__module__
     try:
-        made: T = walk.copied(held, 0)
+        look = _CopyWalk(module)
+        made: T = look.copied(held, 0)
+        buffers = _buffers(look.arrays.values())
+        if buffers or look.meets_files:
+            made = _CopyWalk(module, buffers).copied(held, 0)
     except Exception as error:
         tell_once(
             f"{type(held).__name__} cannot be copied for each thread ({error}), which share it: "
@@ -78,49 +101,161 @@ def mine(held: T) -> T:
 
 
 class _CopyWalk:
-    def __init__(self, module: str) -> None:
+    """One look at an object and all that it holds; makes the copy.
+
+    `arrays` are those that were met. Those in `buffers`, by id, have these copies; without it, no
+    file is opened, and `meets_files` tells whether one has been met.
+    """
+
+    def __init__(self, module: str, buffers: dict[int, Any] | None = None) -> None:
         self._package = module.partition(".")[0]
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, Any] = dict(buffers or {})
+        self._opens = buffers is not None
+        self.meets_files = False
         self._kept: list[Any] = []  # Their ids stay theirs as long as they live.
+        self._looked = self._values = 0
+        self._kinds: dict[type, bool] = {}
+        self._named: dict[str, set[int]] = {}
+        self.arrays: dict[int, Any] = {}
 
     def copied(self, held: Any, depth: int) -> Any:
+        """Return the copy of what an object holds in an attribute."""
+        kind = type(held)
+        if kind in _PLAIN:
+            return held
         if id(held) in self._made:
             return self._made[id(held)]
-        if depth > _DEEPEST or len(self._made) >= _MOST_OBJECTS:
+        if depth > _DEEPEST or self._looked >= _MOST_OBJECTS:
             return held
-        kind = type(held)
-        if kind in (list, tuple, dict):
-            return self._container(held, depth) if len(held) <= _MOST_ITEMS else held
-        if kind in (io.FileIO, io.BufferedReader):
-            return _opened_again(held)
-        if kind in (types.MethodType, types.FunctionType, functools.partial):
+        self._looked += 1
+        torch = sys.modules.get("torch")
+        if isinstance(held, np.ndarray) or (torch is not None and isinstance(held, torch.Tensor)):
+            self.arrays[id(held)] = held
+            return held
+        if isinstance(held, tuple):
+            return self._tuple(held, depth)
+        if isinstance(held, _CONTAINERS):
+            self._values += min(len(held), _MOST_ITEMS) if kind in _CONTAINERS else 0
+            if self._values > _MOST_VALUES:
+                return held
+            return self._container(held, depth)
+        if kind in _BUFFERS:
+            small = len(held) * getattr(held, "itemsize", 1) <= _MOST_BYTES
+            return self._note(held, held[:]) if small else held
+        if kind in _FILES:
+            self.meets_files = True
+            return self._note(held, _FILES[kind](held)) if self._opens else held
+        if kind is types.SimpleNamespace:
+            made = self._note(held, types.SimpleNamespace())
+            made.__dict__.update({k: self.copied(v, depth + 1) for k, v in vars(held).items()})
+            return made
+        if kind is weakref.ref:
+            to = held()
+            made = self.copied(to, depth + 1)
+            return held if made is to else weakref.ref(made)
+        if kind in _FUNCTIONS:
             return self._function(held, depth)
         if not self._has_state(held):
-            return held
+            return self._library(held, depth)
         own = _attributes(held)
-        if not own and not callable(held) and not hasattr(held, "__getitem__"):
+        if not own and not callable(held) and _is_mark(kind):
             return held  # A mark: others may ask whether it is this very object.
-        made: Any = object.__new__(kind)
-        self._made[id(held)] = made
-        self._kept.append(held)
-        buffers = _buffers(own)
-        for name, value in own.items():
-            copied = buffers[name]() if name in buffers else self.copied(value, depth + 1)
-            object.__setattr__(made, name, copied)
+        made = self._note(held, object.__new__(_without_end(kind)))
+        self._fill(made, own, depth)
         return made
 
-    def _container(self, held: Any, depth: int) -> Any:
-        """Return a list, tuple or dictionary; a new one if some of its objects are copied."""
-        values = list(held.values()) if isinstance(held, dict) else list(held)
-        copies = [self.copied(value, depth + 1) for value in values]
-        if all(one is other for one, other in zip(values, copies, strict=True)):
-            return held
-        made = (
-            dict(zip(held, copies, strict=True)) if isinstance(held, dict) else type(held)(copies)
-        )
-        self._made[id(held)] = made
-        self._kept.append(held)
+    def _note(self, held: Any, made: T) -> T:
+        if made is not held:
+            self._made[id(held)] = made
+            self._kept.append(held)
         return made
+
+    def _fill(self, made: Any, own: dict[str, Any], depth: int) -> None:
+        """Give a copy its attributes; long ones last, which may be the last to be looked at."""
+        for name in sorted(own, key=lambda each: _length_of(own[each])):
+            object.__setattr__(made, name, self.copied(own[name], depth + 1))
+
+    def _tuple(self, held: Any, depth: int) -> Any:
+        """Return a tuple; a new one if some of its objects are copied."""
+        if len(held) > _MOST_ITEMS or _PLAIN.issuperset(map(type, held)):
+            return held
+        copies = [self.copied(value, depth + 1) for value in tuple.__iter__(held)]
+        if all(one is other for one, other in zip(held, copies, strict=True)):
+            return held
+        if type(held) is not tuple and not hasattr(held, "_fields"):
+            return held
+        return self._note(held, tuple.__new__(type(held), copies))
+
+    def _container(self, held: Any, depth: int, may_keep: bool = False) -> Any:
+        """Return a new list or the like, or the same one if it is long: data. With `may_keep`,
+        also if none of its objects is copied."""
+        kind = type(held)
+        base: Any = next(each for each in _CONTAINERS if isinstance(held, each))
+        is_own = kind is not base
+        if is_own and not (base is not collections.Counter and self._may_be_made(kind, base)):
+            return held
+        if not is_own and len(held) > _MOST_ITEMS:
+            return held
+        short = base.__len__(held) <= _MOST_ITEMS
+        if base is collections.deque:
+            made = base.__new__(kind)
+            base.__init__(made, maxlen=held.maxlen)
+        elif base is set:
+            return self._note(held, held.copy()) if kind is set and not may_keep else held
+        else:
+            made = base.__new__(kind)
+        if base is collections.defaultdict:
+            made.default_factory = self.copied(held.default_factory, depth + 1)
+        self._note(held, made)
+        is_map = issubclass(base, dict)
+        values = list(dict.values(held) if is_map else base.__iter__(held))
+        copies = values
+        if short and not _PLAIN.issuperset(map(type, values)):
+            copies = [self.copied(value, depth + 1) for value in values]
+        if may_keep and all(one is other for one, other in zip(values, copies, strict=True)):
+            del self._made[id(held)]
+            return held
+        if is_map:
+            put = base.__setitem__
+            for key, copy in zip(dict.__iter__(held), copies, strict=True):
+                put(made, key, copy)
+        else:
+            base.extend(made, copies)
+        if is_own:
+            self._fill(made, _attributes(held), depth)
+        return made
+
+    def _may_be_made(self, kind: type, base: type) -> bool:
+        """True for a class of a user's own upon a list or dictionary."""
+        own = kind.__mro__[: kind.__mro__.index(base)]
+        return not _is_library(kind) and not any(
+            {"__new__", "__del__"} & vars(each).keys() or not each.__flags__ & _HEAP for each in own
+        )
+
+    def _library(self, held: Any, depth: int) -> Any:
+        """Return an object of a library; a new one of those that are known to have state."""
+        datasets, sqlite = sys.modules.get("datasets"), sys.modules.get("sqlite3")
+        tarfile = sys.modules.get("tarfile")
+        if tarfile is not None and type(held) is tarfile.TarFile:
+            made = self._note(held, object.__new__(tarfile.TarFile))
+            self._fill(made, _attributes(held), depth)
+            return made
+        if datasets is not None and type(held) is getattr(datasets, "Dataset", None):
+            given = vars(held).get("_format_kwargs")
+            if given and (kwargs := self._container(given, depth, may_keep=True)) is not given:
+                made = self._note(held, object.__new__(_without_end(type(held))))
+                made.__dict__.update(vars(held), _format_kwargs=kwargs)
+                return made
+        if sqlite is not None and type(held) is sqlite.Connection:
+            self.meets_files = True
+            return self._note(held, _connected_again(held)) if self._opens else held
+        if sqlite is not None and type(held) is sqlite.Cursor:
+            connection = self.copied(held.connection, depth + 1)
+            if connection is not held.connection:
+                made = self._note(held, connection.cursor())
+                made.row_factory, made.arraysize = held.row_factory, held.arraysize
+                return made
+        return held
 
     def _function(self, held: Any, depth: int) -> Any:
         """Return a function; a new one if its object, or one that it closes over, is copied."""
@@ -129,46 +264,66 @@ class _CopyWalk:
             return held if owner is held.__self__ else types.MethodType(held.__func__, owner)
         if isinstance(held, functools.partial):
             parts = [held.func, held.args, held.keywords]
-            copies = [self.copied(part, depth + 1) for part in parts]
+            copies = [self._closed_over(part, depth) for part in parts]
             if all(one is other for one, other in zip(parts, copies, strict=True)):
                 return held
             function, arguments, keywords = copies
             return functools.partial(function, *arguments, **keywords)
+        if isinstance(held, functools._lru_cache_wrapper):
+            inner = self.copied(held.__wrapped__, depth + 1)
+            if inner is held.__wrapped__:
+                return held
+            return self._note(held, functools.lru_cache(**held.cache_parameters())(inner))
         try:
             values = [cell.cell_contents for cell in held.__closure__ or ()]
         except ValueError:  # One is not assigned yet.
             return held
-        copies = [self.copied(value, depth + 1) for value in values]
-        if all(one is other for one, other in zip(values, copies, strict=True)):
+        copies = [self._closed_over(value, depth) for value in values]
+        defaults = self._tuple(held.__defaults__ or (), depth)
+        same = defaults is (held.__defaults__ or defaults)
+        if same and all(one is other for one, other in zip(values, copies, strict=True)):
             return held
         cells = tuple(map(types.CellType, copies))
-        names = held.__name__, held.__defaults__, cells
+        names = held.__name__, defaults or None, cells
         made = types.FunctionType(held.__code__, held.__globals__, *names)
         made.__kwdefaults__ = held.__kwdefaults__
         made.__dict__.update(held.__dict__)
         return made
 
+    def _closed_over(self, held: Any, depth: int) -> Any:
+        """Return what a function uses. Lists and dictionaries in which it collects stay those of
+        the code around it."""
+        if id(held) not in self._made and type(held) in _CONTAINERS:
+            return self._container(held, depth, may_keep=True)
+        return self.copied(held, depth + 1)
+
     def _has_state(self, held: Any) -> bool:
         """True for a data set, a callable object, or one of a class of the user's own."""
         kind = type(held)
-        if isinstance(held, type | types.ModuleType):
+        if kind not in self._kinds:
+            self._kinds[kind] = _may_be_copied(kind)
+        if not self._kinds[kind]:
             return False
-        package = kind.__module__.partition(".")[0]
-        # The end of a copy would end the file that both hold: `__del__` closes it.
-        bases = kind.__mro__[:-1]
-        if hasattr(kind, "__del__") or any("__new__" in vars(each) for each in bases):
-            return False
-        if not all(each.__flags__ & _HEAP for each in bases):
-            return False  # It has parts that are not Python's.
-        if not _SHARED.isdisjoint(each.__module__.partition(".")[0] for each in bases):
+        asked = callable(held) or any("__getitem__" in vars(each) for each in kind.__mro__)
+        if not asked and self._is_known_by_name(held):
             return False
         torch = sys.modules.get("torch")
         if torch is not None:
-            if isinstance(held, torch.nn.Module):
+            if isinstance(held, torch.nn.Module) and not _is_step(held, torch.nn):
                 return False
             if isinstance(held, torch.utils.data.Dataset):
                 return True
+        package = kind.__module__.partition(".")[0]
         return callable(held) or package == self._package or not _is_library(kind)
+
+    def _is_known_by_name(self, held: Any) -> bool:
+        """True for a variable of its class's module, by which others may know the object."""
+        name = type(held).__module__
+        if name == "__main__" or name not in sys.modules:
+            return False
+        if name not in self._named:
+            self._named[name] = set(map(id, vars(sys.modules[name]).values()))
+        return id(held) in self._named[name]
 
 
 def _opened_again(file: Any) -> Any:
@@ -189,6 +344,14 @@ def _opened_again(file: Any) -> Any:
 
 _HEAP: Final = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: classes that Python code defines."""
+
+
+_FUNCTIONS: Final = (
+    types.MethodType,
+    types.FunctionType,
+    functools.partial,
+    functools._lru_cache_wrapper,
+)
 
 
 def _is_library(kind: type) -> bool:
@@ -216,28 +379,129 @@ def _is_private(name: str) -> bool:
     return name.startswith("__") and not name.endswith("__")
 
 
-def _buffers(own: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Return how the small arrays among attributes are copied, by name. Not those that others
-    refer to, or share memory with: another array's view, another process."""
-    spans: list[tuple[int, int, str, Callable[[], Any]]] = []
+def _length_of(value: Any) -> int:
+    return len(value) if type(value) in (list, dict, set, tuple) else 0
+
+
+def _is_of_python(kind: type) -> bool:
+    """False for a class that is written in C, with fields of its own."""
+    slots = 0
+    for each in kind.__mro__:
+        names = vars(each).get("__slots__", ())
+        slots += 1 if isinstance(names, str) else len(list(names))
+    return kind.__basicsize__ <= object.__basicsize__ + 8 * (slots + 2)
+
+
+def _is_mark(kind: type) -> bool:
+    """True for a class that has nothing but a name, and methods of Python's own protocols."""
+    names = {name for each in kind.__mro__[:-1] for name in vars(each)}
+    return "__getitem__" not in names and all(name.startswith("__") for name in names)
+
+
+def _may_be_copied(kind: type) -> bool:
+    """False for a class whose objects are made, ended or kept in a way of its own."""
+    if issubclass(kind, type | types.ModuleType):
+        return False
+    bases = kind.__mro__[:-1]
+    asked = any({"__call__", "__getitem__"} & vars(each).keys() for each in bases)
+    if not asked and hasattr(kind, "__del__"):
+        return False
+    for each in bases:
+        made = vars(each).get("__new__")
+        if made is not None and not (asked and isinstance(made, staticmethod)):
+            return False
+    # It may have parts that are not Python's.
+    if not all(each.__flags__ & _HEAP for each in bases) or not _is_of_python(kind):
+        return False
+    return _SHARED.isdisjoint(each.__module__.partition(".")[0] for each in bases)
+
+
+def _is_step(module: Any, nn: Any) -> bool:
+    """True for a transform that is a module of torch's. Models have parameters, or their own way
+    to be called."""
+    home = type(module).__module__
+    if home.startswith("torch.") and home != nn.modules.container.__name__:
+        return False
+    return next(nn.Module.parameters(module), None) is None
+
+
+def _without_end(kind: type) -> type:
+    """Return a class without its `__del__`, which would end what the original goes on using."""
+    if not hasattr(kind, "__del__"):
+        return kind
+    own = {"__slots__": (), "__del__": lambda _: None, "__module__": kind.__module__}
+    own["__qualname__"], own["__doc__"] = kind.__qualname__, kind.__doc__
+    made: type = type.__new__(type(kind), kind.__name__, (kind,), own)
+    return made
+
+
+def _text_again(held: Any) -> Any:
+    """Return a file in memory with a place of its own."""
+    if held.closed:
+        return held
+    if isinstance(held, io.BytesIO):
+        made: Any = io.BytesIO(held.getvalue())  # They share the bytes until one is written.
+    else:
+        made = io.StringIO(held.getvalue(), newline="\n")
+    made.seek(held.tell())
+    return made
+
+
+_FILES: Final[dict[type, Callable[[Any], Any]]] = {
+    io.FileIO: _opened_again,
+    io.BufferedReader: _opened_again,
+    io.BytesIO: _text_again,
+    io.StringIO: _text_again,
+}
+
+
+def _connected_again(held: Any) -> Any:
+    """Return another connection to a file of SQLite's; the same one to any other place."""
+    sqlite = sys.modules["sqlite3"]
+    try:
+        places = [row[2] for row in held.cursor().execute("pragma database_list")]
+        if len(places) != 1 or not places[0] or held.in_transaction:
+            return held
+        made = sqlite.connect(
+            places[0], check_same_thread=False, isolation_level=held.isolation_level
+        )
+    except sqlite.Error:
+        return held
+    made.row_factory, made.text_factory = held.row_factory, held.text_factory
+    return made
+
+
+def _buffers(arrays: Iterable[Any]) -> dict[int, Any]:
+    """Return copies of the small ones among arrays, by id. Not of those that others refer to, or
+    share memory with: another array's view, another process."""
+    spans: list[tuple[int, int, Any]] = []
     torch = sys.modules.get("torch")
-    for name, value in own.items():
-        if type(value) is bytearray and len(value) <= _MOST_BYTES:
-            spans.append((id(value), 1, name, value.copy))
-        elif isinstance(value, np.ndarray):
-            is_own = type(value) is np.ndarray and value.flags.owndata and value.flags.writeable
-            small = is_own and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
-            spans.append((value.ctypes.data, value.nbytes, name if small else "", value.copy))
-        elif torch is not None and type(value) is torch.Tensor and value.device.type == "cpu":
-            if value.layout is not torch.strided:
-                continue
-            size = value.untyped_storage().nbytes()
-            small = size <= _MOST_BYTES and not value.requires_grad and not value.is_shared()
-            begin = value.untyped_storage().data_ptr()
-            spans.append((begin, size, name if small else "", value.clone))
-    alone = {}
-    for begin, size, name, copy in spans:
-        same = sum(begin < b + max(1, s) and b < begin + max(1, size) for b, s, _, _ in spans)
-        if name and same == 1:
-            alone[name] = copy
-    return alone
+    for held in arrays:
+        if isinstance(held, np.ndarray):
+            root = held
+            while type(root.base) is np.ndarray:
+                root = root.base
+            mine_alone = type(held) is np.ndarray and root.flags.owndata and held.flags.writeable
+            small = mine_alone and root.nbytes <= _MOST_BYTES
+            spans.append((root.ctypes.data, root.nbytes, held if small else None))
+        elif torch is not None and held.device.type == "cpu" and held.layout is torch.strided:
+            size = held.untyped_storage().nbytes()
+            small = type(held) is torch.Tensor and size <= _MOST_BYTES
+            small = small and not held.requires_grad and not held.is_shared()
+            spans.append((held.untyped_storage().data_ptr(), size, held if small else None))
+    spans.sort(key=lambda span: span[0])
+    alone: list[tuple[int, Any]] = []
+    ends = 0
+    for begin, size, held in spans:
+        if begin < ends:
+            alone[-1] = size, None
+        else:
+            alone.append((size, held))
+        ends = max(ends, begin + max(1, size))
+    made: dict[int, Any] = {}
+    left = _MOST_TOGETHER
+    for size, held in sorted(alone, key=lambda each: each[0]):
+        left -= 0 if held is None else size
+        if held is not None and left >= 0:
+            made[id(held)] = held.copy() if isinstance(held, np.ndarray) else held.clone()
+    return made

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
 import dlio
 
@@ -173,6 +173,44 @@ def test_a_transform_of_pictures_has_its_own_state(pictures: Path) -> None:
         made = torch.cat([batch[0] for batch in loader])
         loader.close()
     assert torch.equal(made, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stateful_loaders_do_not_take_each_others_samples(kind: type[Rows], rows: str) -> None:
+    loader = dlio.StatefulDataLoader(kind(rows), 6, num_workers=2)
+    for value, index in loader:
+        assert torch.equal(value, index)
+
+
+class Collate:
+    """Keeps the batch that it makes."""
+
+    def __init__(self, met: Met) -> None:
+        self.met = met
+
+    def __call__(self, samples: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        self.samples = samples
+        self.met.meet()
+        return self.samples
+
+
+@pytest.mark.parametrize("kind", [dlio.DataLoader, dlio.StatefulDataLoader])
+def test_threads_do_not_collate_each_others_samples(kind: Any) -> None:
+    data = TensorDataset(torch.arange(COUNT), torch.arange(COUNT))
+    loader = kind(data, 6, num_workers=2, collate_fn=Collate(Met(2)))
+    assert [int(sample[1]) for batch in loader for sample in batch] == list(range(COUNT))
+
+
+class Collecting(Current):
+    def collate(self, samples: list[tuple[int, int]]) -> tuple[int, int]:
+        return self.current, samples[-1][1]
+
+
+@pytest.mark.parametrize("kind", [dlio.DataLoader, dlio.StatefulDataLoader])
+def test_a_collate_function_of_the_data_set_is_of_the_same_copy(kind: Any, rows: str) -> None:
+    data = Collecting(rows)
+    for value, index in kind(data, 1, num_workers=2, collate_fn=data.collate):
+        assert value == index
 
 
 class Informed(Rows):

@@ -4,6 +4,7 @@ import copy
 import queue
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dlio.loader.torchdata_state.worker_server import (
     WorkerServer,
     WorkerTask,
 )
+from dlio.util.thread_copies import own_copy
 
 
 def same(reply: BatchData) -> BatchData:
@@ -119,9 +121,9 @@ class ProcessTransport(MultiProcessingDataLoaderIter):
 class ThreadTransport:
     """Threads of this process, each with a WorkerServer of its own.
 
-    With `copies` the data set is copied for each thread, as it must be if it has a state, or is an
-    iterator. `ahead` batches are under way at a time; with `loads`, the base seed is one that was
-    saved.
+    With `copies` all of the data set is copied for each thread, as it must be if it has a state, or
+    is an iterator; otherwise what `own_copy` copies. `ahead` batches are under way at a time; with
+    `loads`, the base seed is one that was saved.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class ThreadTransport:
             draws.base_seed = int(drawn.item())
         self._num_workers = workers
         server.seed_pipe(server.shared_seed)
-        self._servers = [_copied(server) if copies else copy.copy(server) for _ in range(workers)]
+        self._servers = [_copied(server, copies) for _ in range(workers)]
         self._answers: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
         self._has_refused: set[int] = set()
         """Workers whose `prepare` has failed, and that have said so."""
@@ -240,8 +242,12 @@ class ThreadTransport:
 Transport = ProcessTransport | ThreadTransport
 
 
-def _copied(server: WorkerServer) -> WorkerServer:
+def _copied(server: WorkerServer, deeply: bool) -> WorkerServer:
     made = copy.copy(server)
+    if not deeply:
+        made.dataset, collate = own_copy((server.dataset, server.recipe.collate))
+        made.recipe = replace(server.recipe, collate=collate)
+        return made
     try:
         made.dataset = copy.deepcopy(server.dataset)
     except Exception as error:
