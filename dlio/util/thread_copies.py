@@ -28,6 +28,8 @@ _MOST_BYTES: Final = 1 << 20
 """Of an array that is copied: a buffer. Larger ones are data."""
 _MOST_ITEMS: Final = 1000
 """Of a list, tuple or dictionary that is looked through."""
+_MOST_NESTED: Final = 100_000
+"""Of all those within one attribute of an object together."""
 _MOST_OBJECTS: Final = 10_000
 _DEEPEST: Final = 16
 # fmt: off
@@ -78,15 +80,16 @@ class _CopyWalk:
         self._package = module.partition(".")[0]
         self._made: dict[int, Any] = {}
         self._kept: list[Any] = []  # Their ids stay theirs as long as they live.
+        self._objects, self._left = 0, _MOST_NESTED
 
     def copied(self, held: Any, depth: int) -> Any:
         if id(held) in self._made:
             return self._made[id(held)]
-        if depth > _DEEPEST or len(self._made) >= _MOST_OBJECTS:
+        if depth > _DEEPEST or self._objects >= _MOST_OBJECTS:
             return held
         kind = type(held)
         if kind in (list, tuple, dict):
-            return self._container(held, depth) if len(held) <= _MOST_ITEMS else held
+            return self._container(held, depth)
         if kind in (io.FileIO, io.BufferedReader):
             return _opened_again(held)
         if kind in (types.MethodType, types.FunctionType, functools.partial):
@@ -96,26 +99,39 @@ class _CopyWalk:
         own = _attributes(held)
         if not own and not callable(held) and not hasattr(held, "__getitem__"):
             return held  # A mark: others may ask whether it is this very object.
-        made: Any = object.__new__(kind)
-        self._made[id(held)] = made
-        self._kept.append(held)
-        buffers = _buffers(own)
+        made: Any = self._known(held, object.__new__(kind))
+        self._objects += 1
+        buffers, left = _buffers(own), self._left
         for name, value in own.items():
+            self._left = _MOST_NESTED
             copied = buffers[name]() if name in buffers else self.copied(value, depth + 1)
             object.__setattr__(made, name, copied)
+        self._left = left
+        return made
+
+    def _known(self, held: Any, made: Any) -> Any:
+        """Return what is made of an object, or the object itself, and again wherever it is met, so
+        that each is looked through once, also if it holds itself."""
+        self._made[id(held)] = made
+        self._kept.append(held)
         return made
 
     def _container(self, held: Any, depth: int) -> Any:
         """Return a list, tuple or dictionary; a new one if some of its objects are copied."""
+        if len(held) > min(_MOST_ITEMS, self._left):
+            return held
+        self._left -= len(held)
+        made: Any = () if isinstance(held, tuple) else self._known(held, type(held)())
         values = list(held.values()) if isinstance(held, dict) else list(held)
         copies = [self.copied(value, depth + 1) for value in values]
-        if all(one is other for one, other in zip(values, copies, strict=True)):
-            return held
-        made = (
-            dict(zip(held, copies, strict=True)) if isinstance(held, dict) else type(held)(copies)
-        )
-        self._made[id(held)] = made
-        self._kept.append(held)
+        if _are_same(values, copies):
+            return self._known(held, held)
+        if isinstance(held, tuple):
+            return self._known(held, tuple(copies))
+        if isinstance(held, dict):
+            made.update(zip(held, copies, strict=True))
+        else:
+            made += copies
         return made
 
     def _function(self, held: Any, depth: int) -> Any:
@@ -126,20 +142,22 @@ class _CopyWalk:
         if isinstance(held, functools.partial):
             parts = [held.func, held.args, held.keywords]
             copies = [self.copied(part, depth + 1) for part in parts]
-            if all(one is other for one, other in zip(parts, copies, strict=True)):
-                return held
+            if _are_same(parts, copies):
+                return self._known(held, held)
             function, arguments, keywords = copies
-            return functools.partial(function, *arguments, **keywords)
+            return self._known(held, functools.partial(function, *arguments, **keywords))
         try:
             values = [cell.cell_contents for cell in held.__closure__ or ()]
         except ValueError:  # One is not assigned yet.
             return held
-        copies = [self.copied(value, depth + 1) for value in values]
-        if all(one is other for one, other in zip(values, copies, strict=True)):
-            return held
-        cells = tuple(map(types.CellType, copies))
+        cells = tuple(types.CellType() for _ in values)
         names = held.__name__, held.__defaults__, cells
-        made = types.FunctionType(held.__code__, held.__globals__, *names)
+        made = self._known(held, types.FunctionType(held.__code__, held.__globals__, *names))
+        copies = [self.copied(value, depth + 1) for value in values]
+        if _are_same(values, copies):
+            return self._known(held, held)
+        for cell, copied in zip(cells, copies, strict=True):
+            cell.cell_contents = copied
         made.__kwdefaults__ = held.__kwdefaults__
         made.__dict__.update(held.__dict__)
         return made
@@ -165,6 +183,10 @@ class _CopyWalk:
             if isinstance(held, torch.utils.data.Dataset):
                 return True
         return callable(held) or package == self._package or not _is_library(kind)
+
+
+def _are_same(values: list[Any], copies: list[Any]) -> bool:
+    return all(one is other for one, other in zip(values, copies, strict=True))
 
 
 def _opened_again(file: Any) -> Any:
