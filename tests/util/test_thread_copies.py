@@ -224,10 +224,10 @@ def test_a_table_of_lists_is_not_looked_through() -> None:
     rows: list[list[Any]] = [[(j, k) for k in range(1000)] for j in range(1000)]
     rows[-1] = [Counter()] * 1000
     data = Held(rows)
-    data.transforms = [Counter()]
+    data.rest = [Counter()]
     made = own_copy(data)
     assert made.held is rows
-    assert made.transforms[0] is not data.transforms[0]
+    assert made.rest[0] is not data.rest[0]
 
 
 @pytest.mark.parametrize("name", SHARED)
