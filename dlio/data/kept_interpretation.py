@@ -8,6 +8,7 @@ told.
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -17,7 +18,7 @@ import numpy as np
 
 from dlio.data.index import Arrays, keep_index, peek_index
 from dlio.data.interpretation import Interpretation, Kinds
-from dlio.data.links import Looks, links_followed, noting, path_of_user, state_of
+from dlio.data.links import Looks, is_below, links_followed, noting, path_of_user, state_of
 from dlio.util.printable import hearing, tell_once
 from dlio.util.settings import settings
 
@@ -75,9 +76,29 @@ def _recalled(kept: Arrays, kinds: dict[str, Any]) -> Interpretation | None:
             if state_of(place) != (None if state is None else tuple(state)):
                 return None
         fields = head["reading"]
+        if not _is_sound(fields, head["heard"]):
+            return None
         reading = Interpretation(kind=kinds[fields["format"]], **fields)
         for text in head["heard"]:
             tell_once(text)
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     return reading
+
+
+def _is_sound(fields: dict[str, Any], heard: object) -> bool:
+    """True if a kept answer has values of the right types, and paths of what the user has named."""
+    paths = fields["path"] if isinstance(fields["path"], list) else [fields["path"]]
+    others, options = fields["others"], fields["options"]
+    lists = [paths, heard, fields["left_out"], fields["doubts"], *others.values()]
+    texts = [fields["words"], *([] if fields["split"] is None else [fields["split"]])]
+    if not all(isinstance(each, list) for each in lists) or not isinstance(options, dict):
+        return False
+    texts += [text for each in lists for text in each]
+    root = path_of_user()
+    return (
+        root is not None
+        and all(isinstance(text, str) for text in texts)
+        and all(is_below(os.path.abspath(path), root) for path in paths)
+        and isinstance(fields["weight"], int | float)
+    )

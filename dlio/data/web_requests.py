@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from dlio.data.identity import stamp_of
+from dlio.util.machine_memory import usable_memory
 from dlio.util.printable import log_warning, tell_once
 from dlio.util.settings import settings
 from dlio.util.units import counted
@@ -23,6 +24,13 @@ from dlio.util.units import counted
 _BUSY: Final = (429, 503)
 _TRIES: Final = 5
 _FIRST_PAUSE_S: Final = 0.5
+_ERROR_BYTES: Final = 1 << 20
+"""Of the text that comes with an error."""
+_SHARE: Final = 4
+"""Of this process's memory, one of so many parts may be taken for an answer of the size that it
+tells itself."""
+_FREE_BYTES: Final = 64 << 20
+"""That an answer may always have, whatever was said of it before: also lists of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +151,42 @@ async def _check(_session: Any, _context: Any, params: Any) -> None:
     answer = params.response
     if params.method == "HEAD" and answer.status in (405, 501):  # GET will tell.
         _keep(_key(params.url), None)
+    answer.content = _BoundedContent(answer)
     if answer.status < 300:
         try:
             await _compare(params.method, params.headers.get("Range", ""), answer)
         except BaseException:
             answer.close()
             raise
+
+
+class _BoundedContent:
+    """The content of an answer, of which a server may send without an end: up to a number of bytes
+    it is read whole; see `aiohttp.StreamReader`."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer, self._content, self.most = answer, answer.content, _ERROR_BYTES
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def read(self, count: int = -1) -> bytes:
+        if count >= 0:
+            part: bytes = await self._content.read(count)
+            return part
+        parts, size = [], 0
+        while part := await self._content.readany():
+            size += len(part)
+            if size > self.most:
+                self._answer.close()
+                if self._answer.status >= 300:
+                    break  # The status is the error.
+                raise _error(
+                    f"the server sent over {counted(self.most, 'byte')}, more than it told: "
+                    "use another server, or copy the files"
+                )
+            parts.append(part)
+        return b"".join(parts)
 
 
 async def _compare(method: str, asked: str, answer: Any) -> None:
@@ -164,14 +202,19 @@ async def _compare(method: str, asked: str, answer: Any) -> None:
             "the server does not tell the length of its answer, so that one that was cut off looks "
             "whole: use another server, or copy the file"
         )
+    key = _key(answer.history[0].url if answer.history else answer.url)
+    before = _newest.get(key)
+    size = None if before is None else before.size
+    if size is None:
+        size = min(answer.content_length or 0, usable_memory() // _SHARE)
+    answer.content.most = max(size, _FREE_BYTES)
     if asked:
         size = await _check_part(asked, answer)
     about = {key: answer.headers[key] for key in ("ETag", "Last-Modified") if key in answer.headers}
     said = WebFile(size, stamp_of(about))
-    key = _key(answer.history[0].url if answer.history else answer.url)
     if method == "HEAD" or (not asked and key in _newest):
         _keep(key, said)
-    elif asked and (before := _newest.get(key)) is not None:
+    elif asked and before is not None:
         sizes = {before.size, size} - {None}
         # A server may leave either out of an answer.
         if len(sizes) > 1 or (before.times and said.times and before.times != said.times):
@@ -181,6 +224,8 @@ async def _compare(method: str, asked: str, answer: Any) -> None:
 async def _check_part(asked: str, answer: Any) -> int | None:
     """Compare a part of a file with the range that was asked for; return the file's size."""
     first, _, last = asked.removeprefix("bytes=").partition("-")
+    if last:
+        answer.content.most = int(last) + 1 - int(first or 0)
     size: int | None = answer.content_length
     if answer.status != 206:
         if first != "0" or size is None or (last and size > int(last) + 1):
@@ -190,21 +235,25 @@ async def _check_part(asked: str, answer: Any) -> int | None:
             )
         return size
     content_range = answer.headers.get("Content-Range", "")
-    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", content_range)
+    sent = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", content_range)
     if sent is None:
         if content_range or answer.content_type == "multipart/byteranges":
-            shown = content_range or answer.content_type
+            shown = content_range[:99] or answer.content_type
             raise _error(f"the server's answer says no part of the file ({shown})")
         return None
     size = None if sent[3] == "*" else int(sent[3])
     begin = int(first) if first else max(0, size - int(last)) if size is not None else int(sent[1])
-    if int(sent[1]) != begin or (first and last and int(sent[2]) > int(last)):
+    is_beyond = size is not None and int(sent[2]) >= size
+    if int(sent[1]) != begin or is_beyond or (first and last and int(sent[2]) > int(last)):
         raise _error(
-            f"the server sent the bytes {sent[1]}-{sent[2]}, and was asked for {asked[6:]}: use "
+            f"the server sent the bytes {content_range[6:]}, and was asked for {asked[6:]}: use "
             "another server, or copy the files"
         )
     # Libraries take the bytes that are missing for zeros.
-    sent_bytes, told_bytes = len(await answer.read()), int(sent[2]) + 1 - int(sent[1])
+    told_bytes = int(sent[2]) + 1 - int(sent[1])
+    sent_bytes = answer.content_length
+    if sent_bytes in (None, told_bytes):
+        sent_bytes = len(await answer.read())
     if sent_bytes != told_bytes:
         raise _error(f"the server sent {sent_bytes} of {counted(told_bytes, 'byte')}: run again")
     return size

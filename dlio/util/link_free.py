@@ -52,6 +52,9 @@ def open_unlinked(path: str, flags: int = READING) -> int:
         number = ctypes.get_errno()
         if descriptor < 0 and number == errno.ENXIO:  # A socket.
             raise OSError(errno.EINVAL, "it is not a regular file", path)
+        if descriptor < 0 and number == errno.EAGAIN:
+            text = "another process holds it to write (a lease); run again once it has let go"
+            raise OSError(number, text, path)
         if descriptor < 0 and number != errno.EINTR:
             raise OSError(number, os.strerror(number), path)
     return descriptor

@@ -14,7 +14,7 @@ from dlio.data.source import File
 from dlio.errors import SourceError
 from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.limits import check_claim
-from dlio.util.printable import log_warning
+from dlio.util.printable import tell_once
 
 SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
 _MAGIC: Final = {
@@ -26,6 +26,10 @@ _MAGIC: Final = {
 _CODECS: Final = {"gzip": "gzip", "bzip2": "bz2", "xz": "lzma"}
 """Names of `streamed`."""
 _STEP: Final = 1 << 20
+_HELD_BYTES: Final = 64 << 20
+_HELD_TIMES: Final = 16
+"""Bytes that are kept at once: so many, and so many times the stored ones. Those of what becomes
+more are counted first."""
 
 
 def codec_of(head: bytes) -> str:
@@ -50,10 +54,25 @@ def in_memory(file: File) -> File:
 
 
 def _decompressed(file: File, codec: str) -> bytearray:
-    done = bytearray()
+    done, size = bytearray(), 0
+    most = _HELD_BYTES + _HELD_TIMES * file.size
     for part in _parts(file, codec):
-        done += part
-        check_claim(len(done), file.size, file.name)
+        size += len(part)
+        check_claim(size, file.size, file.name)
+        if size <= most:
+            done += part
+        else:
+            done = bytearray()
+    if size <= most:
+        return done
+    done, begin = bytearray(size), 0
+    for part in _parts(file, codec):
+        end = begin + len(part)
+        if end <= size:
+            done[begin:end] = part
+        begin = end
+    if begin != size:
+        raise SourceError(f"{file.name} has changed while it was read: run again")
     return done
 
 
@@ -66,9 +85,8 @@ def _parts(file: File, codec: str) -> Iterator[bytes | memoryview]:
     except EOFError as error:
         raise SourceError(f"{file.name} is cut off: restore it") from error
     if end < file.size:
-        log_warning(
-            "%s: its last %d bytes are not of %s, and are left out",
-            *(file.name, file.size - end, codec),
+        tell_once(
+            f"{file.name}: its last {file.size - end} bytes are not of {codec}, and are left out"
         )
 
 

@@ -1,13 +1,16 @@
 """A large folder is understood once, and again when anything that was looked at has changed."""
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dlio.data import kept_interpretation, reader
+from dlio.data.index import peek_index
 from dlio.data.reader import open_reading
 from dlio.errors import UsageError
 from dlio.util import printable
@@ -144,3 +147,36 @@ def test_what_is_kept_is_not_believed(
         looked(data)
     assert looked(data)
     assert not looked(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("path", each) for each in (3, None, [1], "/etc", "{root}/../b", ["{root}", "/etc"])),
+        *(("left_out", each) for each in (7, [7], None)),
+        *(("others", each) for each in ("x", {"val": 3}, {"val": [3]})),
+        *(("words", 5), ("split", [1]), ("doubts", {}), ("options", []), ("weight", "x")),
+    ],
+)
+# SECURITY.md: S4
+def test_a_kept_answer_of_other_types_or_paths_is_not_believed(
+    tmp_path: Path,
+    looked: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: object,
+) -> None:
+    data = _classes(tmp_path / "data", "a", "b")
+    looked(data)
+    assert not looked(data)
+
+    def other(*args: Any) -> Any:
+        kept = peek_index(*args)
+        assert kept is not None
+        head = json.loads(kept["head"].tobytes())
+        text = json.dumps(value).replace("{root}", str(data))
+        head["reading"][name] = json.loads(text)
+        return {"head": np.frombuffer(json.dumps(head).encode(), np.uint8)}
+
+    monkeypatch.setattr(kept_interpretation, "peek_index", other)
+    assert looked(data)

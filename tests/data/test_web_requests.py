@@ -4,6 +4,8 @@ import gc
 import gzip
 import hashlib
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +44,8 @@ class Answer:
         """The request's method, its range, and its number among those of this method."""
         self.pause_s = 0.0
         """Seconds before each byte."""
+        self.is_endless = False
+        """True to send the body again and again."""
         self.become(data)
 
     def become(self, data: bytes) -> None:
@@ -96,6 +100,11 @@ def served(
             if self.command == "HEAD":
                 return
             try:
+                part = made.body
+                if "Transfer-Encoding" in made.headers and made.is_endless:
+                    part = b"%x\r\n%b\r\n" % (len(part), part)
+                while made.is_endless:
+                    self.wfile.write(part)
                 if not made.pause_s:
                     self.wfile.write(made.body)
                 for k in range(len(made.body) if made.pause_s else 0):
@@ -198,6 +207,25 @@ def _dripping(answer: Answer) -> None:
     answer.pause_s = 0.3
 
 
+def _endless(answer: Answer) -> None:
+    if answer.method == "GET":
+        answer.body, answer.is_endless = answer.body + bytes(1 << 20), True
+        del answer.headers["Content-Length"]
+        answer.headers["Transfer-Encoding"] = "chunked"
+
+
+def _endless_of_a_length(answer: Answer) -> None:
+    if answer.method == "GET":
+        answer.body, answer.is_endless = answer.body + bytes(1 << 20), True
+        answer.headers["Content-Length"] = str(1 << 40)
+
+
+def _endless_error(answer: Answer) -> None:
+    if answer.method == "GET":
+        _endless(answer)
+        answer.status = 410
+
+
 def _to_a_file(answer: Answer) -> None:
     answer.status, answer.body = 302, b""
     answer.headers = {"Location": "file:///etc/passwd", "Content-Length": "0"}
@@ -219,6 +247,9 @@ KINDS: Final[dict[Callable[[Answer], None], str]] = {
     _busy_for_long: "503",
     _dripping: "no whole answer for 1 s: the source hangs",
     _to_a_file: "file:///etc/passwd",
+    _endless: "the server sent over",
+    _endless_of_a_length: "the server sent",
+    _endless_error: "410|is not there|does not exist",
 }
 FORMATS: Final = ("t.csv", "x.h5", "x.npz", "shard.dlio")
 
@@ -280,6 +311,30 @@ def test_an_answer_is_the_one_that_was_asked_for_or_an_error(
             assert url in message
         else:
             assert samples == expected
+
+
+@pytest.mark.parametrize("change", [_endless, _endless_of_a_length, _endless_error])
+# SECURITY.md: S25
+def test_an_answer_without_an_end_takes_little_memory(change: Callable[[Answer], None]) -> None:
+    with served({"t.csv": TABLE}, change) as url:
+        code = (
+            "import resource, sys\n"
+            "from dlio.data.source import Source\n"
+            "from dlio.errors import SourceError\n"
+            "source = Source(sys.argv[1])\n"
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "for part in ((), (8, 99)):\n"
+            "    try:\n"
+            "        source.read('t.csv', *part)\n"
+            "    except SourceError:\n"
+            "        print('refused')\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+        )
+        words = [sys.executable, "-c", code, url]
+        run = subprocess.run(words, capture_output=True, text=True, check=True)
+    *refused, grown = run.stdout.split()
+    assert refused == ["refused"] * 2
+    assert int(grown) < 192 << 10
 
 
 def test_a_busy_server_is_asked_again(

@@ -11,8 +11,6 @@ FACTOR: Final = 32
 FACTORS: Final = {
     **dict.fromkeys(("coco", "coco-masks", "yolo", "lists", "mds"), 20),
     "dicom": 8,
-    # Decompressed as a whole, of which 256 times the stored bytes are believed.
-    **dict.fromkeys(("idx", "csv-gz", "tar-gz"), 288),
 }
 """The same by format, as SECURITY.md has it."""
 FREE_SECONDS: Final = 6.0

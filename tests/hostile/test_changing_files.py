@@ -1,7 +1,9 @@
 """Files of a data set that others change between its opening and a read: data or one line."""
 
+import fcntl
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.data.reader_contract import Reader
-from dlio.errors import DlioError
+from dlio.errors import DlioError, SourceError
 from tests.hostile.linked_sets import FORMATS
 
 _MARKED = 1e9
@@ -88,3 +90,29 @@ def test_files_that_change_while_they_are_read_end_in_data_or_one_line(
             assert "\n" not in said
         reader.close()
         shutil.rmtree(root)
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETLEASE"), reason="Linux alone has leases")
+# SECURITY.md: S13
+def test_a_file_that_somebody_leases_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    for name in ("a/0.jpg", "a/1.jpg", "b/0.jpg"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_bytes(b"picture")
+    reader = open_reader(str(tmp_path / "data"))
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # The kernel asks for the lease by it.
+    try:
+        with (tmp_path / "data" / "a" / "1.jpg").open("r+b") as file:
+            try:
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            except OSError as error:
+                pytest.skip(f"no leases here: {error}")
+            # Whoever waits reads it when the kernel takes the lease, after 45 seconds.
+            with pytest.raises(SourceError, match=r"1\.jpg cannot be read: .* lease"):
+                reader.read(np.arange(3))
+        assert len(reader.read(np.arange(3))) == 3
+    finally:
+        signal.signal(signal.SIGIO, before)
+        reader.close()

@@ -1,12 +1,16 @@
 """Memory and time that data take follow from the bytes that are there."""
 
+import bz2
 import contextlib
+import gzip
 import io
 import json
+import lzma
 import os
 import struct
 import tarfile
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +19,13 @@ import numpy as np
 import pytest
 
 import dlio
-from dlio.data.source import file_at
+from dlio.data.source import File, file_at
 from dlio.errors import DecodeError, SourceError, UsageError
 from dlio.image.decoder import decode_whole
 from dlio.image.segmentation_masks import draw_instance
 from dlio.util import limits
-from dlio_readers import rehearsal
+from dlio_readers import compressed_files, rehearsal
+from dlio_readers.compressed_files import in_memory
 from dlio_readers.texttable import _TableScan
 from dlio_readers.tfrecord import RecordBytes, features_of, ints_of
 from dlio_staging.verify import verify
@@ -199,3 +204,48 @@ def test_names_of_columns_are_bounded_before_columns_are_made(
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
     with pytest.raises(SourceError, match=r"a\.csv would need [0-9]+ bytes"):
         dlio.open(str(path), tiers="none")
+
+
+class _Stored(File):
+    """A file of these bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self.name = self.url = "a.csv.gz"
+        self.size, self.times, self.local_path = len(data), "", None
+        self._changed = ""
+        self._data = data
+
+    def read(self, offset: int = 0, count: int | None = None) -> bytes:
+        return self._data[offset:][:count]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_what_is_decompressed_and_refused_takes_little_memory(
+    pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressed_files, "_HELD_BYTES", 4 << 20)
+    monkeypatch.setattr(limits, "usable_memory", lambda: 1000)
+    monkeypatch.setattr(limits, "_FREE_BYTES", 40 << 20)
+    monkeypatch.setattr(limits, "_EXPANSION", 1)
+    data = pack(bytes(48 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError, match="claims to hold"):
+            in_memory(_Stored(data))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+@pytest.mark.parametrize("size", [6 << 20, 30 << 20])
+def test_what_is_counted_first_is_read_as_it_is(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed_files, "_HELD_BYTES", 4 << 20)
+    data = bytes(range(256)) * (size >> 8)
+    packed = gzip.compress(data)
+    assert in_memory(_Stored(packed)).read() == data
+    for other in (data + b"more", data[:-1]):
+        parts = iter([[data], [other]])
+        monkeypatch.setattr(compressed_files, "_parts", lambda *_, parts=parts: next(parts))
+        with pytest.raises(SourceError, match="has changed while it was read"):
+            in_memory(_Stored(packed))

@@ -205,6 +205,80 @@ def test_a_function_that_closes_over_itself_is_no_error() -> None:
     assert own_copy(Held(factorial)).held(4) == 24
 
 
+def _ring() -> Any:
+    ring: list[Any] = [Counter()]
+    ring += [ring] * 50
+    return ring
+
+
+def _ring_of_dictionaries() -> Any:
+    ring: dict[Any, Any] = {0: Counter()}
+    ring.update({k: (ring, [ring] * 9) for k in range(1, 50)})
+    return ring
+
+
+def _ring_of_functions() -> Any:
+    counter = Counter()
+    own: list[Callable[[int], int]] = []
+
+    def first(depth: int) -> int:
+        return own[0](depth) + second(depth) + third(depth) if depth else counter(1)
+
+    def second(depth: int) -> int:
+        return first(depth - 1) + third(depth - 1) + second(depth - 1) if depth else counter(1)
+
+    def third(depth: int) -> int:
+        return first(depth - 1) + second(depth - 1) + third(depth - 1) if depth else counter(1)
+
+    own += [first, second, third]
+    return own
+
+
+def _list_of_lists_many_times() -> Any:
+    rows: list[Any] = [Counter()]
+    for _ in range(14):
+        rows = [rows, *[[*rows]] * 99]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "make", [_ring, _ring_of_dictionaries, _ring_of_functions, _list_of_lists_many_times]
+)
+def test_what_holds_itself_or_another_many_times_is_looked_through_once(
+    make: Callable[[], Any],
+) -> None:
+    data = Held(make())
+    made = own_copy(data)
+    assert made.held is not data.held
+    assert type(made.held) is type(data.held)
+
+
+def test_rings_stay_rings_with_the_state_of_their_thread() -> None:
+    data = Held(_ring())
+    made = own_copy(data)
+    assert made.held[0] is not data.held[0]
+    assert all(each is made.held for each in made.held[1:])
+
+    counter = Counter()
+
+    def again(times: int) -> int:
+        return again(times - 1) if times else counter()
+
+    bound = own_copy(Held(again))
+    assert [bound.held(3), bound.held(2)] == [1, 2]
+    assert counter.value == 0
+
+
+def test_a_table_of_lists_is_not_looked_through() -> None:
+    rows: list[list[Any]] = [[(j, k) for k in range(1000)] for j in range(1000)]
+    rows[-1] = [Counter()] * 1000
+    data = Held(rows)
+    data.rest = [Counter()]
+    made = own_copy(data)
+    assert made.held is rows
+    assert made.rest[0] is not data.rest[0]
+
+
 @pytest.mark.parametrize("name", SHARED)
 def test_what_is_only_read_is_shared(name: str) -> None:
     data = Held(SHARED[name]())

@@ -329,8 +329,8 @@ EXPORT void dlio_files_status(int64_t folder, int64_t follows, const uint8_t *na
     }
 }
 
-/* Open a file below a folder, waiting for nobody. -1 if it cannot be, or lies behind a link that is not to
- * be followed. */
+/* Open a file below a folder, waiting for nobody, nor for whoever has a lease on it (EAGAIN). -1 if it
+ * cannot be, or lies behind a link that is not to be followed. */
 static int open_named(const NamedFile *named) {
     char name[PATH_MAX];
     if (!copy_name(name, (const uint8_t *)(uintptr_t)named->name, named->name_bytes)) return -1;
@@ -344,7 +344,7 @@ static int open_named(const NamedFile *named) {
     /* `struct open_how` of the kernel; its RESOLVE_NO_SYMLINKS and RESOLVE_BENEATH. */
     struct { uint64_t flags, mode, resolve; } how = {.flags = FLAGS, .resolve = 0x04 | 0x08};
     do file = (int)syscall(SYS_openat2, (int)named->folder, name, &how, sizeof how);
-    while (file < 0 && (errno == EINTR || errno == EAGAIN));
+    while (file < 0 && errno == EINTR);
 #endif
     return file;
 }
