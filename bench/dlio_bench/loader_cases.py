@@ -269,6 +269,10 @@ _WIDTH: Final = 32
 _MAP_TIERS: Final = "ram:256MiB"
 
 
+class _SharedCounts(np.ndarray[Any, np.dtype[np.int64]]):
+    """Counts that all threads of the loader share: each has copies of plain arrays alone."""
+
+
 class LatentSource(torch.utils.data.Dataset[Sample]):
     """Samples that take a while each, as those of a data base or of an object store do.
 
@@ -278,9 +282,7 @@ class LatentSource(torch.utils.data.Dataset[Sample]):
 
     def __init__(self, samples: int, latency_s: float, varying: bool, run: int = 0) -> None:
         self._latency_s, self._varying, self._run = latency_s, varying, run
-        # Views of one array, which the loader's threads share; an array that is an attribute
-        # itself would be a buffer of each.
-        counts = np.zeros(samples + 2, np.int64)
+        counts = np.zeros(samples + 2, np.int64).view(_SharedCounts)
         self.calls = counts[:samples]
         """Calls for each sample; shape (samples,)."""
         self._flight = counts[samples:]

@@ -23,13 +23,16 @@ SALT = random.SystemRandom().random()
 """RAM tiers are shared with all processes of the user that read the same data."""
 
 
+class Counts(np.ndarray):
+    """Counts that all threads share: each has copies of plain arrays alone, which are buffers."""
+
+
 class Made(torch.utils.data.Dataset[Any]):
     """Samples made by a function of the index; counts the reads of each."""
 
     def __init__(self, make: Callable[[int], Any], count: int = 50) -> None:
         self.make = make
-        # A view, which all threads share; an array of its own would be a buffer of each.
-        self.asked = np.zeros(count, np.int64)[:]
+        self.asked = np.zeros(count, np.int64).view(Counts)
 
     def __len__(self) -> int:
         return len(self.asked)
@@ -221,13 +224,13 @@ class Drawing:
     def __init__(self, draw: Callable[[int], Any]) -> None:
         self.rng = np.random.default_rng(0)
         self.transform = draw
-        self.asked: list[int] = []
+        self.asked = np.zeros(1, np.int64).view(Counts)
 
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, index: int) -> Any:
-        self.asked.append(index)
+        self.asked[0] += 1
         return self.transform(index)
 
 
@@ -245,7 +248,7 @@ def test_random_data_sets_are_noticed_by_the_generators_that_they_use() -> None:
             open_reader(data)
     seeded = Drawing(lambda i: np.random.default_rng(i).random(3))
     open_reader(seeded)
-    assert len(seeded.asked) == 16
+    assert seeded.asked[0] == 16
 
 
 def test_a_data_set_that_takes_several_indices_is_asked_for_several_at_a_time(
