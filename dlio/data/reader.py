@@ -81,6 +81,9 @@ through."""
 _SHOWN: Final = 3
 """Folders that a message names."""
 _MOST_CANDIDATES: Final = 8
+_TABLES: Final = ("tables", "parquet", "arrow")
+"""Formats of rows, in which one column of several is usually the label."""
+_FEW_COLUMNS: Final = 2
 _MOST_FOLDERS: Final = 16
 """Folders that are looked into for data sets of their own."""
 
@@ -211,7 +214,8 @@ def _tell_of_labels(reader: Reader) -> None:
         text = f"its labels are numbers with fractions, and are {count}"
     elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
         able = label_candidates({name: kind.text for name, kind in kinds.items()})
-        if able and not reader.labels.any():
+        is_table = reader.format in _TABLES and len(kinds) > _FEW_COLUMNS
+        if is_table and able and not reader.labels.any():
             which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
             text = (
                 f"none of its fields has a label's name; if {which} is it, name it label in the "

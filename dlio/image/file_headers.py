@@ -371,6 +371,8 @@ def has_more_frames(image: Buffer) -> bool:
     if head[:4] not in TIFF or 43 in head[2:4]:
         return False
     order = "<" if head[:2] == b"II" else ">"
+    if len(view) < 8:
+        return False
     (at,) = struct.unpack_from(order + "I", view, 4)
     if at + 2 > len(view):
         return False
