@@ -212,10 +212,15 @@ def _tell_of_labels(reader: Reader) -> None:
     ):
         count = counted(len(reader.classes), "class")
         text = f"its labels are numbers with fractions, and are {count}"
-    elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
+    elif (
+        hasattr(reader, "unlabelled")
+        and not len(reader.classes)
+        and not label_names(kinds)
+        and reader.format in _TABLES
+        and len(kinds) > _FEW_COLUMNS
+    ):
         able = label_candidates({name: kind.text for name, kind in kinds.items()})
-        is_table = reader.format in _TABLES and len(kinds) > _FEW_COLUMNS
-        if is_table and able and not reader.labels.any():
+        if able and not reader.labels.any():
             which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
             text = (
                 f"none of its fields has a label's name; if {which} is it, name it label in the "

@@ -699,14 +699,16 @@ def _without_copies(url: str, names: list[str]) -> list[str]:
     """Return names without those of files that lie there uncompressed too, as `gunzip -k` leaves
     them, and tell so."""
     known = set(names)
-    copies = [name for name in names if _COMPRESSED.sub("", name) in known - {name}]
+    plain = [(name, _COMPRESSED.sub("", name)) for name in names]
+    copies = [name for name, without in plain if without != name and without in known]
     if copies:
         tell_once(
             f"{redact(url)}: {copies[0]} lies there uncompressed as well, and is left out"
             + (f", as are {counted(len(copies) - 1, 'other file')}" if len(copies) > 1 else "")
             + ": open it by its name if it is other data"
         )
-    return [name for name in names if name not in copies]
+    left_out = set(copies)
+    return [name for name in names if name not in left_out]
 
 
 def inside(url: str, name: str) -> str:

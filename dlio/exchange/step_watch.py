@@ -82,11 +82,12 @@ class StepWatch:
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
             frame = frame.f_back
-        where = "" if frame is None else f" {os.path.basename(frame.f_code.co_filename)}:"
-        where += "" if frame is None else str(frame.f_lineno)
+        where = " its end"
+        if frame is not None:
+            where = f" {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         return (
             f"Rank {self._comm.rank} has made {counted(self._steps, 'step')} of its optimizers and "
-            f"waits at{where or ' its end'}: ranks that call backward or step another number of "
+            f"waits at{where}: ranks that call backward or step another number of "
             "times, as with loaders of unlike lengths, wait for each other so"
         )
 
