@@ -32,7 +32,13 @@ from dlio.data.interpretation import (
     split_folder,
 )
 from dlio.data.kept_interpretation import understood
-from dlio.data.labels import is_number, label_candidates, label_names, several_labels
+from dlio.data.labels import (
+    is_number,
+    label_candidates,
+    label_names,
+    likely_label,
+    several_labels,
+)
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
 from dlio.data.reader_contract import ReaderType, abilities_of, path_rules_of
@@ -216,10 +222,10 @@ def _tell_of_labels(reader: Reader) -> None:
         hasattr(reader, "unlabelled")
         and not len(reader.classes)
         and not label_names(kinds)
-        and reader.format in _TABLES
-        and len(kinds) > _FEW_COLUMNS
     ):
-        able = label_candidates({name: kind.text for name, kind in kinds.items()})
+        able = [name for name in kinds if likely_label([name])]
+        if reader.format in _TABLES and len(kinds) > _FEW_COLUMNS:
+            able = label_candidates({name: kind.text for name, kind in kinds.items()})
         if able and not reader.labels.any():
             which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
             text = (
