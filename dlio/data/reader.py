@@ -218,11 +218,7 @@ def _tell_of_labels(reader: Reader) -> None:
     ):
         count = counted(len(reader.classes), "class")
         text = f"its labels are numbers with fractions, and are {count}"
-    elif (
-        hasattr(reader, "unlabelled")
-        and not len(reader.classes)
-        and not label_names(kinds)
-    ):
+    elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
         able = [name for name in kinds if likely_label([name])]
         if reader.format in _TABLES and len(kinds) > _FEW_COLUMNS:
             able = label_candidates({name: kind.text for name, kind in kinds.items()})

@@ -11,27 +11,27 @@ cannot be copied.
 import array
 import collections
 import functools
-import io
-import os
 import sys
-import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from dlio.util.limits import open_regular
+from dlio.util.copied_classes import (
+    attributes_of,
+    is_library,
+    is_mark,
+    is_step,
+    may_be_built,
+    may_be_copied,
+    without_end,
+)
+from dlio.util.copied_files import FILES, MOST_BYTES, buffers_of, connected_again
 from dlio.util.printable import tell_once
-from dlio.util.trusted_files import path_of
 
 T = TypeVar("T")
-_MOST_BYTES: Final = 4 << 20
-"""Of an array that is copied: a buffer. Larger ones are data."""
-_MOST_TOGETHER: Final = 16 << 20
-"""Of all arrays that are copied."""
 _MOST_ITEMS: Final = 1000
 """Of a list, tuple or dictionary that is looked through."""
 _MOST_OBJECTS: Final = 5_000
@@ -41,17 +41,6 @@ _MOST_VALUES: Final = 50_000
 _DEEPEST: Final = 16
 _MOST_KEPT: Final = 64
 """Objects of which a thread keeps copies, the latest: it may outlive many data sets."""
-# fmt: off
-_SHARED: Final = frozenset((
-    "dlio", "datasets", "pandas", "pyarrow", "numpy", "logging", "threading", "multiprocessing",
-    "queue", "concurrent", "asyncio", "contextvars", "weakref", "socket", "subprocess",
-))
-# fmt: on
-"""Packages whose objects, and those of classes upon them, are for threads, or have no state of a
-sample."""
-_HOMES: Final = tuple(
-    sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 # fmt: off
 _CONTAINERS: Final = (
     collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque, list,
@@ -74,7 +63,7 @@ def own_copy(held: T) -> T:
     try:
         look = _CopyWalk(module)
         made: T = look.copied(held, 0)
-        buffers = _buffers(look.arrays.values())
+        buffers = buffers_of(look.arrays.values())
         if buffers or look.meets_files:
             made = _CopyWalk(module, buffers).copied(held, 0)
     except Exception as error:
@@ -140,11 +129,11 @@ class _CopyWalk:
                 return held
             return self._container(held, depth)
         if kind in _BUFFERS:
-            small = len(held) * getattr(held, "itemsize", 1) <= _MOST_BYTES
+            small = len(held) * getattr(held, "itemsize", 1) <= MOST_BYTES
             return self._note(held, held[:]) if small else held
-        if kind in _FILES:
+        if kind in FILES:
             self.meets_files = True
-            return self._note(held, _FILES[kind](held)) if self._opens else held
+            return self._note(held, FILES[kind](held)) if self._opens else held
         if kind is types.SimpleNamespace:
             made = self._note(held, types.SimpleNamespace())
             made.__dict__.update({k: self.copied(v, depth + 1) for k, v in vars(held).items()})
@@ -157,10 +146,10 @@ class _CopyWalk:
             return self._function(held, depth)
         if not self._has_state(held):
             return self._library(held, depth)
-        own = _attributes(held)
-        if not own and not callable(held) and _is_mark(kind):
+        own = attributes_of(held)
+        if not own and not callable(held) and is_mark(kind):
             return held  # A mark: others may ask whether it is this very object.
-        made = self._note(held, object.__new__(_without_end(kind)))
+        made = self._note(held, object.__new__(without_end(kind)))
         self._fill(made, own, depth)
         return made
 
@@ -192,7 +181,7 @@ class _CopyWalk:
         kind = type(held)
         base: Any = next(each for each in _CONTAINERS if isinstance(held, each))
         is_own = kind is not base
-        if is_own and not (base is not collections.Counter and self._may_be_made(kind, base)):
+        if is_own and not (base is not collections.Counter and may_be_built(kind, base)):
             return held
         if not is_own and len(held) > _MOST_ITEMS:
             return held
@@ -222,15 +211,8 @@ class _CopyWalk:
         else:
             base.extend(made, copies)
         if is_own:
-            self._fill(made, _attributes(held), depth)
+            self._fill(made, attributes_of(held), depth)
         return made
-
-    def _may_be_made(self, kind: type, base: type) -> bool:
-        """True for a class of a user's own upon a list or dictionary."""
-        own = kind.__mro__[: kind.__mro__.index(base)]
-        return not _is_library(kind) and not any(
-            {"__new__", "__del__"} & vars(each).keys() or not each.__flags__ & _HEAP for each in own
-        )
 
     def _library(self, held: Any, depth: int) -> Any:
         """Return an object of a library; a new one of those that are known to have state."""
@@ -238,17 +220,17 @@ class _CopyWalk:
         tarfile = sys.modules.get("tarfile")
         if tarfile is not None and type(held) is tarfile.TarFile:
             made = self._note(held, object.__new__(tarfile.TarFile))
-            self._fill(made, _attributes(held), depth)
+            self._fill(made, attributes_of(held), depth)
             return made
         if datasets is not None and type(held) is getattr(datasets, "Dataset", None):
             given = vars(held).get("_format_kwargs")
             if given and (kwargs := self._container(given, depth, may_keep=True)) is not given:
-                made = self._note(held, object.__new__(_without_end(type(held))))
+                made = self._note(held, object.__new__(without_end(type(held))))
                 made.__dict__.update(vars(held), _format_kwargs=kwargs)
                 return made
         if sqlite is not None and type(held) is sqlite.Connection:
             self.meets_files = True
-            return self._note(held, _connected_again(held)) if self._opens else held
+            return self._note(held, connected_again(held)) if self._opens else held
         if sqlite is not None and type(held) is sqlite.Cursor:
             connection = self.copied(held.connection, depth + 1)
             if connection is not held.connection:
@@ -301,7 +283,7 @@ class _CopyWalk:
         """True for a data set, a callable object, or one of a class of the user's own."""
         kind = type(held)
         if kind not in self._kinds:
-            self._kinds[kind] = _may_be_copied(kind)
+            self._kinds[kind] = may_be_copied(kind)
         if not self._kinds[kind]:
             return False
         asked = callable(held) or any("__getitem__" in vars(each) for each in kind.__mro__)
@@ -309,12 +291,12 @@ class _CopyWalk:
             return False
         torch = sys.modules.get("torch")
         if torch is not None:
-            if isinstance(held, torch.nn.Module) and not _is_step(held, torch.nn):
+            if isinstance(held, torch.nn.Module) and not is_step(held, torch.nn):
                 return False
             if isinstance(held, torch.utils.data.Dataset):
                 return True
         package = kind.__module__.partition(".")[0]
-        return callable(held) or package == self._package or not _is_library(kind)
+        return callable(held) or package == self._package or not is_library(kind)
 
     def _is_known_by_name(self, held: Any) -> bool:
         """True for a variable of its class's module, by which others may know the object."""
@@ -326,26 +308,6 @@ class _CopyWalk:
         return id(held) in self._named[name]
 
 
-def _opened_again(file: Any) -> Any:
-    """Return a regular file that is open for reading with a place of its own; another as it is.
-
-    Processes that share a file's place, as torch's do, read where others have sought.
-    """
-    try:
-        if file.closed or file.writable():
-            return file
-        descriptor = open_regular(path_of(file.fileno()))
-        again = os.fdopen(descriptor, "rb", buffering=0 if type(file) is io.FileIO else -1)
-        again.seek(file.tell())
-    except (OSError, ValueError):
-        return file
-    return again
-
-
-_HEAP: Final = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: classes that Python code defines."""
-
-
 _FUNCTIONS: Final = (
     types.MethodType,
     types.FunctionType,
@@ -354,154 +316,5 @@ _FUNCTIONS: Final = (
 )
 
 
-def _is_library(kind: type) -> bool:
-    """True for a class of an installed package, or of Python's own library."""
-    if kind.__module__ == "__main__":
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is None or file.startswith(_HOMES)
-
-
-def _attributes(held: Any) -> dict[str, Any]:
-    """Return the attributes of an object, with those in slots."""
-    own = dict(getattr(held, "__dict__", {}))
-    for kind in type(held).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                name = f"_{kind.__name__.lstrip('_')}{name}" if _is_private(name) else name
-                if hasattr(held, name):
-                    own[name] = getattr(held, name)
-    return own
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("__") and not name.endswith("__")
-
-
 def _length_of(value: Any) -> int:
     return len(value) if type(value) in (list, dict, set, tuple) else 0
-
-
-def _is_of_python(kind: type) -> bool:
-    """False for a class that is written in C, with fields of its own."""
-    slots = 0
-    for each in kind.__mro__:
-        names = vars(each).get("__slots__", ())
-        slots += 1 if isinstance(names, str) else len(list(names))
-    return kind.__basicsize__ <= object.__basicsize__ + 8 * (slots + 2)
-
-
-def _is_mark(kind: type) -> bool:
-    """True for a class that has nothing but a name, and methods of Python's own protocols."""
-    names = {name for each in kind.__mro__[:-1] for name in vars(each)}
-    return "__getitem__" not in names and all(name.startswith("__") for name in names)
-
-
-def _may_be_copied(kind: type) -> bool:
-    """False for a class whose objects are made, ended or kept in a way of its own."""
-    if issubclass(kind, type | types.ModuleType):
-        return False
-    bases = kind.__mro__[:-1]
-    asked = any({"__call__", "__getitem__"} & vars(each).keys() for each in bases)
-    if not asked and hasattr(kind, "__del__"):
-        return False
-    for each in bases:
-        made = vars(each).get("__new__")
-        if made is not None and not (asked and isinstance(made, staticmethod)):
-            return False
-    # It may have parts that are not Python's.
-    if not all(each.__flags__ & _HEAP for each in bases) or not _is_of_python(kind):
-        return False
-    return _SHARED.isdisjoint(each.__module__.partition(".")[0] for each in bases)
-
-
-def _is_step(module: Any, nn: Any) -> bool:
-    """True for a transform that is a module of torch's. Models have parameters, or their own way
-    to be called."""
-    home = type(module).__module__
-    if home.startswith("torch.") and home != nn.modules.container.__name__:
-        return False
-    return next(nn.Module.parameters(module), None) is None
-
-
-def _without_end(kind: type) -> type:
-    """Return a class without its `__del__`, which would end what the original goes on using."""
-    if not hasattr(kind, "__del__"):
-        return kind
-    own = {"__slots__": (), "__del__": lambda _: None, "__module__": kind.__module__}
-    own["__qualname__"], own["__doc__"] = kind.__qualname__, kind.__doc__
-    made: type = type.__new__(type(kind), kind.__name__, (kind,), own)
-    return made
-
-
-def _text_again(held: Any) -> Any:
-    """Return a file in memory with a place of its own."""
-    if held.closed:
-        return held
-    if isinstance(held, io.BytesIO):
-        made: Any = io.BytesIO(held.getvalue())  # They share the bytes until one is written.
-    else:
-        made = io.StringIO(held.getvalue(), newline="\n")
-    made.seek(held.tell())
-    return made
-
-
-_FILES: Final[dict[type, Callable[[Any], Any]]] = {
-    io.FileIO: _opened_again,
-    io.BufferedReader: _opened_again,
-    io.BytesIO: _text_again,
-    io.StringIO: _text_again,
-}
-
-
-def _connected_again(held: Any) -> Any:
-    """Return another connection to a file of SQLite's; the same one to any other place."""
-    sqlite = sys.modules["sqlite3"]
-    try:
-        places = [row[2] for row in held.cursor().execute("pragma database_list")]
-        if len(places) != 1 or not places[0] or held.in_transaction:
-            return held
-        made = sqlite.connect(
-            places[0], check_same_thread=False, isolation_level=held.isolation_level
-        )
-    except sqlite.Error:
-        return held
-    made.row_factory, made.text_factory = held.row_factory, held.text_factory
-    return made
-
-
-def _buffers(arrays: Iterable[Any]) -> dict[int, Any]:
-    """Return copies of the small ones among arrays, by id. Not of those that others refer to, or
-    share memory with: another array's view, another process."""
-    spans: list[tuple[int, int, Any]] = []
-    torch = sys.modules.get("torch")
-    for held in arrays:
-        if isinstance(held, np.ndarray):
-            root = held
-            while type(root.base) is np.ndarray:
-                root = root.base
-            mine_alone = type(held) is np.ndarray and root.flags.owndata and held.flags.writeable
-            small = mine_alone and root.nbytes <= _MOST_BYTES
-            spans.append((root.ctypes.data, root.nbytes, held if small else None))
-        elif torch is not None and held.device.type == "cpu" and held.layout is torch.strided:
-            size = held.untyped_storage().nbytes()
-            small = type(held) is torch.Tensor and size <= _MOST_BYTES
-            small = small and not held.requires_grad and not held.is_shared()
-            spans.append((held.untyped_storage().data_ptr(), size, held if small else None))
-    spans.sort(key=lambda span: span[0])
-    alone: list[tuple[int, Any]] = []
-    ends = 0
-    for begin, size, held in spans:
-        if begin < ends:
-            alone[-1] = size, None
-        else:
-            alone.append((size, held))
-        ends = max(ends, begin + max(1, size))
-    made: dict[int, Any] = {}
-    left = _MOST_TOGETHER
-    for size, held in sorted(alone, key=lambda each: each[0]):
-        left -= 0 if held is None else size
-        if held is not None and left >= 0:
-            made[id(held)] = held.copy() if isinstance(held, np.ndarray) else held.clone()
-    return made

@@ -1,0 +1,105 @@
+"""Files, connections and arrays of a user's objects, anew for another thread."""
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import numpy as np
+
+from dlio.util.limits import open_regular
+from dlio.util.trusted_files import path_of
+
+MOST_BYTES: Final = 4 << 20
+"""Of an array that is copied: a buffer. Larger ones are data."""
+_MOST_TOGETHER: Final = 16 << 20
+"""Of all arrays that are copied."""
+
+
+def _opened_again(file: Any) -> Any:
+    """Return a regular file that is open for reading with a place of its own; another as it is.
+
+    Processes that share a file's place, as torch's do, read where others have sought.
+    """
+    try:
+        if file.closed or file.writable():
+            return file
+        descriptor = open_regular(path_of(file.fileno()))
+        again = os.fdopen(descriptor, "rb", buffering=0 if type(file) is io.FileIO else -1)
+        again.seek(file.tell())
+    except (OSError, ValueError):
+        return file
+    return again
+
+
+def _text_again(held: Any) -> Any:
+    """Return a file in memory with a place of its own."""
+    if held.closed:
+        return held
+    if isinstance(held, io.BytesIO):
+        made: Any = io.BytesIO(held.getvalue())  # They share the bytes until one is written.
+    else:
+        made = io.StringIO(held.getvalue(), newline="\n")
+    made.seek(held.tell())
+    return made
+
+
+FILES: Final[dict[type, Callable[[Any], Any]]] = {
+    io.FileIO: _opened_again,
+    io.BufferedReader: _opened_again,
+    io.BytesIO: _text_again,
+    io.StringIO: _text_again,
+}
+
+
+def connected_again(held: Any) -> Any:
+    """Return another connection to a file of SQLite's; the same one to any other place."""
+    sqlite = sys.modules["sqlite3"]
+    try:
+        places = [row[2] for row in held.cursor().execute("pragma database_list")]
+        if len(places) != 1 or not places[0] or held.in_transaction:
+            return held
+        made = sqlite.connect(
+            places[0], check_same_thread=False, isolation_level=held.isolation_level
+        )
+    except sqlite.Error:
+        return held
+    made.row_factory, made.text_factory = held.row_factory, held.text_factory
+    return made
+
+
+def buffers_of(arrays: Iterable[Any]) -> dict[int, Any]:
+    """Return copies of the small ones among arrays, by id. Not of those that others refer to, or
+    share memory with: another array's view, another process."""
+    spans: list[tuple[int, int, Any]] = []
+    torch = sys.modules.get("torch")
+    for held in arrays:
+        if isinstance(held, np.ndarray):
+            root = held
+            while type(root.base) is np.ndarray:
+                root = root.base
+            mine_alone = type(held) is np.ndarray and root.flags.owndata and held.flags.writeable
+            small = mine_alone and root.nbytes <= MOST_BYTES
+            spans.append((root.ctypes.data, root.nbytes, held if small else None))
+        elif torch is not None and held.device.type == "cpu" and held.layout is torch.strided:
+            size = held.untyped_storage().nbytes()
+            small = type(held) is torch.Tensor and size <= MOST_BYTES
+            small = small and not held.requires_grad and not held.is_shared()
+            spans.append((held.untyped_storage().data_ptr(), size, held if small else None))
+    spans.sort(key=lambda span: span[0])
+    alone: list[tuple[int, Any]] = []
+    ends = 0
+    for begin, size, held in spans:
+        if begin < ends:
+            alone[-1] = size, None
+        else:
+            alone.append((size, held))
+        ends = max(ends, begin + max(1, size))
+    made: dict[int, Any] = {}
+    left = _MOST_TOGETHER
+    for size, held in sorted(alone, key=lambda each: each[0]):
+        left -= 0 if held is None else size
+        if held is not None and left >= 0:
+            made[id(held)] = held.copy() if isinstance(held, np.ndarray) else held.clone()
+    return made
