@@ -239,19 +239,21 @@ def likely_label(names: Iterable[str]) -> str | None:
     return next((name for name in names if any(part in name.lower() for part in _LIKELY)), None)
 
 
-def label_candidates(kinds: Mapping[str, str]) -> list[str]:
-    """Return the fields that may be labels, given the kinds of all: by their names, or else whole
-    numbers and, next to numbers, texts; but no ids and times."""
+def label_candidates(kinds: Mapping[str, str], is_wide: bool) -> list[str]:
+    """Return the fields that may be labels, given the kinds of all: by their names, and of a wide
+    table whole numbers and, next to numbers, texts; but no ids and times."""
     single = {name: kind for name, kind in kinds.items() if _SINGLE.fullmatch(kind)}
-    able = [
+    likely = [name for name in single if likely_label([name])]
+    if not is_wide or all(kind == "text" for kind in single.values()):
+        return likely  # Texts to learn from, or about pictures.
+    return likely + [
         name
         for name, kind in single.items()
-        if not kind.startswith("float") and not is_index(name) and not _ID.search(name)
+        if not kind.startswith("float")
+        and not is_index(name)
+        and not _ID.search(name)
+        and name not in likely
     ]
-    if all(kind == "text" for kind in single.values()):
-        able = []  # Texts to learn from, or about pictures.
-    likely = [name for name in single if likely_label([name])]
-    return likely + [name for name in able if name not in likely]
 
 
 def several_labels(classes: Sequence[str]) -> str:

@@ -36,7 +36,6 @@ from dlio.data.labels import (
     is_number,
     label_candidates,
     label_names,
-    likely_label,
     several_labels,
 )
 from dlio.data.links import following_links, opened_by_user
@@ -219,9 +218,8 @@ def _tell_of_labels(reader: Reader) -> None:
         count = counted(len(reader.classes), "class")
         text = f"its labels are numbers with fractions, and are {count}"
     elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
-        able = [name for name in kinds if likely_label([name])]
-        if reader.format in _TABLES and len(kinds) > _FEW_COLUMNS:
-            able = label_candidates({name: kind.text for name, kind in kinds.items()})
+        is_wide = reader.format in _TABLES and len(kinds) > _FEW_COLUMNS
+        able = label_candidates({name: kind.text for name, kind in kinds.items()}, is_wide)
         if able and not reader.labels.any():
             which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
             text = (
