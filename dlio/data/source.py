@@ -194,9 +194,9 @@ class Source(FsspecHandle):
         """Return a file below the root. Raises SourceError when there is none."""
         return self.file_at(name).opened()
 
-    def open(self, name: str, flags: int = 0) -> int:
-        """Open a local file for reading and return its descriptor; see `DataRoot.open`."""
-        return self._place.open(self.path(name), flags)
+    def open(self, path: str, flags: int = 0) -> int:
+        """Open a local file by its full path and return its descriptor; see `DataRoot.open`."""
+        return self._place.open(path, flags)
 
     def open_regular(self, path: str) -> int:
         """Open a regular file by its full path; see `DataRoot.open_regular`."""

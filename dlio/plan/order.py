@@ -89,7 +89,8 @@ class Order:
         return result.reshape(given.shape)
 
     def _check(self, given: _I64) -> None:
-        if given.size and (int(given.min()) < 0 or int(given.max()) >= self.n):
+        # As numbers without a sign, negative ones are large.
+        if given.size and int(np.maximum.reduce(given.view(np.uint64), axis=None)) >= self.n:
             wrong = given[(given < 0) | (given >= self.n)].flat[0]
             raise IndexError(f"{wrong} is not within an order of {counted(self.n, 'sample')}")
 

@@ -326,12 +326,12 @@ class FileSet:
 
     def _read_local(self, number: int, size: int, head: bytes) -> memoryview | None:
         """Read a local file without extra copies; None if it has been replaced."""
-        name = self.names[number]
         memory = bytearray(len(head) + size)
         memory[: len(head)] = head
         left, beyond = memoryview(memory)[len(head) :], bytearray(1)
-        with ReadErrors(self._source.path(name)):
-            descriptor = self._source.open(name)
+        path = self.path(number)
+        with ReadErrors(path):
+            descriptor = self._source.open(path)
             try:
                 done = os.preadv(descriptor, [left, beyond], 0)
                 while 0 < done < size:
@@ -340,20 +340,17 @@ class FileSet:
                         break
                     done += more
                 status = os.fstat(descriptor)
-                check_regular(status, name)
+                check_regular(status, path)
             finally:
                 os.close(descriptor)
-        if done != size or not self._is_listed(number, status):
+        if done != size:
             return None
-        return memoryview(memory)
-
-    def _is_listed(self, number: int, status: os.stat_result) -> bool:
-        """True for the file that was listed. One whose permissions were changed before this opening
-        has another ctime than a kept listing has, and would be listed as the same file."""
-        if status.st_ctime_ns == self._changed[number]:
-            return True
-        is_earlier = status.st_ctime_ns < self._opened_ns
-        return is_earlier and status.st_mtime_ns == int(self._times[number])
+        # One whose permissions were changed before this opening has another ctime than a kept
+        # listing has, and would be listed as the same file.
+        is_listed = status.st_ctime_ns == self._changed[number] or (
+            status.st_ctime_ns < self._opened_ns and status.st_mtime_ns == self._times[number]
+        )
+        return memoryview(memory) if is_listed else None
 
 
 def look_at(source: Source, folder: str, names: Sequence[str]) -> npt.NDArray[np.int64]:

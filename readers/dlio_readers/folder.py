@@ -186,9 +186,9 @@ class FolderReader(ListedReader):
         return self._content(self._files, sample, label)
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        samples = np.asarray(samples, np.int64)
         if len(samples) < _FEW:
-            return super().read(samples)
+            return [self._read(int(sample)) for sample in samples]
+        samples = np.asarray(samples, np.int64)
         labels = self.labels[samples].astype("<i8").view(np.uint8).reshape(len(samples), 8)
         payloads = self._files.read_many(samples, labels[:, : self.schema.overhead])
         return [

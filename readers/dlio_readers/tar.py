@@ -18,6 +18,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
+from operator import add
 from typing import Any, Final
 
 import lz4.block
@@ -213,6 +214,12 @@ _MAX_NUMBER: Final = 64
 _MAX_LABEL: Final = 1 << 12
 """Most bytes of a member that holds a label."""
 _MAX_META: Final = 1 << 20
+_FEW: Final = 16
+"""Samples that are found one by one."""
+_BEYOND: Final = (1 << 62, 0, 0)
+"""A span behind all others."""
+_Members = tuple[list[int], list[int], int, int]
+"""Offsets and bytes of a sample's fields; its place among those asked for, and in the file."""
 _GAP: Final = 1 << 16
 """Largest gap between two members that are still read together, in bytes."""
 _META: Final = "__dlio__/schema.json"
@@ -381,16 +388,9 @@ class TarReader(PathReader):
         return self._parts[file].names[sample - int(self._firsts[file])]
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        samples = np.asarray(samples, np.int64)
-        if len(samples) == 1:
-            return [self._read_one(int(samples[0]))]
         payloads: list[bytes | memoryview] = [b""] * len(samples)
-        files = np.searchsorted(self._firsts, samples, side="right") - 1
-        for number in np.unique(files).tolist():
-            slots = np.flatnonzero(files == number)
-            rows = samples[slots] - self._firsts[number]
-            order = np.argsort(self._parts[number].firsts(rows), kind="stable")
-            self._read_file(number, rows[order], slots[order], payloads)
+        for number, members in self._members_of(samples).items():
+            self._read_file(number, members, payloads)
         return payloads
 
     def close(self) -> None:
@@ -422,41 +422,43 @@ class TarReader(PathReader):
             locate_in_memory(parts[:, 0], numbers)
         return FileLocations.of_parts(known, parts, holders)
 
-    def _read_file(
-        self,
-        number: int,
-        rows: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.intp],
-        payloads: list[bytes | memoryview],
-    ) -> None:
-        """Read samples of one file, sorted by offset; near ones together."""
-        places, sizes = self._parts[number].places(rows)
-        begins, ends = places.min(axis=1), (places + sizes).max(axis=1)
-        start = 0
-        for k in range(1, len(rows) + 1):
-            if k < len(rows) and begins[k] <= ends[start:k].max() + _GAP:
-                continue
-            low, high = int(begins[start:k].min()), int(ends[start:k].max())
-            memory = self._bytes_of(number, low, high)
-            run = slice(start, k)
-            starts = (places[run] - low).tolist()
-            members = zip(starts, sizes[run].tolist(), strict=True)
-            for slot, row, (begin, size) in zip(
-                slots[run].tolist(), rows[run].tolist(), members, strict=True
-            ):
-                bodies = [memory[a : a + n] for a, n in zip(begin, size, strict=True)]
-                payloads[slot] = self._payload(number, row, bodies)
-            start = k
+    def _members_of(self, samples: npt.NDArray[np.int64]) -> dict[int, list[_Members]]:
+        """Return where the fields of samples lie, by the numbers of their files."""
+        found: dict[int, list[_Members]] = {}
+        files = np.searchsorted(self._firsts, samples, side="right") - 1
+        rows = samples - self._firsts[files]
+        if len(samples) < _FEW:  # Arrays would take longer.
+            places = zip(files.tolist(), rows.tolist(), strict=True)
+            for slot, (number, row) in enumerate(places):
+                begins, sizes = self._parts[number].place(row)
+                found.setdefault(number, []).append((begins, sizes, slot, row))
+            return found
+        for number in np.unique(files).tolist():
+            slots = np.flatnonzero(files == number)
+            columns = (*self._parts[number].places(rows[slots]), slots, rows[slots])
+            found[number] = list(zip(*(each.tolist() for each in columns), strict=True))
+        return found
 
-    def _read_one(self, sample: int) -> bytes | memoryview:
-        number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
-        row = sample - int(self._firsts[number])
-        begins, sizes = self._parts[number].place(row)
-        ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
-        low = min(begins)
-        memory = self._bytes_of(number, low, max(ends))
-        bodies = [memory[a - low : b - low] for a, b in zip(begins, ends, strict=True)]
-        return self._payload(number, row, bodies)
+    def _read_file(
+        self, number: int, members: list[_Members], payloads: list[bytes | memoryview]
+    ) -> None:
+        """Read samples of one file; near ones together."""
+        spans = [
+            (min(begins), max(map(add, begins, sizes)), k)
+            for k, (begins, sizes, _, _) in enumerate(members)
+        ]
+        spans.sort()
+        first, (low, high, _) = 0, spans[0]
+        for last, (begin, end, _) in enumerate([*spans[1:], _BEYOND], 1):
+            if begin <= high + _GAP:
+                high = max(high, end)
+                continue
+            memory = self._bytes_of(number, low, high)
+            for _, _, k in spans[first:last]:
+                begins, sizes, slot, row = members[k]
+                bodies = [memory[a - low : a - low + n] for a, n in zip(begins, sizes, strict=True)]
+                payloads[slot] = self._payload(number, row, bodies)
+            first, low, high = last, begin, end
 
     def _bytes_of(self, number: int, low: int, high: int) -> memoryview:
         """Return bytes of a file, as they are in the tar. Raises SourceError."""

@@ -274,8 +274,12 @@ class ZarrReader(ColumnReader):
         metadata = [source.read(mark).decode("latin-1") for mark in _MARKS if source.exists(mark)]
         names: Sequence[str] = ["", *[e.name for e in source.listing() if e.folder]]
         times = [f"{name} {source.modified_ns(name)}" for name in names]
+
+        def opened(name: str, flags: int) -> int:
+            return source.open(source.path(name), flags)
+
         with ReadErrors(source.url):
-            content = store_sample(source.root, source.open) if source.local else ""
+            content = store_sample(source.root, opened) if source.local else ""
         return " ".join([*metadata, *times, content])
 
 
