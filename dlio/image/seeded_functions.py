@@ -9,13 +9,16 @@ they give numbers that follow from (seed, epoch, sample):
   between threads. Functions that use them are found by their code, called one at a time, and the
   global generators are put back afterwards;
 - transforms of dlio draw the sample's numbers themselves.
+
+Functions that seed the global generators themselves, as for a picture and its mask, are called one
+at a time too, with torch's own generator: in worker processes, which the loader chooses for them.
 """
 
 import dis
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from dlio.image.random_source import CROP_STREAMS, KeyedRandom, drawing
 from dlio.util.forks import new_rlock
 from dlio.util.object_graph import reachable
+from dlio.util.shared_state import shared_state_of
 
 _STREAM: Final = 62
 """Stream of the functions' random numbers; the next one is that of shared generators."""
@@ -53,10 +57,12 @@ class SeededFunctions:
     called for each sample, or hold such objects."""
 
     def __init__(self, functions: Iterable[object]) -> None:
+        functions = tuple(functions)
         objects = [each for function in functions for each in reachable(function)]
         self._held = [each for each in objects if isinstance(each, _HELD)]
         codes = [each for each in objects if isinstance(each, types.FunctionType)]
-        self._shares = bool(self._held) or any(map(_draws_globally, codes))
+        self._seeds = shared_state_of(functions, only_seeds=True) is not None
+        self._shares = self._seeds or bool(self._held) or any(map(_draws_globally, codes))
         self.drew = False
         """True once a random number has been drawn, as far as can be seen."""
 
@@ -69,12 +75,15 @@ class SeededFunctions:
             self.drew = True
             return KeyedRandom(seed, epoch, sample, stream)
 
-        with drawing(make), _SampleGenerator(make):
+        # Seeds that functions set are those of torch's own generator.
+        of_torch = nullcontext() if self._seeds else _SampleGenerator(make)
+        with drawing(make), of_torch:
             if not self._shares:
                 yield
                 return
             self.drew = True
-            with _lock, _shared(KeyedRandom(seed, epoch, sample, stream + 1), self._held):
+            held = [*self._held, torch.default_generator] if self._seeds else self._held
+            with _lock, _shared(KeyedRandom(seed, epoch, sample, stream + 1), held):
                 yield
 
 
@@ -119,6 +128,7 @@ def _on_cpu(args: tuple[Any, ...], given: dict[str, Any]) -> bool:
 def _shared(draws: KeyedRandom, held: Sequence[Any]) -> Iterator[None]:
     """Set shared generators to states of a sample; put the global ones back afterwards."""
     before = random.getstate(), np.random.get_state()  # noqa: NPY002 - the function's choice
+    of_torch = torch.get_rng_state()
     random.seed(draws.word())
     np.random.seed(draws.word() & _MASK_32)  # noqa: NPY002
     for each in held:
@@ -128,6 +138,8 @@ def _shared(draws: KeyedRandom, held: Sequence[Any]) -> Iterator[None]:
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])  # noqa: NPY002
+        if torch.default_generator in held:
+            torch.set_rng_state(of_torch)
 
 
 def _reseed(generator: Any, word: int) -> None:

@@ -36,7 +36,7 @@ from dlio.loader.contract import (
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import target_of
 from dlio.loader.diagnosis import diagnose, report
-from dlio.loader.engine_choice import Engines, described
+from dlio.loader.engine_choice import Engines, described, tell_of_shared_state
 from dlio.loader.loader_options import (
     SAME_NAMES,
     LoaderOptions,
@@ -653,6 +653,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             data.follow_seed(seed)
         spans = Spans() if options.trace is not None else None
         in_threads = data is not None if options.in_threads is None else options.in_threads
+        tell_of_shared_state(options, in_threads)
         if in_threads and data is not None and isinstance(batches, PlannedPass):
             begun = engines.planned.begin(options, data, batches, spans)
         else:

@@ -25,7 +25,7 @@ from dlio.loader.trace import Spans
 from dlio.loader.waiting_threads import LockWatch
 from dlio.plan.listed_order import ListedOrder
 from dlio.storage.tier_spec import decoded_spec
-from dlio.util.printable import log_warning
+from dlio.util.printable import log_warning, tell_once
 
 
 def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, str]:
@@ -37,6 +37,10 @@ def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, st
     if options.iterable:
         return "torch", "an iterable data set has no indices"
     if not (data is not None if options.in_threads is None else options.in_threads):
+        state = None if options.workers else options.shared_state
+        if state is not None:
+            remedy = "" if options.num_workers else ": num_workers= makes worker processes"
+            return "torch", f"{state}, which threads would share{remedy}"
         return "torch", "worker processes are chosen (workers=, worker_init_fn= and others)"
     if data is None:
         engine = "threads" if options.num_workers else "torch"
@@ -94,9 +98,9 @@ class Engines:
                 "batch_size=None"
             )
         engine, reason = choose_engine(options, data)
+        shown = type(options.dataset).__name__
         if reason and not self._has_warned and holds_own(options.dataset):
             self._has_warned = True  # Said once for samples of `dlio.open`.
-            shown = type(options.dataset).__name__
             log_warning("%s: read by the engine '%s', since %s", shown, engine, reason)
         if options.decode == "device" and engine != "planned":
             raise UsageError(
@@ -184,6 +188,23 @@ class Engines:
             # Before others read: it holds threads, and messages of the shuffle that would be taken
             # for the next pass's.
             ahead.feed.close()
+
+
+def tell_of_shared_state(options: LoaderOptions, in_threads: bool) -> None:
+    """Say once that worker processes make the samples, or that threads share what they use."""
+    state = options.shared_state if options.num_workers else None
+    if state is None or (not in_threads and holds_own(options.dataset)):
+        return  # Of samples of `dlio.open` the engine's reason tells.
+    name = type(options.dataset).__name__
+    if not in_threads:
+        if options.workers is None:
+            tell_once(
+                f"{name}: worker processes make its samples, since {state}, which threads would "
+                "share"
+            )
+        return
+    harm = "; so a mask may be changed otherwise than its picture" if state.seeds else ""
+    tell_once(f"{name}: {state}, which threads share{harm}: leave out workers='thread'")
 
 
 @dataclass(frozen=True, slots=True)

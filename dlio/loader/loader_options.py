@@ -43,6 +43,7 @@ from dlio.util.arguments import (
 )
 from dlio.util.cores import available_cores
 from dlio.util.printable import warn_user
+from dlio.util.shared_state import SharedState, shared_state_of
 
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
@@ -249,10 +250,18 @@ class LoaderOptions:
             return False
         if self.workers is not None:
             return self.workers == "thread"
+        if self.shared_state:
+            return False
         # Who gives one of these expects processes: functions that seed global generators would
         # disturb the training from a thread.
         for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None
         return None if for_processes else True
+
+    @property
+    def shared_state(self) -> SharedState | None:
+        """What code that makes samples or batches does to state of the process; None if nothing
+        is found."""
+        return None if self.iterable else shared_state_of((self.dataset, self.collate_fn))
 
     @property
     def has_too_many_workers(self) -> bool:

@@ -41,6 +41,19 @@ def attributes_of(held: Any) -> dict[str, Any]:
     return own
 
 
+def class_attributes_of(kind: type) -> dict[str, Any]:
+    """Return what classes of a user's own hold for all their objects, but for methods and names."""
+    held: dict[str, Any] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        if not is_library(each):
+            held.update((n, v) for n, v in vars(each).items() if not n.startswith("__"))
+    return {
+        name: value
+        for name, value in held.items()
+        if not isinstance(value, type) and not hasattr(type(value), "__get__")
+    }
+
+
 def _is_private(name: str) -> bool:
     return name.startswith("__") and not name.endswith("__")
 

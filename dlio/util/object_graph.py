@@ -1,19 +1,24 @@
 """Objects that a user's object holds, to see what its code may do."""
 
+import functools
 import types
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
 _MOST_OBJECTS: Final = 2000
+_MOST_ITEMS: Final = 200
+"""Of a list or dictionary, that are looked at: longer ones are data."""
 _DEPTH: Final = 6
 
 
 def reachable(held: object) -> Iterator[object]:
     """Yield an object and those that it holds, with the functions of their classes.
 
-    Classes of torch and numpy are passed over, and so is everything beyond 2,000 objects.
+    Classes of torch and numpy are passed over, and so is everything beyond 2,000
+    objects, or 200 of one list.
     """
     seen: set[int] = set()
     queue: list[tuple[Any, int]] = [(held, 0)]
@@ -36,10 +41,12 @@ def _held(each: Any) -> list[Any]:
         return cells + [inner for inner in called if isinstance(inner, types.FunctionType)]
     if isinstance(each, types.MethodType):
         return [each.__func__, each.__self__]
+    if isinstance(each, functools.partial):
+        return [each.func, each.args, each.keywords]
     if isinstance(each, dict):
-        return list(each.values())[:_MOST_OBJECTS]
+        return list(islice(each.values(), _MOST_ITEMS))
     if isinstance(each, list | tuple | set):
-        return list(each)[:_MOST_OBJECTS]
+        return list(islice(each, _MOST_ITEMS))
     held = list(getattr(each, "__dict__", {}).values())
     for kind in type(each).__mro__:
         if kind.__module__.split(".")[0] not in ("builtins", "torch", "typing", "numpy"):

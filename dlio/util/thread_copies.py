@@ -21,6 +21,7 @@ import numpy as np
 
 from dlio.util.copied_classes import (
     attributes_of,
+    class_attributes_of,
     is_library,
     is_mark,
     is_step,
@@ -147,10 +148,15 @@ class _CopyWalk:
         if not self._has_state(held):
             return self._library(held, depth)
         own = attributes_of(held)
+        shared = class_attributes_of(kind) if hasattr(held, "__dict__") else {}
         if not own and not callable(held) and is_mark(kind):
             return held  # A mark: others may ask whether it is this very object.
         made = self._note(held, object.__new__(without_end(kind)))
         self._fill(made, own, depth)
+        for name in shared.keys() - own.keys():
+            copy = self.copied(shared[name], depth + 1)
+            if copy is not shared[name]:
+                object.__setattr__(made, name, copy)
         return made
 
     def _note(self, held: Any, made: T) -> T:

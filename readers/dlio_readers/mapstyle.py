@@ -32,6 +32,8 @@ from dlio.util.arguments import whole_number
 from dlio.util.forks import new_lock
 from dlio.util.object_graph import reachable
 from dlio.util.parallel import each_of
+from dlio.util.printable import tell_once
+from dlio.util.shared_state import shared_state_of
 from dlio.util.thread_copies import mine
 from dlio.util.units import counted
 
@@ -285,6 +287,15 @@ class MapStyleReader:
         self.path = f"{type(path).__module__}.{type(path).__qualname__}"
         if not self._count:
             raise SourceError(f"{self.path} is empty: it has no samples")
+        state = shared_state_of(path)
+        if state is not None and state.seeds:
+            raise UsageError(
+                f"{self.path}: {state}, which the threads that read samples would share: give each "
+                "sample a generator of its own, as torch.Generator().manual_seed(index), or leave "
+                "out tiers= and dlio.open"
+            )
+        if state is not None:
+            tell_once(f"{self.path}: {state}, which the threads that read samples share")
         self._facts: _DatasetFacts | None = None
         self._prepare()
         if place()[1] == 1:

@@ -1,0 +1,202 @@
+"""Code that uses state of the whole process each time that it makes a sample.
+
+A transform that is to treat a picture and its mask alike is called twice with the same seed; others
+seed by the number of the sample, or keep an open file in a global variable. Threads share both:
+between the seed and the draws of one come those of others, and the mask is changed otherwise than
+its picture. Processes have states of their own.
+
+Code is looked at and not run: what a data set's, a transform's or a collate function's methods may
+call, in functions and classes that are not a library's.
+"""
+
+import dis
+import os
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dlio.util.object_graph import reachable
+
+_SEEDS: Final = frozenset(
+    "seed manual_seed setstate set_state set_rng_state fork_rng seed_everything set_seed "
+    "set_random_seed set_determinism isolate_rng".split()
+)
+"""Functions and methods that set a generator's state."""
+_GENERATORS: Final = frozenset("Generator Random RandomState default_rng".split())
+"""Who calls one of these makes a generator of its own."""
+_STARTS: Final = frozenset("__getitem__ __getitems__ __call__ forward".split())
+"""Methods that make samples."""
+_PASSED_OVER: Final = frozenset(
+    "dlio dlio_readers torch numpy pandas pyarrow datasets PIL h5py zarr".split()
+)
+"""Packages that use no such state, or in ways that are looked at elsewhere."""
+_MOST_FUNCTIONS: Final = 2000
+_SKIPPED: Final = frozenset("PRECALL PUSH_NULL CACHE EXTENDED_ARG NOP RESUME".split())
+_GLOBALS: Final = frozenset("LOAD_GLOBAL LOAD_NAME".split())
+_ATTRIBUTES: Final = frozenset("LOAD_METHOD LOAD_ATTR".split())
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What code does to state of the process, and where, as `train.py:41`."""
+
+    where: str
+    what: str
+    seeds: bool
+    """True for random numbers, of which threads would get each other's."""
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.what}"
+
+
+def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | None:
+    """Return the first use of state that threads would share, by code with which an object makes
+    samples; None if nothing is found. Objects in a tuple are looked at alike."""
+    named: dict[str, list[types.FunctionType]] = {}
+    queue: list[types.FunctionType] = []
+    for each in reachable(held):
+        if isinstance(each, types.FunctionType) and not _is_passed_over(each.__module__):
+            if _is_method(each):
+                named.setdefault(each.__name__, []).append(each)
+            else:
+                queue.append(each)
+    queue += [each for name in _STARTS for each in named.get(name, [])]
+    seen: set[int] = set()
+    first: SharedState | None = None
+    while queue and len(seen) < _MOST_FUNCTIONS:
+        function = queue.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        for code in _codes(function.__code__):
+            found = _CodeLook(code, function.__globals__).found()
+            if found is not None and found.seeds:
+                return found
+            first = first or found
+            for name in code.co_names:
+                queue += named.get(name, [])
+            queue += _called(code.co_names, function.__globals__)
+    return None if only_seeds else first
+
+
+def _is_method(function: types.FunctionType) -> bool:
+    return "." in function.__qualname__.rpartition("<locals>.")[2]
+
+
+def _is_passed_over(module: str | None) -> bool:
+    package = (module or "").partition(".")[0]
+    return package in _PASSED_OVER or (package in sys.stdlib_module_names and package != "__main__")
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code, and that of the functions in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+def _called(names: Iterable[str], known: dict[str, Any]) -> list[types.FunctionType]:
+    """Return functions that code may call: global ones, those of modules, and methods of
+    classes, but for what happens once when an object is made."""
+    names = set(names)
+    found: list[Any] = []
+    for value in map(known.get, names):
+        if isinstance(value, types.ModuleType) and not _is_passed_over(value.__name__):
+            found += [vars(value).get(name) for name in names]
+        elif isinstance(value, type) and not _is_passed_over(value.__module__):
+            found += [vars(value).get(name) for name in {*names, *_STARTS}]
+        else:
+            found.append(value)
+    return [
+        each
+        for each in found
+        if isinstance(each, types.FunctionType) and not _is_passed_over(each.__module__)
+    ]
+
+
+def _is_seeding(value: object) -> bool:
+    """True for a function of a library that seeds, by whatever name it was imported."""
+    return (
+        getattr(value, "__name__", None) in _SEEDS
+        and callable(value)
+        and _is_passed_over(getattr(value, "__module__", None) or "random")
+    )
+
+
+class _CodeLook:
+    """One look at the instructions of some code; `known` are its global variables."""
+
+    def __init__(self, code: types.CodeType, known: dict[str, Any]) -> None:
+        self._code, self._known = code, known
+        names = set(code.co_names)
+        self._aliases = {name for name in names if _is_seeding(known.get(name))}
+        self._makes_own = not _GENERATORS.isdisjoint(names)
+        self._may_seed = bool(self._aliases) or not _SEEDS.isdisjoint(names)
+        self._imported: set[Any] = set()
+        self._chain: list[dis.Instruction] = []
+        """A variable, and the attributes that are taken of it one after another."""
+
+    def found(self) -> SharedState | None:
+        """Return the first use of shared state; a seed if there is one."""
+        first: SharedState | None = None
+        line = self._code.co_firstlineno
+        before: dis.Instruction | None = None
+        for each in dis.get_instructions(self._code):
+            if each.opname in _SKIPPED:
+                continue
+            line = each.positions.lineno if each.positions and each.positions.lineno else line
+            if before is not None and before.opname in ("IMPORT_NAME", "IMPORT_FROM"):
+                self._imported.add(each.argval)
+            seeds = self._may_seed and self._seeds(each)
+            what = "seeds random numbers" if seeds else self._assigned(each)
+            if each.opname not in _ATTRIBUTES:
+                self._chain = []
+            self._chain.append(each)
+            if what:
+                where = f"{os.path.basename(self._code.co_filename)}:{line}"
+                state = SharedState(where, what, seeds)
+                if seeds:
+                    return state
+                first = first or state
+            before = each
+        return first
+
+    def _assigned(self, each: dis.Instruction) -> str:
+        """Return what is done to a global variable or an attribute of a class; "" if nothing."""
+        if each.opname == "STORE_GLOBAL":
+            return f"sets the global variable {each.argval}"
+        if not self._chain:
+            return ""
+        root = self._chain[0]
+        value = self._known.get(root.argval) if root.opname in _GLOBALS else None
+        if each.opname == "STORE_ATTR":
+            is_class = any(part.argval == "__class__" for part in self._chain)
+            if is_class or isinstance(value, type | types.ModuleType):
+                return f"sets the attribute {each.argval} of a class or module"
+        return ""
+
+    def _seeds(self, each: dis.Instruction) -> bool:
+        """True if the seeding method of what a chain of attributes leads to is called, and that is
+        not a generator that the code has made."""
+        if each.opname not in _ATTRIBUTES:
+            return each.opname in _GLOBALS and each.argval in self._aliases
+        if each.argval not in _SEEDS or not self._chain:
+            return False
+        root, inner = self._chain[0], self._chain[1:]
+        is_method = each.opname == "LOAD_METHOD" or bool(
+            sys.version_info >= (3, 12) and (each.arg or 0) & 1
+        )
+        if root.opname in _GLOBALS:
+            value = self._known.get(root.argval)
+            for part in inner:
+                if not isinstance(value, types.ModuleType):
+                    return is_method
+                value = getattr(value, part.argval, None)
+            return callable(getattr(value, each.argval, None))
+        if root.opname.startswith("LOAD_FAST") and not inner:
+            is_local = is_method and root.argval != "self" and not self._makes_own
+            return root.argval in self._imported or is_local
+        return is_method and root.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
