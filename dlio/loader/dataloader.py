@@ -36,7 +36,7 @@ from dlio.loader.contract import (
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import target_of
 from dlio.loader.diagnosis import diagnose, report
-from dlio.loader.engine_choice import Engines, described, tell_of_shared_state
+from dlio.loader.engine_choice import Engines, described
 from dlio.loader.loader_options import (
     SAME_NAMES,
     LoaderOptions,
@@ -61,7 +61,7 @@ from dlio.loader.repeated_samples import repeated_batch, with_repeats
 from dlio.loader.sampler_pass import BatchesPass, SamplerOrder, SamplerPass
 from dlio.loader.stats import PassStats
 from dlio.loader.third_party import accelerate, fit_loop
-from dlio.loader.third_party.adapters import contents_of, read_by_dlio
+from dlio.loader.third_party.adapters import contents_of, holds_own, read_by_dlio
 from dlio.loader.torch_draws import MOST_PERMUTED, PassDraws, TorchSource
 from dlio.loader.torchdata_state.iteration_state import IterationState
 from dlio.loader.trace import Spans, path_of
@@ -74,7 +74,7 @@ from dlio.storage.tier_spec import Tiers
 from dlio.util.arguments import MOST_SEED, PathText, whole_number
 from dlio.util.closable import Closable
 from dlio.util.cores import available_cores
-from dlio.util.printable import log_warning
+from dlio.util.printable import log_warning, tell_once
 from dlio.util.units import counted
 
 if TYPE_CHECKING:
@@ -653,7 +653,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             data.follow_seed(seed)
         spans = Spans() if options.trace is not None else None
         in_threads = data is not None if options.in_threads is None else options.in_threads
-        tell_of_shared_state(options, in_threads)
+        _tell_of_shared_state(options, in_threads)
         if in_threads and data is not None and isinstance(batches, PlannedPass):
             begun = engines.planned.begin(options, data, batches, spans)
         else:
@@ -852,3 +852,20 @@ class EpochLink:
             sampler.set_epoch = link = cls()
         if isinstance(link, cls):
             link._loaders.add(loader)
+
+
+def _tell_of_shared_state(options: LoaderOptions, in_threads: bool) -> None:
+    """Say once that worker processes make the samples, or that threads share what they use."""
+    state = options.shared_state if options.num_workers else None
+    if state is None or (not in_threads and holds_own(options.dataset)):
+        return  # Of samples of `dlio.open` the engine's reason tells.
+    name = type(options.dataset).__name__
+    if not in_threads:
+        if options.workers is None:
+            tell_once(
+                f"{name}: worker processes make its samples, since {state}, which threads would "
+                "share"
+            )
+        return
+    harm = "; so a mask may be changed otherwise than its picture" if state.seeds else ""
+    tell_once(f"{name}: {state}, which threads share{harm}: leave out workers='thread'")

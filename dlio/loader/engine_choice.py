@@ -25,7 +25,7 @@ from dlio.loader.trace import Spans
 from dlio.loader.waiting_threads import LockWatch
 from dlio.plan.listed_order import ListedOrder
 from dlio.storage.tier_spec import decoded_spec
-from dlio.util.printable import log_warning, tell_once
+from dlio.util.printable import log_warning
 
 
 def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, str]:
@@ -188,23 +188,6 @@ class Engines:
             # Before others read: it holds threads, and messages of the shuffle that would be taken
             # for the next pass's.
             ahead.feed.close()
-
-
-def tell_of_shared_state(options: LoaderOptions, in_threads: bool) -> None:
-    """Say once that worker processes make the samples, or that threads share what they use."""
-    state = options.shared_state if options.num_workers else None
-    if state is None or (not in_threads and holds_own(options.dataset)):
-        return  # Of samples of `dlio.open` the engine's reason tells.
-    name = type(options.dataset).__name__
-    if not in_threads:
-        if options.workers is None:
-            tell_once(
-                f"{name}: worker processes make its samples, since {state}, which threads would "
-                "share"
-            )
-        return
-    harm = "; so a mask may be changed otherwise than its picture" if state.seeds else ""
-    tell_once(f"{name}: {state}, which threads share{harm}: leave out workers='thread'")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,18 @@ _PASSED_OVER: Final = frozenset(
     "dlio dlio_readers torch numpy pandas pyarrow datasets PIL h5py zarr".split()
 )
 """Packages that use no such state, or in ways that are looked at elsewhere."""
+_ONE_THREAD: Final = frozenset(("netCDF4", "tables"))
+"""Packages that one thread of a process may call at a time."""
+_HANDLES: Final = {
+    "cv2": "VideoCapture",
+    "decord": "VideoReader",
+    "av": "InputContainer",
+    "rasterio": "DatasetReader",
+    "osgeo": "Dataset",
+    "netCDF4": "Dataset",
+    "tables": "File",
+}
+"""Open files of packages, with a place or a state of their own that is not Python's."""
 _MOST_FUNCTIONS: Final = 2000
 _SKIPPED: Final = frozenset("PRECALL PUSH_NULL CACHE EXTENDED_ARG NOP RESUME".split())
 _GLOBALS: Final = frozenset("LOAD_GLOBAL LOAD_NAME".split())
@@ -56,7 +68,11 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
     samples; None if nothing is found. Objects in a tuple are looked at alike."""
     named: dict[str, list[types.FunctionType]] = {}
     queue: list[types.FunctionType] = []
+    first: SharedState | None = None
     for each in reachable(held):
+        package = type(each).__module__.partition(".")[0]
+        if package in _HANDLES and _HANDLES[package] == type(each).__name__:
+            first = SharedState("it", f"holds a {package} {_HANDLES[package]}", seeds=False)
         if isinstance(each, types.FunctionType) and not _is_passed_over(each.__module__):
             if _is_method(each):
                 named.setdefault(each.__name__, []).append(each)
@@ -64,7 +80,6 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
                 queue.append(each)
     queue += [each for name in _STARTS for each in named.get(name, [])]
     seen: set[int] = set()
-    first: SharedState | None = None
     while queue and len(seen) < _MOST_FUNCTIONS:
         function = queue.pop()
         if id(function) in seen:
@@ -138,6 +153,8 @@ class _CodeLook:
         self._imported: set[Any] = set()
         self._chain: list[dis.Instruction] = []
         """A variable, and the attributes that are taken of it one after another."""
+        self._is_constant = False
+        """True if what comes before the chain is a constant."""
 
     def found(self) -> SharedState | None:
         """Return the first use of shared state; a seed if there is one."""
@@ -151,9 +168,10 @@ class _CodeLook:
             if before is not None and before.opname in ("IMPORT_NAME", "IMPORT_FROM"):
                 self._imported.add(each.argval)
             seeds = self._may_seed and self._seeds(each)
-            what = "seeds random numbers" if seeds else self._assigned(each)
+            what = "seeds random numbers" if seeds else self._used(each)
             if each.opname not in _ATTRIBUTES:
                 self._chain = []
+                self._is_constant = before is not None and before.opname == "LOAD_CONST"
             self._chain.append(each)
             if what:
                 where = f"{os.path.basename(self._code.co_filename)}:{line}"
@@ -164,17 +182,25 @@ class _CodeLook:
             before = each
         return first
 
-    def _assigned(self, each: dis.Instruction) -> str:
-        """Return what is done to a global variable or an attribute of a class; "" if nothing."""
+    def _used(self, each: dis.Instruction) -> str:
+        """Return what is done to a global variable or an attribute of a class, or to a library that
+        is not for threads; "" if nothing."""
         if each.opname == "STORE_GLOBAL":
             return f"sets the global variable {each.argval}"
+        if each.opname in _GLOBALS:
+            value = self._known.get(each.argval)
+            kind = "__name__" if isinstance(value, types.ModuleType) else "__module__"
+            package = str(getattr(value, kind, "")).partition(".")[0]
+            return f"uses {package}" if package in _ONE_THREAD else ""
         if not self._chain:
             return ""
         root = self._chain[0]
         value = self._known.get(root.argval) if root.opname in _GLOBALS else None
         if each.opname == "STORE_ATTR":
             is_class = any(part.argval == "__class__" for part in self._chain)
-            if is_class or isinstance(value, type | types.ModuleType):
+            # A module's setting that is the same each time is for all.
+            is_setting = isinstance(value, types.ModuleType) and self._is_constant
+            if is_class or (isinstance(value, type | types.ModuleType) and not is_setting):
                 return f"sets the attribute {each.argval} of a class or module"
         return ""
 

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import types
 from collections.abc import Callable
 from random import seed as seeds_python
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import ImageFile
 from torch import manual_seed
 
 from dlio.util.shared_state import shared_state_of
 
+netcdf: Any = types.ModuleType("netCDF4")
+"""Not installed here: it is known by its name."""
 _opened: Any = None
 _CACHE: dict[int, int] = {}
 
@@ -59,6 +63,20 @@ def _sets_class(rows: _Rows, index: int) -> int:
 def _sets_named_class(_: _Rows, index: int) -> int:
     _Rows.kept = index
     return index
+
+
+def _sets_module(_: _Rows, index: int) -> int:
+    ImageFile.LOAD_TRUNCATED_IMAGES = bool(index)
+    return index
+
+
+def _switches_module(_: _Rows, index: int) -> int:
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    return index
+
+
+def _reads_netcdf(_: _Rows, index: int) -> Any:
+    return netcdf.Dataset(f"{index}.nc")
 
 
 def _imports_here(_: _Rows, index: int) -> int:
@@ -111,6 +129,8 @@ def test_seeds_of_shared_generators_are_found(name: str) -> None:
         (_sets_global, "sets the global variable _opened"),
         (_sets_class, "sets the attribute kept of a class or module"),
         (_sets_named_class, "sets the attribute kept of a class or module"),
+        (_sets_module, "sets the attribute LOAD_TRUNCATED_IMAGES of a class or module"),
+        (_reads_netcdf, "uses netCDF4"),
     ],
 )
 def test_variables_of_the_process_are_found(make: Any, text: str) -> None:
@@ -125,6 +145,7 @@ def test_variables_of_the_process_are_found(make: Any, text: str) -> None:
     "make",
     [
         _own_generator,
+        _switches_module,
         lambda _, i: torch.rand(1, generator=torch.Generator().manual_seed(i)),
         lambda rows, i: random.Random(rows.seed + i).random(),
         lambda _, i: np.random.default_rng(i).random(),
@@ -136,3 +157,8 @@ def test_variables_of_the_process_are_found(make: Any, text: str) -> None:
 )
 def test_generators_of_a_samples_own_are_none(make: Any) -> None:
     assert shared_state_of(_Rows(make)) is None
+
+
+def test_open_videos_that_a_data_set_holds_are_found() -> None:
+    opened = type("VideoCapture", (), {"__module__": "cv2"})()
+    assert str(shared_state_of(_Rows(lambda _, i: i, [opened]))) == "it holds a cv2 VideoCapture"
