@@ -32,6 +32,12 @@ _PASSED_OVER: Final = frozenset(
     "dlio dlio_readers torch numpy pandas pyarrow datasets PIL h5py zarr".split()
 )
 """Packages that use no such state, or in ways that are looked at elsewhere."""
+_OF_WORKERS: Final = {
+    "initial_seed": "asks for torch's seed",
+    "getpid": "asks for the number of its process",
+    "current_process": "asks for its process",
+}
+"""Functions that give numbers by which workers are to differ."""
 _ONE_THREAD: Final = frozenset(("netCDF4", "tables"))
 """Packages that one thread of a process may call at a time."""
 _HANDLES: Final = {
@@ -185,6 +191,8 @@ class _CodeLook:
     def _used(self, each: dis.Instruction) -> str:
         """Return what is done to a global variable or an attribute of a class, or to a library that
         is not for threads; "" if nothing."""
+        if each.argval in _OF_WORKERS and each.opname in (*_GLOBALS, *_ATTRIBUTES):
+            return _OF_WORKERS[each.argval]
         if each.opname == "STORE_GLOBAL":
             return f"sets the global variable {each.argval}"
         if each.opname in _GLOBALS:

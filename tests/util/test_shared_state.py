@@ -1,6 +1,7 @@
 """Code that uses state of the whole process for each sample is found, and nothing else is."""
 
 import functools
+import os
 import random
 import types
 from collections.abc import Callable
@@ -131,6 +132,8 @@ def test_seeds_of_shared_generators_are_found(name: str) -> None:
         (_sets_named_class, "sets the attribute kept of a class or module"),
         (_sets_module, "sets the attribute LOAD_TRUNCATED_IMAGES of a class or module"),
         (_reads_netcdf, "uses netCDF4"),
+        (lambda _, i: np.random.default_rng(torch.initial_seed() + i), "asks for torch's seed"),
+        (lambda _, i: os.getpid() + i, "asks for the number of its process"),
     ],
 )
 def test_variables_of_the_process_are_found(make: Any, text: str) -> None:
