@@ -20,8 +20,8 @@ _HEAP: Final = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: classes that Python code defines."""
 
 
-def is_library(kind: type) -> bool:
-    """True for a class of an installed package, or of Python's own library."""
+def is_library(kind: type | types.FunctionType) -> bool:
+    """True for a class or function of an installed package, or of Python's own library."""
     if kind.__module__ == "__main__":
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)

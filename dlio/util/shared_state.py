@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dlio.util.copied_classes import is_library
 from dlio.util.object_graph import reachable
 
 _SEEDS: Final = frozenset(
@@ -51,6 +52,7 @@ _HANDLES: Final = {
 }
 """Open files of packages, with a place or a state of their own that is not Python's."""
 _MOST_FUNCTIONS: Final = 2000
+_SHARED: Final = (type, types.ModuleType)
 _SKIPPED: Final = frozenset("PRECALL PUSH_NULL CACHE EXTENDED_ARG NOP RESUME".split())
 _GLOBALS: Final = frozenset("LOAD_GLOBAL LOAD_NAME".split())
 _ATTRIBUTES: Final = frozenset("LOAD_METHOD LOAD_ATTR".split())
@@ -74,12 +76,14 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
     samples; None if nothing is found. Objects in a tuple are looked at alike."""
     named: dict[str, list[types.FunctionType]] = {}
     queue: list[types.FunctionType] = []
+    whose = held if isinstance(held, tuple) else (held,)
+    packages = frozenset(_package_of(type(each)) for each in whose) - _PASSED_OVER
     first: SharedState | None = None
     for each in reachable(held):
         package = type(each).__module__.partition(".")[0]
         if package in _HANDLES and _HANDLES[package] == type(each).__name__:
             first = SharedState("it", f"holds a {package} {_HANDLES[package]}", seeds=False)
-        if isinstance(each, types.FunctionType) and not _is_passed_over(each.__module__):
+        if isinstance(each, types.FunctionType) and _is_own(each, packages):
             if _is_method(each):
                 named.setdefault(each.__name__, []).append(each)
             else:
@@ -98,7 +102,8 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
             first = first or found
             for name in code.co_names:
                 queue += named.get(name, [])
-            queue += _called(code.co_names, function.__globals__)
+            called = _called(code.co_names, function.__globals__)
+            queue += [each for each in called if _is_own(each, packages)]
     return None if only_seeds else first
 
 
@@ -106,9 +111,17 @@ def _is_method(function: types.FunctionType) -> bool:
     return "." in function.__qualname__.rpartition("<locals>.")[2]
 
 
-def _is_passed_over(module: str | None) -> bool:
-    package = (module or "").partition(".")[0]
-    return package in _PASSED_OVER or (package in sys.stdlib_module_names and package != "__main__")
+def _package_of(kind: Any) -> str:
+    name: object = getattr(kind, "__module__", None)
+    return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+def _is_own(function: Any, packages: frozenset[str]) -> bool:
+    """True for the user's code, and for that of the package of the data set's class."""
+    package = _package_of(function)
+    if package in _PASSED_OVER:
+        return False
+    return package in packages or not is_library(function)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -125,26 +138,25 @@ def _called(names: Iterable[str], known: dict[str, Any]) -> list[types.FunctionT
     names = set(names)
     found: list[Any] = []
     for value in map(known.get, names):
-        if isinstance(value, types.ModuleType) and not _is_passed_over(value.__name__):
+        if isinstance(value, types.ModuleType):
             found += [vars(value).get(name) for name in names]
-        elif isinstance(value, type) and not _is_passed_over(value.__module__):
+        elif isinstance(value, type):
             found += [vars(value).get(name) for name in {*names, *_STARTS}]
         else:
             found.append(value)
-    return [
-        each
-        for each in found
-        if isinstance(each, types.FunctionType) and not _is_passed_over(each.__module__)
-    ]
+    return [each for each in found if isinstance(each, types.FunctionType)]
 
 
 def _is_seeding(value: object) -> bool:
     """True for a function of a library that seeds, by whatever name it was imported."""
-    return (
-        getattr(value, "__name__", None) in _SEEDS
-        and callable(value)
-        and _is_passed_over(getattr(value, "__module__", None) or "random")
-    )
+    if getattr(value, "__name__", None) not in _SEEDS or not callable(value):
+        return False
+    return not isinstance(value, types.FunctionType) or is_library(value)
+
+
+def _is_for_one_thread(value: object) -> bool:
+    name = value.__name__ if isinstance(value, types.ModuleType) else _package_of(value)
+    return name.partition(".")[0] in _ONE_THREAD
 
 
 class _CodeLook:
@@ -162,8 +174,26 @@ class _CodeLook:
         self._is_constant = False
         """True if what comes before the chain is a constant."""
 
+    def _may_be_found(self) -> bool:
+        """False for code whose names and instructions cannot be a use: most, in a short time."""
+        names, known = self._code.co_names, self._known
+        if self._may_seed or not _OF_WORKERS.keys().isdisjoint(names):
+            return True
+        instructions = set(self._code.co_code[::2])
+        values = [known.get(name) for name in names]
+        return (
+            dis.opmap["STORE_GLOBAL"] in instructions
+            or any(map(_is_for_one_thread, values))
+            or (
+                dis.opmap["STORE_ATTR"] in instructions
+                and ("__class__" in names or any(isinstance(v, _SHARED) for v in values))
+            )
+        )
+
     def found(self) -> SharedState | None:
         """Return the first use of shared state; a seed if there is one."""
+        if not self._may_be_found():
+            return None
         first: SharedState | None = None
         line = self._code.co_firstlineno
         before: dis.Instruction | None = None
@@ -197,9 +227,7 @@ class _CodeLook:
             return f"sets the global variable {each.argval}"
         if each.opname in _GLOBALS:
             value = self._known.get(each.argval)
-            kind = "__name__" if isinstance(value, types.ModuleType) else "__module__"
-            package = str(getattr(value, kind, "")).partition(".")[0]
-            return f"uses {package}" if package in _ONE_THREAD else ""
+            return f"uses {each.argval}" if _is_for_one_thread(value) else ""
         if not self._chain:
             return ""
         root = self._chain[0]
@@ -208,7 +236,7 @@ class _CodeLook:
             is_class = any(part.argval == "__class__" for part in self._chain)
             # A module's setting that is the same each time is for all.
             is_setting = isinstance(value, types.ModuleType) and self._is_constant
-            if is_class or (isinstance(value, type | types.ModuleType) and not is_setting):
+            if is_class or (isinstance(value, _SHARED) and not is_setting):
                 return f"sets the attribute {each.argval} of a class or module"
         return ""
 

@@ -131,7 +131,7 @@ def test_seeds_of_shared_generators_are_found(name: str) -> None:
         (_sets_class, "sets the attribute kept of a class or module"),
         (_sets_named_class, "sets the attribute kept of a class or module"),
         (_sets_module, "sets the attribute LOAD_TRUNCATED_IMAGES of a class or module"),
-        (_reads_netcdf, "uses netCDF4"),
+        (_reads_netcdf, "uses netcdf"),
         (lambda _, i: np.random.default_rng(torch.initial_seed() + i), "asks for torch's seed"),
         (lambda _, i: os.getpid() + i, "asks for the number of its process"),
     ],
