@@ -13,6 +13,8 @@ from dlio.util.trusted_files import path_of
 
 MOST_BYTES: Final = 4 << 20
 """Of an array that is copied: a buffer. Larger ones are data."""
+_MOST_LOOKED_AT: Final = 1 << 20
+"""Bytes of a text in which ends of lines are looked for."""
 _MOST_TOGETHER: Final = 16 << 20
 """Of all arrays that are copied."""
 
@@ -33,7 +35,42 @@ def _opened_again(file: Any) -> Any:
     return again
 
 
-def _text_again(held: Any) -> Any:
+def _lines_again(held: Any) -> Any:
+    """Do `_opened_again` for a text; the same one if how it was opened decides what its lines are,
+    which cannot be asked."""
+    try:
+        if type(held.buffer) is not io.BufferedReader or held.closed:
+            return held
+        if b"\r" in os.pread(held.fileno(), _MOST_LOOKED_AT, 0):
+            return held
+        place, binary = held.tell(), _opened_again(held.buffer)
+        if binary is held.buffer:
+            return held
+        made = io.TextIOWrapper(binary, encoding=held.encoding, errors=held.errors)
+        made.seek(place)
+    except (OSError, ValueError):
+        return held
+    return made
+
+
+def _picture_again(held: Any) -> Any:
+    """Return an open picture of Pillow's, at the frame of the other; the same one if its pixels are
+    in memory alone."""
+    from PIL import Image
+
+    try:
+        if held.fp is None or not held.filename:
+            return held
+        file = os.fdopen(open_regular(os.path.abspath(held.filename)), "rb")
+        made = Image.open(file, formats=[held.format])
+        made.filename = held.filename
+        made.seek(held.tell())
+    except (OSError, ValueError, EOFError):
+        return held
+    return made
+
+
+def _in_memory_again(held: Any) -> Any:
     """Return a file in memory with a place of its own."""
     if held.closed:
         return held
@@ -45,15 +82,26 @@ def _text_again(held: Any) -> Any:
     return made
 
 
-FILES: Final[dict[type, Callable[[Any], Any]]] = {
+_FILES: Final[dict[type, Callable[[Any], Any]]] = {
     io.FileIO: _opened_again,
     io.BufferedReader: _opened_again,
-    io.BytesIO: _text_again,
-    io.StringIO: _text_again,
+    io.TextIOWrapper: _lines_again,
+    io.BytesIO: _in_memory_again,
+    io.StringIO: _in_memory_again,
 }
 
 
-def connected_again(held: Any) -> Any:
+def opening_again(held: Any) -> Callable[[Any], Any] | None:
+    """Return the function that opens a file or connection once more; None for other objects."""
+    sqlite, pillow = sys.modules.get("sqlite3"), sys.modules.get("PIL.ImageFile")
+    if sqlite is not None and type(held) is sqlite.Connection:
+        return _connected_again
+    if pillow is not None and isinstance(held, pillow.ImageFile):
+        return _picture_again
+    return _FILES.get(type(held))
+
+
+def _connected_again(held: Any) -> Any:
     """Return another connection to a file of SQLite's; the same one to any other place."""
     sqlite = sys.modules["sqlite3"]
     try:

@@ -10,6 +10,7 @@ call, in functions and classes that are not a library's.
 """
 
 import dis
+import mmap
 import os
 import sys
 import types
@@ -51,6 +52,8 @@ _HANDLES: Final = {
     "tables": "File",
 }
 """Open files of packages, with a place or a state of their own that is not Python's."""
+_PLACES: Final = frozenset(("read", "readline", "read_byte"))
+"""Methods of a memory map that go on from its place."""
 _MOST_FUNCTIONS: Final = 2000
 _SHARED: Final = (type, types.ModuleType)
 _SKIPPED: Final = frozenset("PRECALL PUSH_NULL CACHE EXTENDED_ARG NOP RESUME".split())
@@ -79,8 +82,10 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
     whose = held if isinstance(held, tuple) else (held,)
     packages = frozenset(_package_of(type(each)) for each in whose) - _PASSED_OVER
     first: SharedState | None = None
+    has_map = False
     for each in reachable(held):
-        package = type(each).__module__.partition(".")[0]
+        has_map = has_map or type(each) is mmap.mmap
+        package = _package_of(type(each))
         if package in _HANDLES and _HANDLES[package] == type(each).__name__:
             first = SharedState("it", f"holds a {package} {_HANDLES[package]}", seeds=False)
         if isinstance(each, types.FunctionType) and _is_own(each, packages):
@@ -99,6 +104,8 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
             found = _CodeLook(code, function.__globals__).found()
             if found is not None and found.seeds:
                 return found
+            if has_map and not found and not _PLACES.isdisjoint(code.co_names):
+                found = SharedState("it", "reads at the place of a memory map", seeds=False)
             first = first or found
             for name in code.co_names:
                 queue += named.get(name, [])

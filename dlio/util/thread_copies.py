@@ -29,7 +29,7 @@ from dlio.util.copied_classes import (
     may_be_copied,
     without_end,
 )
-from dlio.util.copied_files import FILES, MOST_BYTES, buffers_of, connected_again
+from dlio.util.copied_files import MOST_BYTES, buffers_of, opening_again
 from dlio.util.printable import tell_once
 
 T = TypeVar("T")
@@ -132,9 +132,10 @@ class _CopyWalk:
         if kind in _BUFFERS:
             small = len(held) * getattr(held, "itemsize", 1) <= MOST_BYTES
             return self._note(held, held[:]) if small else held
-        if kind in FILES:
+        open_again = opening_again(held)
+        if open_again is not None:
             self.meets_files = True
-            return self._note(held, FILES[kind](held)) if self._opens else held
+            return self._note(held, open_again(held)) if self._opens else held
         if kind is types.SimpleNamespace:
             made = self._note(held, types.SimpleNamespace())
             made.__dict__.update({k: self.copied(v, depth + 1) for k, v in vars(held).items()})
@@ -234,9 +235,6 @@ class _CopyWalk:
                 made = self._note(held, object.__new__(without_end(type(held))))
                 made.__dict__.update(vars(held), _format_kwargs=kwargs)
                 return made
-        if sqlite is not None and type(held) is sqlite.Connection:
-            self.meets_files = True
-            return self._note(held, connected_again(held)) if self._opens else held
         if sqlite is not None and type(held) is sqlite.Cursor:
             connection = self.copied(held.connection, depth + 1)
             if connection is not held.connection:

@@ -1,10 +1,12 @@
 """Code that uses state of the whole process for each sample is found, and nothing else is."""
 
 import functools
+import mmap
 import os
 import random
 import types
 from collections.abc import Callable
+from pathlib import Path
 from random import seed as seeds_python
 from typing import Any
 
@@ -165,3 +167,16 @@ def test_generators_of_a_samples_own_are_none(make: Any) -> None:
 def test_open_videos_that_a_data_set_holds_are_found() -> None:
     opened = type("VideoCapture", (), {"__module__": "cv2"})()
     assert str(shared_state_of(_Rows(lambda _, i: i, [opened]))) == "it holds a cv2 VideoCapture"
+
+
+def test_the_place_of_a_memory_map_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100))
+    with open(tmp_path / "file", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def at_place(rows: Any, index: int) -> Any:
+        rows.held.seek(index)
+        return rows.held.read(1)
+
+    assert "the place of a memory map" in str(shared_state_of(_Rows(at_place, mapped)))
+    assert shared_state_of(_Rows(lambda rows, i: rows.held[i : i + 1], mapped)) is None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
 from dlio.util.thread_copies import mine, own_copy
@@ -323,6 +324,39 @@ def test_an_open_file_has_a_place_of_its_own(buffering: int, tmp_path: Path) -> 
         assert file.read(1) == b"\x08"
         made.held.close()
         assert file.read(1) == b"\x09"
+
+
+def test_an_open_text_has_a_place_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("".join(f"zeile {k} \xfc\n" for k in range(100)), "utf-16")
+    with open(tmp_path / "text", encoding="utf-16") as file:
+        file.readline()
+        made = own_copy(Held(file)).held
+        assert made is not file
+        assert made.readline() == file.readline() == "zeile 1 \xfc\n"
+        made.seek(0)
+        assert file.readline() == "zeile 2 \xfc\n"
+        made.close()
+
+
+def test_a_text_whose_ends_of_lines_may_be_kept_is_shared(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"a\r\nb\r\n")
+    with open(tmp_path / "text", encoding="utf-8", newline="") as file:
+        assert own_copy(Held(file)).held is file
+
+
+def test_an_open_picture_has_a_frame_of_its_own(tmp_path: Path) -> None:
+    frames = [Image.fromarray(np.full((4, 4), k, np.uint8)) for k in range(20)]
+    frames[0].save(tmp_path / "a.tif", save_all=True, append_images=frames[1:])
+    with Image.open(tmp_path / "a.tif") as picture:
+        picture.seek(3)
+        made = own_copy(Held(picture)).held
+        assert made is not picture
+        assert np.asarray(made)[0, 0] == np.asarray(picture)[0, 0] == 3
+        made.seek(9)
+        assert np.asarray(made)[0, 0] == 9
+        assert picture.tell() == 3
+        made.close()
+    assert own_copy(Held(frames[0])).held is frames[0]
 
 
 @pytest.mark.parametrize("kind", ["written", "closed"])
