@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shlex
 import types
 import typing
 from collections.abc import Sequence
@@ -190,7 +191,7 @@ def open_reading(
         if len(reader.classes) and abilities_of(reader).is_inspected:
             for split, paths in reading.others.items():
                 _compare_classes(reader, reading, split, paths)
-    _tell_of_labels(reader)
+    _tell_of_labels(reader, reading.kind)
     return reader, reading
 
 
@@ -199,7 +200,7 @@ def _local_path(url: str) -> str | None:
     return None if is_remote(url) else os.path.abspath(os.path.expanduser(url))
 
 
-def _tell_of_labels(reader: Reader) -> None:
+def _tell_of_labels(reader: Reader, kind: object) -> None:
     """Warn once if a field looks like a label and gives none, or if labels are fractions."""
     if not abilities_of(reader).is_inspected:
         return  # To look at its fields would read samples.
@@ -222,9 +223,13 @@ def _tell_of_labels(reader: Reader) -> None:
         able = label_candidates({name: kind.text for name, kind in kinds.items()}, is_wide)
         if able and not reader.labels.any():
             which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
+            remedy = "name it label in the source"
+            if callable(kind) and "label" in inspect.signature(kind).parameters:
+                word = shlex.quote(f"label={able[0]}")
+                remedy = f"choose it, such as label={able[0]!r} (`--reader-option {word}`)"
             text = (
-                f"none of its fields has a label's name; if {which} is it, name it label in the "
-                "source (`targets` are 0)"
+                f"none of its fields has a label's name; if {which} is it, {remedy}: `targets` "
+                "are 0"
             )
     several = several_labels(reader.classes)
     if several and not text:

@@ -196,8 +196,10 @@ def is_old_matlab(source: Source, name: str) -> bool:
 class Hdf5File:
     """One file, opened when needed, and again after `close`."""
 
-    def __init__(self, file: File, split: str | None = None) -> None:
+    def __init__(self, file: File, split: str | None = None, label: str | None = None) -> None:
         self.file, self.split = file, split
+        self._label = label
+        """The data set that the user chose as the label."""
         self.count = 0
         self.classes: list[str] = []
         self.packed_schema: Schema | None = None
@@ -297,7 +299,7 @@ class Hdf5File:
             elif not names:
                 every = {name: tuple(each.shape or ()) for name, each in sets.items()}
                 check_groups(self.file.name, every)
-            chosen, self.count = choose(self.file.name, shapes, names)
+            chosen, self.count = choose(self.file.name, shapes, names, label=self._label)
             columns: dict[str, Column] = {}
             for name in chosen:
                 dataset = sets[name]
@@ -348,7 +350,7 @@ class Hdf5File:
             kind = looks_like(first)
             return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
         members = h5py.check_enum_dtype(dataset.dtype)
-        if members and name == label_name(sets):
+        if members and name == label_name(sets, self._label):
             named = {int(value): text for text, value in members.items()}
             if sorted(named) != list(range(len(named))):
                 values = self._integers(name, sets)

@@ -263,7 +263,8 @@ class TarReader(PathReader):
             raise SourceError(f"{self.path} holds no tar")
         self._opened, self._files = opened, _decompressed(opened)
         chosen = tuple(fields or ())
-        kind = "-".join(("tar", *chosen)).replace("/", "_")[:103]
+        about = repr(chosen).encode("utf-8", "surrogateescape")
+        kind = f"tar-{xxhash.xxh3_64_hexdigest(about)}" if chosen else "tar"
 
         def index(file: File) -> Arrays:
             return cached_index(kind, _VERSION, [file], lambda: _build(file, chosen))

@@ -113,19 +113,21 @@ def open_text_tables(
     names: Sequence[str],
     separator: str | None = None,
     features: Sequence[str] | str | None = None,
+    label: str | None = None,
 ) -> tuple[Mapping[str, Column], int]:
     """Return (columns, rows) of some files as one table. Their indexes are cached.
 
     Columns in `names` are read, all if it is empty; without a separator the first line tells it.
     With `features`, columns of numbers that become one array, `FEATURES` ("*" for all of them but
-    the label), only the label and `names` are read of the others.
+    the label), only the label and `names` are read of the others. `label` may be
+    chosen.
 
     Raises SourceError for damaged files and missing labels, UsageError for columns that the files
     do not have.
     """
     if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
         raise UsageError(f"separator={separator!r}: give one character, such as ';'")
-    parts = [_part(file, separator) for file in files]
+    parts = [_part(file, separator, chosen=label) for file in files]
     header = parts[0].names
     for part in parts[1:]:
         if part.names != header:
@@ -136,7 +138,9 @@ def open_text_tables(
     _tell_of_header(parts[0].file.name, header)
     kinds = {name: _kind([part.facts[k] for part in parts]) for k, name in enumerate(header)}
     number_of = {name: k for k, name in enumerate(header)}
-    label = label_name(header)
+    if label is not None:
+        check_names(parts[0].file.name, [label], header, "column")
+    chosen_label, label = label, label_name(header, label)
     if label is not None and kinds[label] == "":
         kinds[label] = "text"  # NA is a name among labels.
     if label is not None and kinds[label] in ("int64", "float64"):
@@ -148,8 +152,9 @@ def open_text_tables(
     for number, part in enumerate(parts):
         # A column of numbers is text if it is in another file.
         if any(f"bodies{k}" not in part.index for k in texts):
-            parts[number] = _part(part.file, separator, frozenset(header[k] for k in texts))
-    _tell_of_numbers(parts, header, texts)
+            own_texts = frozenset(header[k] for k in texts)
+            parts[number] = _part(part.file, separator, own_texts, chosen_label)
+    _tell_of_numbers(parts, header, texts - {number_of.get(label or "", -1)})
     check_names(parts[0].file.name, names, header, "column")
     matrix = _feature_names(parts[0].file.name, kinds, label, features)
     chosen = list(names) or list(header)
@@ -214,16 +219,25 @@ def _tell_of_numbers(
         )
 
 
-def _part(file: File, separator: str | None, texts: frozenset[str] = frozenset()) -> _TableFile:
-    """Open a file; its index has the sizes of the columns `texts`, and of its own texts."""
+def _part(
+    file: File,
+    separator: str | None,
+    texts: frozenset[str] = frozenset(),
+    chosen: str | None = None,
+) -> _TableFile:
+    """Open a file; its index has the sizes of the columns `texts`, and of its own texts, and the
+    values of columns that may be labels, as the `chosen` one is."""
     if separator is None and ".tsv" in file.own_name[-8:]:
         separator = "\t"
     if file.own_name.endswith(COMPRESSED):
         file = in_memory(file)
     kind = "table" if separator is None else f"table{ord(separator)}"
-    if texts:
-        kind += f"-{xxhash.xxh3_64_hexdigest(repr(sorted(texts)).encode('utf-8', 'replace'))}"
-    index = cached_index(kind, _VERSION, [file], lambda: _table_index(file, separator, texts))
+    if texts or chosen is not None:
+        own = repr((sorted(texts), chosen) if chosen is not None else sorted(texts))
+        kind += f"-{xxhash.xxh3_64_hexdigest(own.encode('utf-8', 'replace'))}"
+    index = cached_index(
+        kind, _VERSION, [file], lambda: _table_index(file, separator, texts, chosen)
+    )
     head = json.loads(index["head"].tobytes())
     facts = tuple(_TextColumnFacts(*row) for row in head["columns"])
     labels = {int(k): own for k, own in head["texts"].items()}
@@ -368,7 +382,9 @@ def _number(text: str) -> float:
     return math.nan if text.strip() in MISSING else float(text)
 
 
-def _table_index(file: File, separator: str | None, texts: frozenset[str]) -> Arrays:
+def _table_index(
+    file: File, separator: str | None, texts: frozenset[str], label: str | None = None
+) -> Arrays:
     """Index the offsets of rows, the kinds of columns, the sizes of texts and the labels.
 
     The sizes are those of the columns `texts`, next to those that are found to be text. The table
@@ -377,7 +393,7 @@ def _table_index(file: File, separator: str | None, texts: frozenset[str]) -> Ar
     if file.size > _MAX_TEXT:
         raise SourceError(f"{file.name} of {file.size} bytes is too large a table: write Parquet")
     while True:
-        scan = _TableScan(file, separator, texts)
+        scan = _TableScan(file, separator, texts, label)
         late = scan.run()
         if not late:
             return scan.arrays()
@@ -387,8 +403,10 @@ def _table_index(file: File, separator: str | None, texts: frozenset[str]) -> Ar
 class _TableScan:
     """A table that is being indexed."""
 
-    def __init__(self, file: File, separator: str | None, texts: frozenset[str]) -> None:
-        self._file, self._name, self._texts = file, file.name, texts
+    def __init__(
+        self, file: File, separator: str | None, texts: frozenset[str], label: str | None
+    ) -> None:
+        self._file, self._name, self._texts, self._label = file, file.name, texts, label
         first = file.read(0, _MAX_HEADER)
         self._at = 3 if first.startswith(b"\xef\xbb\xbf") else 0
         """Offset of the first byte that is not parsed yet."""
@@ -525,7 +543,7 @@ class _TableScan:
                 raise self._without_names()
             check_objects(_COLUMN_BYTES * len(header), self._file.size, self._name)
             self._columns = [_ColumnScan(name, name in self._texts) for name in header]
-            for name in label_names(header):
+            for name in {*label_names(header, self._label)}.intersection(header):
                 self._columns[header.index(name)].is_label = True
         width = len(self._columns)
         while some := list(itertools.islice(rows, _ROWS)):
