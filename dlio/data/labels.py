@@ -61,6 +61,8 @@ _ID: Final = re.compile(
     r"(?:^|[^A-Za-z])(?i:id|idx|index|row|time|date|year)s?$|[a-z](?:I[dD]|Index|Time|Date|Year)$"
 )
 _BETWEEN_LABELS: Final = ("|", ";", ",", " ")
+_FEW_WORDS: Final = 2
+"""Classes for each of their words, above which these seem to be labels themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +299,9 @@ def several_labels(classes: Sequence[str]) -> str:
             parts = [part.strip() for part in name.split(mark)]
             if len(parts) > 1 and all(parts) and (mark in "|;" or known.issuperset(parts)):
                 return name
-    return ""
+    # Such as `clear primary`, `haze primary road` and so on, of few words.
+    words = {word for name in classes for word in name.split(" ")}
+    return "" if _FEW_WORDS * len(words) >= len(known) else next(n for n in classes if " " in n)
 
 
 def is_index(name: str) -> bool:

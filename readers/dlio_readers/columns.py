@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Final, Literal, Protocol, TypeAlias
@@ -681,7 +681,7 @@ def choose(
         return chosen, 1
     if len(set(counts.values())) > 1:
         rows = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
-        most = Counter(counts.values()).most_common(1)[0][0]
+        most = counts[max(counts, key=lambda name: math.prod(shapes[name]))]
         alike = [name for name, count in counts.items() if count == most]
         raise UsageError(
             f"{path}: its arrays differ in rows ({rows}): name those that make up samples, as in "

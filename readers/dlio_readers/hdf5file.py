@@ -180,6 +180,7 @@ class Chunks:
 
 HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat")
 _OLD_MATLAB: Final = b"MATLAB 5.0"
+_OLD_NETCDF: Final = b"CDF"
 _MATLAB: Final = ("#refs#", "#subsystem#")
 """Groups to which MATLAB's cells and objects refer."""
 _WRITTEN: Final = ("unable to lock file", "already open for write", "already open for read")
@@ -236,7 +237,11 @@ class Hdf5File:
         if self.file.read(0, len(_OLD_MATLAB)) == _OLD_MATLAB:
             return SourceError(
                 f"{name} is of an older MATLAB format, which is not HDF5: write it again with "
-                "save(..., '-v7.3')"
+                "save(..., '-v7.3'), or read it with scipy.io.loadmat and write numpy.savez"
+            )
+        if self.file.read(0, len(_OLD_NETCDF)) == _OLD_NETCDF:
+            return SourceError(
+                f"{name} is of NetCDF 3, which is not HDF5: convert it with nccopy -k nc4"
             )
         if "truncated file" in reason:
             return SourceError(f"{name} is cut off: restore it ({reason})")

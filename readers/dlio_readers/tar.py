@@ -333,6 +333,9 @@ class TarReader(PathReader):
         """Return why samples have no label that may have one; "" if nothing looks like it."""
         names, count = self._names, int(self._firsts[-1])
         texts = [name for name in names if "." in name and self.schema.kinds[name].text == "text"]
+        tail = next((n for n in names if n.rpartition(".")[2] in TAR_LABEL_NAMES), None)
+        if tail is not None and "." in tail:
+            return f"its {tail} is bytes: call it {tail.rpartition('.')[2]}"
         longer = next((name for name in texts if label_name([name.partition(".")[0]])), None)
         if longer is not None:
             return f"its {longer} is a text: call it {longer.partition('.')[0]}"

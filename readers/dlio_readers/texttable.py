@@ -8,6 +8,7 @@ import json
 import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -57,6 +58,8 @@ _COLUMN_BYTES: Final = 2048
 _MAX_DIGITS: Final = 64
 """Characters of a whole number: Python converts no number of thousands of digits."""
 _LOOKED_AT: Final = 256
+_MOST_STEP: Final = 1000
+"""Largest step of numbers that name columns, such as years and wavelengths."""
 _MOSTLY: Final = 0.75
 """Part of the first values of a column that are numbers, by which it is told that it is text."""
 _SIGNS: Final = re.compile(r"[\s,%$€£¥]")
@@ -175,12 +178,12 @@ def open_text_tables(
 
 
 def _tell_of_header(path: str, header: Sequence[str]) -> None:
-    """Warn once if the first line, which names the columns, may be a sample: half of its values are
-    numbers, and do not count the columns as 0, 1, 2."""
+    """Warn once if the first line, which names the columns, may be a sample: one of its values is a
+    number, and they do not count the columns as 0, 1, 2."""
     numbers = [float(name) for name in header if is_number(name)]
     steps = {after - before for before, after in itertools.pairwise(numbers)}
-    counts = (len(steps) == 1 and steps.pop() > 0) or numbers == [0.0]
-    if numbers and 2 * len(numbers) >= len(header) and not counts:
+    counts = (len(steps) == 1 and 0 < steps.pop() <= _MOST_STEP) or numbers == [0.0]
+    if numbers and not counts:
         tell_once(
             f"{path}: its first line, {', '.join(header[:4])}, names its columns: "
             "if it is a sample, write a line of names above it"
@@ -404,7 +407,7 @@ class _TableScan:
     """A table that is being indexed."""
 
     def __init__(
-        self, file: File, separator: str | None, texts: frozenset[str], label: str | None
+        self, file: File, separator: str | None, texts: frozenset[str], label: str | None = None
     ) -> None:
         self._file, self._name, self._texts, self._label = file, file.name, texts, label
         first = file.read(0, _MAX_HEADER)
@@ -539,8 +542,14 @@ class _TableScan:
         rows = iter(rows)
         if not self._columns:
             header = [name.strip() for name in next(rows, (0, []))[1]]
+            if header.count("") > 1:  # As pandas names them.
+                header = [name or f"Unnamed: {k}" for k, name in enumerate(header)]
             if len(set(header)) != len(header):
-                raise self._without_names()
+                (name, _), *_ = Counter(header).most_common(1)
+                raise SourceError(
+                    f"{self._name} needs a line of different names on top, and has {name!r} twice "
+                    "in its first line: rename one, or write names above it if it is a sample"
+                )
             check_objects(_COLUMN_BYTES * len(header), self._file.size, self._name)
             self._columns = [_ColumnScan(name, name in self._texts) for name in header]
             for name in {*label_names(header, self._label)}.intersection(header):

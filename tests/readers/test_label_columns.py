@@ -66,7 +66,7 @@ def are_alike(texts: Sequence[str]) -> bool:
     return not padded or texts == [f"{int(text):0{widths[0]}}" for text in texts]
 
 
-def open_labels(path: object, **options: object) -> Labels | None:
+def open_labels(path: object, **options: Any) -> Labels | None:
     """Return dlio's labels, None for an error; the samples must have the same labels."""
     try:
         reader = open_reader(path, **options)
@@ -120,7 +120,8 @@ def _feather(path: Path, column: Column, form: str, name: str = "label") -> None
 
 def _npz(path: Path, column: Column, form: str, name: str = "label") -> None:
     save = np.savez_compressed if form == "category" else np.savez
-    save(path, **{name: _array(column, form), "x": np.full(len(column), 0.5)})
+    arrays: Any = {name: _array(column, form), "x": np.full(len(column), 0.5)}
+    save(path, **arrays)
 
 
 def _hdf5(path: Path, column: Column, form: str, name: str = "label") -> None:
@@ -324,7 +325,12 @@ def test_a_label_that_is_not_there_is_refused_with_the_names_that_are(
 def test_the_chosen_label_takes_the_name_of_no_other_field(suffix: str, tmp_path: Path) -> None:
     """Of two, the one that is left out of the names to read gives it up."""
     path = str(tmp_path / f"a.{suffix}")
-    columns = {"x": [0.5, 0.5], "label": [3, 4], "species": [b"cat", b"dog"]}
+    columns: dict[str, list[Any]] = {
+        "x": [0.5, 0.5],
+        "label": [3, 4],
+        "species": [b"cat", b"dog"],
+    }
+    arrays: Any = {name: np.array(values) for name, values in columns.items()}
     if suffix == "csv":
         Path(path).write_text("x,label,species\n0.5,3,cat\n0.5,4,dog\n")
     elif suffix in ("parquet", "feather"):
@@ -333,13 +339,13 @@ def test_the_chosen_label_takes_the_name_of_no_other_field(suffix: str, tmp_path
         rows = [{name: values[k : k + 1] for name, values in columns.items()} for k in range(2)]
         write_records(Path(path), map(example, rows))
     elif suffix == "npz":
-        np.savez(path, **{name: np.array(values) for name, values in columns.items()})
+        np.savez(path, **arrays)
     elif suffix == "h5":
         with h5py.File(path, "w") as file:
-            file.update({name: np.array(values) for name, values in columns.items()})
+            file.update(arrays)
     else:
-        for name, values in columns.items():
-            zarr.save_array(f"{path}/{name}", np.array(values), zarr_format=2)
+        for name, values in arrays.items():
+            zarr.save_array(f"{path}/{name}", values, zarr_format=2)
         zarr.open_group(path, mode="a", zarr_format=2)
     with pytest.raises(UsageError, match="has a 'label' as well"):
         open_reader(path, label="species")
