@@ -292,6 +292,8 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
                 "it holds texts, which are read as a column of a CSV or Parquet file: write them "
                 "to one, next to a column label"
             )
+        if len(files) == 1 and files[0].lower().endswith((".csv", ".tsv")):
+            return f"it holds a table: choose it with table={f'{at}/{files[0]}'!r} if it has labels"
         if files and (words := words_of(files[0])):
             return f"{files[0]} in {source.path(at)} is {words}"
         if files:

@@ -151,6 +151,16 @@ def test_a_column_of_a_table_next_to_pictures_is_chosen_by_its_name(
         open_reader(str(tmp_path), label="captoin")
 
 
+def test_the_remedy_for_a_table_in_a_folder_of_its_own_reads_it(tmp_path: Path) -> None:
+    _pictures(tmp_path, ["Training_Input/ISIC_0.png", "Training_Input/ISIC_1.png"])
+    (tmp_path / "Truth").mkdir()
+    (tmp_path / "Truth" / "truth.csv").write_text("image,MEL,NV\nISIC_0,1.0,0.0\nISIC_1,0.0,1.0\n")
+    with pytest.raises(SourceError, match=r"it holds a table: choose it with table='Truth/truth"):
+        open_reader(str(tmp_path))
+    reader = open_reader(str(tmp_path), table="Truth/truth.csv")
+    assert (reader.classes, reader.labels.tolist()) == (["MEL", "NV"], [0, 1])
+
+
 def test_label_in_a_folder_of_tables_is_a_column_of_theirs(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     table = pa.table({"x": [0.5, 1.5], "fine_label": [19, 29], "coarse_label": [11, 15]})
