@@ -59,6 +59,7 @@ from dlio.data.splits import (
     not_chosen_by,
     reading_options,
     split_column,
+    split_of,
     splits_among,
 )
 from dlio.errors import DlioError, SourceError, UsageError, redact
@@ -364,6 +365,12 @@ def _of_folder(
         if inner is not None:
             made = _of_folder(inner[0], fields, kinds, None, options)
             made.split = inner[1]
+            beside = _lists_of_split(url, inner)
+            if beside:
+                words = f"{named_files(beside)} in {redact(url)}, which may hold labels"
+                if "table" in inspect.signature(made.kind).parameters:
+                    words += ": choose one with table= and label="
+                made.left_out.append(words)
             made.others = other_folders(url, inner[1])
             return made
         has_data = reading is not None and reading.weight > 0
@@ -399,6 +406,18 @@ def _of_folder(
             raise SourceError(f"{url} holds nothing to read: check the path")
         raise _unknown(url + fields, reasons, named=True, is_folder=True)
     return reading
+
+
+def _lists_of_split(url: str, inner: tuple[str, str]) -> list[str]:
+    """Return the files next to the folder of a split that are called as it is, such as `train.csv`
+    and `train_labels.txt`, or labels."""
+    own = split_of(inner[1], folder=True) or split_of(inner[1])
+    names = [name for name in files_beside(url, inner[0]) if "/" not in name]
+    return [
+        name
+        for name in names
+        if "label" in name.lower() or split_of(os.path.splitext(name)[0]) in (own or "",)
+    ]
 
 
 def _of_all(

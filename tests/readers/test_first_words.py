@@ -18,6 +18,7 @@ from dlio.data.labels import several_labels
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.util import printable
+from dlio_readers.folder_doubts import masks_among
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +160,35 @@ def test_the_remedy_for_a_table_in_a_folder_of_its_own_reads_it(tmp_path: Path) 
         open_reader(str(tmp_path))
     reader = open_reader(str(tmp_path), table="Truth/truth.csv")
     assert (reader.classes, reader.labels.tolist()) == (["MEL", "NV"], [0, 1])
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train_labels.txt", "labels.json"])
+def test_files_next_to_the_folder_of_a_split_that_may_label_it_are_told(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path, ["train/0/0/a.png", "train/0/1/b.png", "test/0/0/c.png"])
+    (tmp_path / name).write_text("{}" if name.endswith("json") else "id,landmark\na1,7\nb1,9\n")
+    (tmp_path / "test.csv").write_text("id\nc1\n")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert len(open_reader(str(tmp_path), split="train")) == 2
+    assert f"1 file ({name}) in {tmp_path}, which may hold labels" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "masks"),
+    [
+        (("volume-0", "volume-1", "segmentation-0", "segmentation-1"), 2),
+        (("0_sat", "0_mask", "1_sat", "1_mask"), 2),
+        (("cat_0", "cat_1", "dog_0", "dog_1"), 0),
+        (("volume-0", "volume-1", "segmentation-0"), 0),
+    ],
+)
+def test_masks_with_a_word_for_them_next_to_a_number_are_told(
+    names: Sequence[str], masks: int
+) -> None:
+    made = masks_among([f"{name}.nii.gz" for name in names])
+    assert len(made) == masks
+    assert all("mask" in name or "segmentation" in name for name in made)
 
 
 def test_label_in_a_folder_of_tables_is_a_column_of_theirs(tmp_path: Path) -> None:
