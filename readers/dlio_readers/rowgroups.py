@@ -495,7 +495,7 @@ class RowGroupReader(PathReader):
         self._opened: dict[int, GroupedFile] = {}
         self._lock = new_rlock()
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
-        about = repr((names, *added, *(() if label is None else ("label", label))))
+        about = repr((names, list(added), label))
         kind = f"{self.format}-{xxhash.xxh3_64_hexdigest(about.encode('utf-8', 'surrogateescape'))}"
         index = cached_index(kind, _VERSION, self._files, lambda: self._build(names, label))
         head = json.loads(index["head"].tobytes())
