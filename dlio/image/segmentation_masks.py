@@ -218,7 +218,7 @@ def _as_grey(image: Buffer) -> tuple[Buffer, int]:
 def _reason(text: str) -> str:
     """Return the reason in an error about a picture, without its remedies."""
     if text.startswith("is "):
-        return f"it {text.partition(': convert')[0]}"
+        return f"it {text.partition(': convert')[0].partition(' (')[0]}"
     return text.partition(": ")[2].partition(" (repair")[0]
 
 
