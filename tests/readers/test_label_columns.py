@@ -28,6 +28,7 @@ from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.util import printable
 from dlio.util.settings import REHEARSAL
+from dlio_staging.pack_folder import pack
 
 from .tfrecords import example
 from .tfrecords import write as write_records
@@ -147,12 +148,12 @@ def _zarr(path: Path, column: Column, form: str, name: str = "label") -> None:
         group.create_array(name, data=values)
 
 
-def _tar(path: Path, column: Column, form: str) -> None:
+def _tar(path: Path, column: Column, form: str, name: str = "cls") -> None:
     with tarfile.open(path, "w") as file:
         for k, value in enumerate(column):
             text = f"{value}\n" if form == "category" else str(value)
-            for name, data in ((f"{k:04d}.cls", text.encode()), (f"{k:04d}.txt", b"x")):
-                member = tarfile.TarInfo(name)
+            for own, data in ((name, text.encode()), ("txt", b"x")):
+                member = tarfile.TarInfo(f"{k:04d}.{own}")
                 member.size = len(data)
                 file.addfile(member, io.BytesIO(data))
 
@@ -226,9 +227,7 @@ WRITERS: dict[str, Callable[..., None]] = {
     "tfrecord": _tfrecord,
 }
 FORMS = st.sampled_from(["plain", "bytes", "category"])
-CHOOSING = {suffix: write for suffix, write in WRITERS.items() if suffix != "tar"} | {
-    "mds": lambda path, column, form, name: _mds(path, [column], form, name)
-}
+CHOOSING = WRITERS | {"mds": lambda path, column, form, name: _mds(path, [column], form, name)}
 """Those of formats with `label=`."""
 NAMES = st.lists(
     st.sampled_from(
@@ -298,7 +297,7 @@ def test_a_column_of_any_name_has_these_labels_if_it_is_chosen(
                 write(Path(path), part, form, "species")
         assert open_labels(paths, label="species") == expected, (suffix, form)
         named = [f"{path}::x" for path in paths]
-        if suffix != "mds":
+        if suffix not in ("mds", "tar"):
             assert open_labels(named, label="species") == expected, (suffix, form)
 
 
@@ -352,6 +351,25 @@ def test_the_chosen_label_takes_the_name_of_no_other_field(suffix: str, tmp_path
     assert open_labels(f"{path}::x,species", label="species") == (["cat", "dog"], [0, 1])
     assert open_labels(f"{path}::x", label="species") == (["cat", "dog"], [0, 1])
     assert open_labels(path) == open_labels(path, label="label") == ([], [3, 4])
+
+
+def test_a_tar_has_its_label_chosen_where_nothing_else_is_called_so(tmp_path: Path) -> None:
+    _tar(tmp_path / "a.tar", COLUMN, "plain", "species")
+    for fields in (None, ["txt"], ["species", "txt"]):
+        reader = open_reader(str(tmp_path / "a.tar"), label="species", fields=fields)
+        assert (reader.classes, reader.labels.tolist()) == (["cat", "dog"], [0, 1, 0])
+        assert sorted(reader.schema.kinds) == ["label", "txt"]
+    with dlio.open(tmp_path / "a.tar", label="species", tiers="none") as data:
+        names = [data.classes[data[k]["label"]] for k in range(3)]
+    assert names == COLUMN
+    with tarfile.open(tmp_path / "both.tar", "w") as file:
+        for name in ("0.label", "0.species", "0.txt"):
+            file.addfile(tarfile.TarInfo(name))
+    with pytest.raises(UsageError, match="has a 'label' as well"):
+        open_reader(str(tmp_path / "both.tar"), label="species")
+    pack(str(tmp_path / "a.tar"), str(tmp_path / "packed"), format="tar")
+    with pytest.raises(UsageError, match="has the label with which it was packed"):
+        open_reader(str(tmp_path / "packed"), label="species")
 
 
 def test_choices_of_long_names_have_indexes_of_their_own(tmp_path: Path) -> None:
