@@ -53,7 +53,7 @@ _FORMATS: Final[Mapping[str, str]] = {
     "spectrograms as .npy in the same folders",
     r"\.(mp4|avi|mov|mkv|webm|m4v|mpg|mpeg)": "a film, which dlio does not decode: store its "
     "frames as pictures, or as .npy in the same folders",
-    r"\.(data|dat|names|conll|conllu)": "a table or text of no format of its own: write a table as "
+    r"\.(data|conll|conllu)": "a table or text of no format of its own: write a table as "
     "x.csv with a line of names on top, by pandas.read_csv(..., header=None).to_csv(...)",
     r"\.(off|ply|pcd|las|laz|obj|stl)": "a point cloud or mesh, which dlio does not decode: store "
     "points as .npy in the same folders (trimesh.load(...) and open3d read them)",

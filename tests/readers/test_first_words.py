@@ -120,7 +120,7 @@ def test_boxes_by_width_and_height_are_told_to_be_left_out(
     assert "its boxes (x, y, width, height) are left out" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["iris.data", "a.conll", "a.dat"])
+@pytest.mark.parametrize("name", ["iris.data", "a.conll"])
 def test_tables_of_no_format_are_refused_with_the_way_to_one(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("5.1,3.5,Iris-setosa\n")
     with pytest.raises(SourceError, match=r"write a table as x\.csv with a line of names on top"):
