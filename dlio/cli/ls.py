@@ -53,6 +53,8 @@ class DatasetDescription(TypedDict):
     """The interpretation of the path, with counts."""
     split: str
     """The split that is read; "" without one."""
+    label: str
+    """The column or array that is the label by choice; "" without one."""
     left_out: list[str]
     """Files that lie there and are not read, with counts."""
     doubts: list[str]
@@ -122,6 +124,7 @@ def describe(path: str, **options: object) -> DatasetDescription:
         "classes": counts,
         "understood": reading.words,
         "split": reading.split,
+        "label": str(options.get("label", "")),
         "left_out": reading.left_out,
         "doubts": reading.doubts,
         "fields": _ranges(reader),
@@ -220,6 +223,8 @@ def command(options: ListOptions) -> None:
         print_line(f"  read as      {about['understood']}")
     if about["split"]:
         print_line(f"  split        {about['split']}")
+    if about["label"]:
+        print_line(f"  label        {about['label']}, by choice")
     for text in about["left_out"]:
         print_line(f"  left out     {text}")
     for text in about["doubts"]:

@@ -53,11 +53,25 @@ _FORMATS: Final[Mapping[str, str]] = {
     "spectrograms as .npy in the same folders",
     r"\.(mp4|avi|mov|mkv|webm|m4v|mpg|mpeg)": "a film, which dlio does not decode: store its "
     "frames as pictures, or as .npy in the same folders",
+    r"\.(data|conll|conllu)": "a table or text of no format of its own: write a table as "
+    "x.csv with a line of names on top, by pandas.read_csv(..., header=None).to_csv(...)",
+    r"\.(off|ply|pcd|las|laz|obj|stl)": "a point cloud or mesh, which dlio does not decode: store "
+    "points as .npy in the same folders (trimesh.load(...) and open3d read them)",
+    r"\.ts": "of sktime or a film: aeon.datasets.load_from_ts_file(...) has series and labels, to "
+    "write by numpy.savez",
+    r"\.(edf|bdf|gdf|fif)": "a recording: mne.io.read_raw(...) reads it, and numpy.savez writes "
+    "its windows and labels",
+    r"\.au": "sound, which dlio does not decode: store samples or spectrograms as .npy in the same "
+    "folders",
     r"\.(7z|rar)": "an archive that is not read in place: extract it",
 }
 _KNOWN: Final = [
     (re.compile(rf"(?:{name})", re.IGNORECASE), words) for name, words in _FORMATS.items()
 ]
+_BARE: Final = ("train", "test", "meta")
+"""Files of CIFAR-100."""
+_PROTOCOLS: Final = (b"\2", b"\3", b"\4", b"\5")
+"""Second bytes of pickles."""
 _PICTURES: Final = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 _LANCE: Final = "_versions"
 _LOOKED_INTO: Final = 8
@@ -88,10 +102,18 @@ def check_folder(url: str) -> None:
         if (_LANCE, True) in inner:
             raise SourceError(f"{source.path(place)} is a data set {words_of('.lance')}")
         for name, folder in inner:
-            words = "" if folder else words_of(name)
+            words = "" if folder else words_of(name) or _pickled(source, place, name)
             if words:
                 shown = source.path(f"{place}/{name}" if place else name)
                 raise SourceError(f"{shown} is {_article(words)}")
+
+
+def _pickled(source: Source, place: str, name: str) -> str:
+    """Return the words about a pickle without a suffix, such as those of CIFAR-100."""
+    if name not in _BARE:
+        return ""
+    head = source.read(f"{place}/{name}" if place else name, 0, 2)
+    return _PICKLE if head[:1] == b"\x80" and head[1:] in _PROTOCOLS else ""
 
 
 def _refuse_hub_cache(source: Source) -> None:
@@ -116,6 +138,8 @@ def error_of_file(name: str) -> SourceError | None:
         words = f"a zip archive: open zip://::{name}, or extract it"
     elif not words and name.lower().endswith(_PICTURES):
         words = "a picture and no data set: open its folder"
+    elif not words and name.endswith("dataset.json"):
+        words = "a list of samples, as nnU-Net and MONAI have them: open its folder"
     elif not words and name.lower().endswith(".json"):
         words = "JSON, and none of COCO: pandas.read_json(...).to_parquet(...) converts a table"
     elif not words and name.lower().endswith(".txt"):

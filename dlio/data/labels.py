@@ -13,7 +13,7 @@ that are none, and a reader refuses their samples by name.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import GrowingColumn
-from dlio.errors import SourceError
+from dlio.errors import SourceError, UsageError
+from dlio.util.arguments import listed, nearest
 from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
@@ -60,6 +61,8 @@ _ID: Final = re.compile(
     r"(?:^|[^A-Za-z])(?i:id|idx|index|row|time|date|year)s?$|[a-z](?:I[dD]|Index|Time|Date|Year)$"
 )
 _BETWEEN_LABELS: Final = ("|", ";", ",", " ")
+_FEW_WORDS: Final = 2
+"""Classes for each of their words, above which these seem to be labels themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +200,14 @@ def not_scalar(kind: str) -> str:
     return f"is {kind}, {kinds}{gaps}"
 
 
-def label_names(names: Iterable[str]) -> list[str]:
-    """Return those of the names of fields that are of labels, in the order of `LABEL_NAMES`.
+def label_names(names: Iterable[str], chosen: str | None = None) -> list[str]:
+    """Return those of the names of fields that are of labels, in the order of `LABEL_NAMES`; the
+    `chosen` one alone.
 
     In small letters or, where none is, in capitals. The label is the first whose values are labels.
     """
+    if chosen is not None:
+        return [chosen]
     known = list(names)
     exact: list[str] = [name for name in LABEL_NAMES if name in known]
     if exact:
@@ -212,9 +218,37 @@ def label_names(names: Iterable[str]) -> list[str]:
     return [small[name] for name in LABEL_NAMES if name in small]
 
 
-def label_name(names: Iterable[str]) -> str | None:
+def label_name(names: Iterable[str], chosen: str | None = None) -> str | None:
     """Return the first of `label_names`, None without one."""
-    return next(iter(label_names(names)), None)
+    return next(iter(label_names(names, chosen)), None)
+
+
+def with_label(names: Sequence[str], label: str | None) -> tuple[str, ...]:
+    """Return the fields that a user names, none for all, with the one that `label=` chooses."""
+    added = () if not names or label is None or label in names else (label,)
+    return (*names, *added)
+
+
+def field_named(name: str, label: str | None) -> str:
+    """Return the field of a column or array: `label` for the one that `label=` chooses."""
+    return LABEL_NAMES[0] if name == label else name
+
+
+def check_label(path: str, names: Collection[str], label: str | None) -> None:
+    """Raise UsageError if `label=` chooses none of the names of columns or arrays that are read, or
+    if another one is called `label`."""
+    if label is None:
+        return
+    if label not in names:
+        raise UsageError(
+            f"label={label!r}: {path} has {listed(names)}, and nothing of that name"
+            f"{nearest(label, names)}"
+        )
+    if label != LABEL_NAMES[0] and LABEL_NAMES[0] in names:
+        raise UsageError(
+            f"label={label!r}: {path} has a {LABEL_NAMES[0]!r} as well, and the chosen one takes "
+            f"that name: name the others to read behind {path}::"
+        )
 
 
 def first_labels(
@@ -265,7 +299,9 @@ def several_labels(classes: Sequence[str]) -> str:
             parts = [part.strip() for part in name.split(mark)]
             if len(parts) > 1 and all(parts) and (mark in "|;" or known.issuperset(parts)):
                 return name
-    return ""
+    # Such as `clear primary`, `haze primary road` and so on, of few words.
+    words = {word for name in classes for word in name.split(" ")}
+    return "" if _FEW_WORDS * len(words) >= len(known) else next(n for n in classes if " " in n)
 
 
 def is_index(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shlex
 import types
 import typing
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ from dlio.data.splits import (
     not_chosen_by,
     reading_options,
     split_column,
+    split_of,
     splits_among,
 )
 from dlio.errors import DlioError, SourceError, UsageError, redact
@@ -190,7 +192,7 @@ def open_reading(
         if len(reader.classes) and abilities_of(reader).is_inspected:
             for split, paths in reading.others.items():
                 _compare_classes(reader, reading, split, paths)
-    _tell_of_labels(reader)
+    _tell_of_labels(reader, reading.kind)
     return reader, reading
 
 
@@ -199,7 +201,7 @@ def _local_path(url: str) -> str | None:
     return None if is_remote(url) else os.path.abspath(os.path.expanduser(url))
 
 
-def _tell_of_labels(reader: Reader) -> None:
+def _tell_of_labels(reader: Reader, kind: object) -> None:
     """Warn once if a field looks like a label and gives none, or if labels are fractions."""
     if not abilities_of(reader).is_inspected:
         return  # To look at its fields would read samples.
@@ -222,9 +224,13 @@ def _tell_of_labels(reader: Reader) -> None:
         able = label_candidates({name: kind.text for name, kind in kinds.items()}, is_wide)
         if able and not reader.labels.any():
             which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
+            remedy = "name it label in the source"
+            if callable(kind) and "label" in inspect.signature(kind).parameters:
+                word = shlex.quote(f"label={able[0]}")
+                remedy = f"choose it, such as label={able[0]!r} (`--reader-option {word}`)"
             text = (
-                f"none of its fields has a label's name; if {which} is it, name it label in the "
-                "source (`targets` are 0)"
+                f"none of its fields has a label's name; if {which} is it, {remedy}: `targets` "
+                "are 0"
             )
     several = several_labels(reader.classes)
     if several and not text:
@@ -359,6 +365,12 @@ def _of_folder(
         if inner is not None:
             made = _of_folder(inner[0], fields, kinds, None, options)
             made.split = inner[1]
+            beside = _lists_of_split(url, inner)
+            if beside:
+                words = f"{named_files(beside)} in {redact(url)}, which may hold labels"
+                if "table" in inspect.signature(made.kind).parameters:
+                    words += ": choose one with table= and label="
+                made.left_out.append(words)
             made.others = other_folders(url, inner[1])
             return made
         has_data = reading is not None and reading.weight > 0
@@ -394,6 +406,18 @@ def _of_folder(
             raise SourceError(f"{url} holds nothing to read: check the path")
         raise _unknown(url + fields, reasons, named=True, is_folder=True)
     return reading
+
+
+def _lists_of_split(url: str, inner: tuple[str, str]) -> list[str]:
+    """Return the files next to the folder of a split that are called as it is, such as `train.csv`
+    and `train_labels.txt`, or labels."""
+    own = split_of(inner[1], folder=True) or split_of(inner[1])
+    names = [name for name in files_beside(url, inner[0]) if "/" not in name]
+    return [
+        name
+        for name in names
+        if "label" in name.lower() or split_of(os.path.splitext(name)[0]) in (own or "",)
+    ]
 
 
 def _of_all(

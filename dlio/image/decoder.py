@@ -517,8 +517,9 @@ def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
 
 
 def _unread(name: object, kind: str) -> DecodeError:
+    remedy = "store them as .npy" if " channel" in kind else "convert it to PNG or JPEG"
     return DecodeError(
-        f"{name} is {kind}, which dlio does not decode: convert it to PNG or JPEG (`dlio "
+        f"{name} is {kind}, which dlio does not decode: {remedy} (`dlio "
         "verify` lists all such files, --on-error skip leaves them out)"
     )
 

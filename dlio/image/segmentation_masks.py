@@ -112,14 +112,15 @@ def _stored(image: Buffer, name: object) -> tuple[StoredPixels, int]:
         return _stored_by_opencv(image, name)
     except DecodeError:
         picture = None if bytes(image[:2]) in PNM else by_pillow(image, MAX_PIXELS)
-        if picture is None:
+        header = TiffHeader.parse(image) if picture and picture.format == "TIFF" else None
+        if picture is None or (header is not None and _has_deep_alpha(image, header)):
             raise
         note_oddity(image, name)
         bits = 8
         if picture.mode == "L" and picture.format == "PNG":
             bits = min(bits, image[_PNG_BITS])
-        elif picture.mode == "L" and picture.format == "TIFF":
-            bits = min(bits, TiffHeader.parse(image).value(image, BITS, 1))
+        elif picture.mode == "L" and header is not None:
+            bits = min(bits, header.value(image, BITS, 1))
         return as_numbers(picture), bits
 
 
@@ -141,7 +142,7 @@ def _stored_by_opencv(image: Buffer, name: object) -> tuple[StoredPixels, int]:
         if header.value(image, ALPHA, 0) == UNASSOCIATED:
             changes[ALPHA] = ASSOCIATED
         image = header.changed(image, changes)
-        if header.value(image, SAMPLES, 1) == _GREY_AND_ALPHA and header.value(image, BITS, 1) > 8:
+        if _has_deep_alpha(image, header):
             raise damaged(name, "it has 16 bits of grey and of alpha: store masks without alpha")
         return tiff_pixels(image, name, header), bits
     if head[:2] in (b"P1", b"P4"):
@@ -156,6 +157,11 @@ def _stored_by_opencv(image: Buffer, name: object) -> tuple[StoredPixels, int]:
     else:
         image, bits = _as_grey(without_animation(image))
     return opencv_pixels(image, name, as_stored=True), bits
+
+
+def _has_deep_alpha(image: Buffer, header: TiffHeader) -> bool:
+    """True for 16 bits of grey and of alpha, whose numbers Pillow gives for some codecs alone."""
+    return header.value(image, SAMPLES, 1) == _GREY_AND_ALPHA and header.value(image, BITS, 1) > 8
 
 
 def draw_instance(shape: object, height: int, width: int, name: object) -> Mask:
@@ -212,7 +218,7 @@ def _as_grey(image: Buffer) -> tuple[Buffer, int]:
 def _reason(text: str) -> str:
     """Return the reason in an error about a picture, without its remedies."""
     if text.startswith("is "):
-        return f"it {text.partition(': convert')[0]}"
+        return f"it {text.partition(': convert')[0].partition(' (')[0]}"
     return text.partition(": ")[2].partition(" (repair")[0]
 
 

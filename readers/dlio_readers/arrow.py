@@ -285,6 +285,7 @@ class ArrowReader(RowGroupReader):
     Args:
         path: a file, a folder, a pattern or a list, with the names of columns after `::`; also a
             folder of `datasets`' save_to_disk.
+        label: the column that is the label, whatever its name; the field is called `label`.
 
     Raises SourceError for damaged files, nulls, and column types that samples cannot have.
     """
@@ -292,13 +293,13 @@ class ArrowReader(RowGroupReader):
     format = "arrow"
     path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
-    def __init__(self, path: str | Sequence[str]) -> None:
+    def __init__(self, path: str | Sequence[str], label: str | None = None) -> None:
         files: list[FilePlace] = []
         for url in expand(split_paths(path)[0]):
             files += _saved(url) or _listed(url)
         if not files:
             raise SourceError(f"{self.path} holds no Arrow files")
-        self._setup(path, files, ArrowStream)
+        self._setup(path, files, ArrowStream, label=label)
 
     @staticmethod
     def recognises(path: str) -> str | None:

@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Final, Literal, Protocol, TypeAlias
@@ -24,7 +24,15 @@ import xxhash
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import Arrays as IndexArrays
 from dlio.data.index import cached_index, fingerprint_of
-from dlio.data.labels import LabelColumn, SampleLabels, label_name, label_names, not_scalar
+from dlio.data.labels import (
+    LabelColumn,
+    SampleLabels,
+    check_label,
+    field_named,
+    label_name,
+    label_names,
+    not_scalar,
+)
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import (
     DTYPES,
@@ -401,19 +409,26 @@ class ColumnReader(PathReader):
     fingerprint: str
     _files_are_samples = _random_access = False
     _stored_rows: StoredRows | None = None
+    _label: str | None = None
+    _sources: Mapping[str, str]
+    """Name of each field's array or column in the source."""
 
     @property
     def abilities(self) -> Abilities:
         return Abilities(
-            chunked=self._chunked,
+            chunked=self._chunked_fields,
             files_are_samples=self._files_are_samples,
             random_access=self._random_access,
             locate=None if self._stored_rows is None else self._stored_rows.locate,
         )
 
     def _chunked(self) -> Mapping[str, Sequence[ChunkedArray]]:
-        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+        """Return the arrays by their names, one a file, for patches; see `dlio.data.chunks`."""
         return {}
+
+    def _chunked_fields(self) -> Mapping[str, Sequence[ChunkedArray]]:
+        arrays = self._chunked()
+        return {field: arrays[own] for field, own in self._sources.items() if own in arrays}
 
     def _setup(
         self,
@@ -424,17 +439,26 @@ class ColumnReader(PathReader):
         structure: Structure | None = None,
         select: Select = None,
         files: Sequence[File] = (),
+        label: str | None = None,
     ) -> None:
-        """Use the columns as fields.
+        """Use the columns as fields; the one that the user chose by `label` is called so.
 
         The fingerprint is made of `stamps`, strings that change when the data change; `select` is
         the part of every sample that the user chose. Of all `files` of the data set, if they are
         given, sizes and labels are kept in the cache; `stamps` begins with those of the files then.
 
-        Raises UsageError if a part of `select` is of no column.
+        Raises UsageError if a part of `select` is of no column, or `label` is none.
         """
+        check_label(self.path, columns, label)
+        if label is not None and structure is not None:
+            raise UsageError(
+                f"label=: the samples of {self.path} are tuples or nested: leave it out"
+            )
         dimensions = {name: getattr(column, "dimensions", None) for name, column in columns.items()}
         check_select(select, self.path, dimensions)
+        self._label = label
+        self._sources = {field_named(name, label): name for name in columns}
+        columns = {field: columns[name] for field, name in self._sources.items()}
         if len(columns) > MAX_FIELDS:
             raise UsageError(
                 f"{self.path} has {counted(len(columns), 'column')}, more than "
@@ -539,15 +563,16 @@ class ColumnReader(PathReader):
     ) -> tuple[str | None, SampleLabels, str]:
         """Return (label field, its labels, why a field with a label's name gives none)."""
         labelling, reason = SampleLabels(None, []), ""
+        chosen = None if self._label is None else field_named(self._label, self._label)
         named = splits_of_arrays(list(columns))
         # `train_labels` of `x.npz::train_images,train_labels`, and `data/labels` of one group.
         fields = next(iter(named.values())) if len(named) == 1 else fields_of_group(list(columns))
-        for field in label_names(fields or columns):
-            name = fields.get(field, field)
+        for field in label_names(fields or columns, chosen):
+            name = fields.get(field, field) if chosen is None else field
             labelling = self._labels_of(name, columns[name], classes)
             if labelling.numbers is not None:
                 return name, labelling, ""
-            reason = reason or f"its {name} {labelling.reason}"
+            reason = reason or f"its {self._sources[name]} {labelling.reason}"
         return None, labelling, reason
 
     def _labels_of(self, name: str, column: Column, classes: Sequence[str]) -> SampleLabels:
@@ -570,7 +595,7 @@ class ColumnReader(PathReader):
                     labels.add_numbers(np.asarray(column.rows(start, stop)))
                 else:
                     return SampleLabels(None, [], not_scalar(kind.text))
-        return labels.labels(name, lambda row: f"{self.path}, sample {row}")
+        return labels.labels(self._sources[name], lambda row: f"{self.path}, sample {row}")
 
 
 def _stored(column: Column) -> StoredField | None:
@@ -613,16 +638,17 @@ def choose(
     names: Sequence[str],
     *,
     by_file: bool = True,
+    label: str | None = None,
 ) -> tuple[list[str], int]:
     """Choose the arrays that become fields, all unless the user chose `names`; return (names,
     number of samples).
 
     A label without dimensions is that of a file that is one sample, in formats of which files may
-    be samples (`by_file`).
+    be samples (`by_file`). The user may have chosen the `label`.
 
     Raises UsageError for unknown names, and if the arrays differ in their number of rows.
     """
-    label = label_name(shapes)
+    label = label_name(shapes, label if label in shapes else None)
     single = label is not None and not shapes[label] and (not names or label in names)
     if single and not by_file:
         raise UsageError(
@@ -655,7 +681,7 @@ def choose(
         return chosen, 1
     if len(set(counts.values())) > 1:
         rows = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
-        most = Counter(counts.values()).most_common(1)[0][0]
+        most = counts[max(counts, key=lambda name: math.prod(shapes[name]))]
         alike = [name for name, count in counts.items() if count == most]
         raise UsageError(
             f"{path}: its arrays differ in rows ({rows}): name those that make up samples, as in "

@@ -9,6 +9,7 @@ Shapes and types are read from the files' headers, once: they are kept as other 
 
 import json
 import math
+import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -162,6 +163,7 @@ _INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")
 _TARGETS: Final = ("labels", "label", "labelsTr", "masks", "mask", "segmentations", "targets")
 _TRAINS, _TESTS, _TEST_TARGETS = "imagesTr", "imagesTs", "labelsTs"
 _CHANNEL: Final = "_0000"
+_FURTHER: Final = re.compile(r"_\d{4}$", re.ASCII)
 """Ends the name of an image's first channel, as nnU-Net names files; its label lacks it."""
 _VERSION: Final = 2
 _OPEN_FILES: Final = 64
@@ -723,6 +725,11 @@ def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleF
         target = by_stem.get(stem) or by_stem.get(stem.removesuffix(_CHANNEL))
         if target is None:
             text = f"has no file of its name in {targets}/: add it, or remove it"
+            if _FURTHER.search(stem) and by_stem.get(stem[:-5]):
+                text = (
+                    "is a further channel of nnU-Net's, and a sample has one file: join the "
+                    "channels of each case to one array"
+                )
             raise SourceError(f"{each.url} {text}")
         rows.append(_SampleFiles(f"{inputs}/{each.name}", (each, target)))
     if not rows:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
+from itertools import compress, islice
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -73,6 +73,8 @@ _LISTING_THREADS: Final = 32
 _FEW: Final = 8
 """Files of which fewer are read one by one: a call for all costs some 40 us."""
 _CHOICES: Final = ("layout", "table", "label")
+_RECORDS: Final = (".json", ".jsonl", ".parquet")
+"""Tables whose rows name their columns."""
 _PROBED: Final = 64
 """Class folders whose names of files are looked at for what else they may mean."""
 _NO_ROWS: Final = np.zeros((0, 3), np.int64)
@@ -290,6 +292,8 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
                 "it holds texts, which are read as a column of a CSV or Parquet file: write them "
                 "to one, next to a column label"
             )
+        if len(files) == 1 and files[0].lower().endswith((".csv", ".tsv")):
+            return f"it holds a table: choose it with table={f'{at}/{files[0]}'!r} if it has labels"
         if files and (words := words_of(files[0])):
             return f"{files[0]} in {source.path(at)} is {words}"
         if files:
@@ -352,17 +356,24 @@ def plan_of(
     Raises UsageError if it holds about as many pictures as its folders do.
     """
     named, column = (each if isinstance(each, str) else None for each in (table, label))
+    rows = source.names()
+    table = named or next((name for name in TABLES if (name, False) in rows), "")
+    if column is not None and table.endswith(_RECORDS) and not os.path.isabs(table):
+        pictures = list(files_in(source, "", PICTURES))
+        labels = read_table(source, table, pictures, column)
+        words = f"{counted(len(labels), 'picture')} with the labels of {table}"
+        fit = Fit(words, len(labels), is_marked=True, used=(table,))
+        return FolderPlan(fit, table=table, labels=labels, pictures=pictures)
     if named is not None or column is not None:
         lists = find_lists(source, named, column)
-        if lists is None:
+        if lists is not None:
+            return _list_plan(source, lists)
+        if not explains:  # It may be the label of another reader's.
             raise UsageError(f"label={label!r}: {source.path()} has no list of its pictures")
-        return _list_plan(source, lists)
-    rows = source.names()
     here = [name for name, folder in rows if not folder and name.lower().endswith(PICTURES)]
     folders = [name for name, folder in rows if folder]
     if layout == "names":
         return _name_plan(source, here)
-    table = next((name for name in TABLES if (name, False) in rows), "")
     rest = [name for name in TABLES if (name, False) in rows and name != table]
     useless = ""
     if table and folders and layout == "classes":
@@ -380,8 +391,7 @@ def plan_of(
         notes: tuple[str, ...] = ()
         files: list[str] = []
         if explains and here and not table and not layout:
-            notes, files = unread_labels(source, here)
-            notes = (*_names_words(here), *_lists_above(source, here), *notes)
+            notes, files = _flat_words(source, here)
         if rest:
             notes = (*notes, f"{named_files(rest)}, since {table} is read")
         masks = [] if layout or not explains else masks_among(here)
@@ -397,7 +407,7 @@ def plan_of(
         check_downloads(source, folders)
     others = [useless] if useless and not here else []
     words, weight = _class_words(source, folders)
-    shown = named_files(here)
+    shown, is_chosen = named_files(here), layout is not None
     if layout is None and here:
         if table or len(here) >= 2 * weight:
             layout = "flat"
@@ -409,8 +419,17 @@ def plan_of(
                 "choose with layout='classes' or layout='flat'"
             )
     if layout == "flat":
-        lost = (f"{words}, which layout='classes' reads",) if weight else ()
-        flat = Fit(f"{counted(len(here), 'picture')}", len(here) / 2, left_out=lost, used=(table,))
+        lost: tuple[str, ...] = (f"{words}, which layout='classes' reads",) if weight else ()
+        files = []
+        if explains and not is_chosen and not table:
+            notes, files = _flat_words(source, here, folders[:_PROBED])
+            lost += notes
+        flat = Fit(
+            f"{counted(len(here), 'picture')}",
+            len(here) / 2,
+            left_out=lost,
+            used=(table, *files),
+        )
         return FolderPlan(flat, is_flat=True)
     if here:
         others.append(f"{shown} next to them, which layout='flat' reads")
@@ -419,9 +438,9 @@ def plan_of(
     if layout is None and explains:
         below = {name: _pictures_in(source, name) for name in folders[:_PROBED]}
         doubts = doubts_of_classes(folders, {name: own for name, own in below.items() if own})
-        doubts += _nested(source, folders)
+        doubts += _nested(source, folders, any(below.values()))
         others += _beside_pictures(source, below)
-        some = [name for own in below.values() for name in own]
+        some = [name for own in below.values() for name in own] or _further_in(source, folders)
         above = files_of_labels(source, "", some, is_strict=True)
         above = [name for name in above if name != table and not name.lower().endswith(".csv")]
         if above:
@@ -435,6 +454,24 @@ def plan_of(
         doubts=tuple(doubts),
     )
     return FolderPlan(fit)
+
+
+def _flat_words(
+    source: Source, pictures: Sequence[str], folders: Sequence[str] = ()
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return (words about the files next to some pictures, and in folders next to these, that may
+    hold their labels, those of the files that lie next to them)."""
+    notes, files = unread_labels(source, pictures)
+    inner = [
+        f"{folder}/{name}"
+        for folder in folders
+        for name in files_of_labels(source, folder, pictures, is_strict=True)
+    ]
+    if inner:
+        words = foreign_words(source, inner)
+        other = f"{named_files(inner)}, which may hold labels: {write_them(source, inner[0])}"
+        notes = (*notes, words or other)
+    return (*_names_words(pictures), *_lists_above(source, pictures), *notes), files
 
 
 def _name_plan(source: Source, here: Sequence[str]) -> FolderPlan:
@@ -472,9 +509,16 @@ def _pictures_in(source: Source, folder: str) -> list[str]:
     return [name for name in names if name.lower().endswith(PICTURES)]
 
 
-def _nested(source: Source, folders: Sequence[str]) -> list[str]:
+def _further_in(source: Source, folders: Sequence[str]) -> list[str]:
+    """Return the names of some pictures in class folders that hold folders alone."""
+    every = (name for folder in folders[:_PROBED] for name in files_in(source, folder, PICTURES))
+    return [name.rpartition("/")[2] for name in islice(every, _PROBED)]
+
+
+def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
     """Return the words about class folders that hold the other classes again, as archives do that
-    were packed twice, or that all hold the same folders, such as `images` and `masks`."""
+    were packed twice, or that all hold the same folders, such as `images` and `masks`, or folders
+    and no pictures unless one `has_own`, as SUN397's `a/abbey`."""
     inner = {
         name: sorted(each for each, is_folder in source.names(name) if is_folder)
         for name in folders[:_PROBED]
@@ -491,6 +535,12 @@ def _nested(source: Source, folders: Sequence[str]) -> list[str]:
         return [
             f"each of these folders holds the folders {', '.join(first[:3])}, as cases do and "
             "classes do not: their labels are the outer folders all the same"
+        ]
+    several = next((name for name, own in inner.items() if len(own) > 1), None)
+    if several is not None and len(inner) > 1 and all(inner.values()) and not has_own:
+        return [
+            f"these folders hold folders alone, such as {several}/{inner[several][0]}, and labels "
+            f"are the outer ones: open {source.path('*')}/ for the inner ones"
         ]
     return []
 

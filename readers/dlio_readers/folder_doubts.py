@@ -21,6 +21,11 @@ _MOST_PARTS: Final = 16
 _MOSTLY: Final = 0.5
 """Part of the folders that are alike, from which on they are cases."""
 _SPACE: Final = "-_. "
+_PAIRED: Final = (
+    re.compile(r"(?P<word>[A-Za-z]+)[-_ ]?(?P<rest>[0-9].*)"),
+    re.compile(r"(?P<rest>.*[0-9])[-_ ](?P<word>[A-Za-z]+)"),
+)
+_MASK_WORDS: Final = ("mask", "masks", "seg", "segmentation", "label", "labels", "gt", "truth")
 _MASK: Final = re.compile(
     r"(.+?)[-_. ]?(?:mask|masks|seg|segmentation|label|labels|labelids|gt|trimap|annotation)",
     re.IGNORECASE,
@@ -125,7 +130,23 @@ def masks_among(names: Sequence[str]) -> list[str]:
         name
         for name, stem in stem_of.items()
         if (match := _MASK.fullmatch(stem)) and match[1].rstrip(_SPACE) in stems
-    ]
+    ] or _masks_by_word(stem_of)
+
+
+def _masks_by_word(stem_of: Mapping[str, str]) -> list[str]:
+    """Return the files with a word for masks of some that all come with the same words next to
+    their numbers, such as `volume-0` and `segmentation-0`, or `0_sat` and `0_mask`."""
+    for form in _PAIRED:
+        groups: dict[str, dict[str, str]] = {}
+        for name, stem in stem_of.items():
+            if match := form.fullmatch(stem):
+                groups.setdefault(match["rest"], {})[match["word"].lower()] = name
+        words = {frozenset(group) for group in groups.values()}
+        whole = len(words) == 1 and sum(map(len, groups.values())) == len(stem_of)
+        mask = next((word for word in _MASK_WORDS if whole and word in next(iter(words))), "")
+        if mask and len(next(iter(words))) > 1:
+            return [group[mask] for group in groups.values()]
+    return []
 
 
 def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str]]) -> list[str]:

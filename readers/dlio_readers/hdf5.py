@@ -8,6 +8,7 @@ from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.interpretation import named_files
+from dlio.data.labels import with_label
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Fit, PathRules
 from dlio.data.source import Source, expand, file_at, files_below, split_fields
@@ -41,6 +42,7 @@ class Hdf5Reader(ColumnReader):
             there are several whose arrays are volumes of different shapes.
         split: which of several splits that names of data sets and groups say, as `train/images`
             and `x_test` do, or `all`.
+        label: the data set that is the label, whatever its name; the field is called `label`.
 
     Files such as `train_x.h5` and `train_y.h5` are the parts of the same samples.
 
@@ -57,18 +59,21 @@ class Hdf5Reader(ColumnReader):
         select: Select = None,
         samples: Samples | None = None,
         split: str | None = None,
+        label: str | None = None,
     ) -> None:
         urls, names = split_paths(path)
+        names = with_label(names, label)
         files = [each.opened_as(PersistentFile) for each in files_below(urls, HDF5_SUFFIXES)]
         options = {"select": select, "samples": samples, "split": split}
+        options |= {} if label is None else {"label": label}
         rehearse("hdf5", "h5py", path, files, options)
         runs = [] if split or names else side_by_side([file.name for file in files])
         self._files: list[Hdf5File] = []
         for file in files:
-            one = Hdf5File(file)
+            one = Hdf5File(file, label=label)
             splits = [None] if runs else one.splits(names, split)
             one.split = splits[0]
-            self._files += [one, *(Hdf5File(file, each) for each in splits[1:])]
+            self._files += [one, *(Hdf5File(file, each, label) for each in splits[1:])]
         tables = [file.columns(names, select) for file in self._files]
         self._runs = runs or [[("", k)] for k in range(len(self._files))]
         if runs:
@@ -97,6 +102,7 @@ class Hdf5Reader(ColumnReader):
             self._files[0].classes,
             packed.structure if packed is not None and len(packed.fields) == len(columns) else None,
             select,
+            label=label,
         )
 
     def _joined(
@@ -146,5 +152,4 @@ class Hdf5Reader(ColumnReader):
             joined_parts(self.path, [(part, self._files[k].chunked) for part, k in run])
             for run in self._runs
         ]
-        names = [name for name in self._columns if name in arrays[0]]
-        return {name: [each[name] for each in arrays] for name in names}
+        return {name: [each[name] for each in arrays] for name in arrays[0]}

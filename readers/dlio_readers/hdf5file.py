@@ -180,6 +180,7 @@ class Chunks:
 
 HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat")
 _OLD_MATLAB: Final = b"MATLAB 5.0"
+_OLD_NETCDF: Final = b"CDF"
 _MATLAB: Final = ("#refs#", "#subsystem#")
 """Groups to which MATLAB's cells and objects refer."""
 _WRITTEN: Final = ("unable to lock file", "already open for write", "already open for read")
@@ -196,8 +197,10 @@ def is_old_matlab(source: Source, name: str) -> bool:
 class Hdf5File:
     """One file, opened when needed, and again after `close`."""
 
-    def __init__(self, file: File, split: str | None = None) -> None:
+    def __init__(self, file: File, split: str | None = None, label: str | None = None) -> None:
         self.file, self.split = file, split
+        self._label = label
+        """The data set that the user chose as the label."""
         self.count = 0
         self.classes: list[str] = []
         self.packed_schema: Schema | None = None
@@ -234,7 +237,11 @@ class Hdf5File:
         if self.file.read(0, len(_OLD_MATLAB)) == _OLD_MATLAB:
             return SourceError(
                 f"{name} is of an older MATLAB format, which is not HDF5: write it again with "
-                "save(..., '-v7.3')"
+                "save(..., '-v7.3'), or read it with scipy.io.loadmat and write numpy.savez"
+            )
+        if self.file.read(0, len(_OLD_NETCDF)) == _OLD_NETCDF:
+            return SourceError(
+                f"{name} is of NetCDF 3, which is not HDF5: convert it with nccopy -k nc4"
             )
         if "truncated file" in reason:
             return SourceError(f"{name} is cut off: restore it ({reason})")
@@ -297,7 +304,7 @@ class Hdf5File:
             elif not names:
                 every = {name: tuple(each.shape or ()) for name, each in sets.items()}
                 check_groups(self.file.name, every)
-            chosen, self.count = choose(self.file.name, shapes, names)
+            chosen, self.count = choose(self.file.name, shapes, names, label=self._label)
             columns: dict[str, Column] = {}
             for name in chosen:
                 dataset = sets[name]
@@ -348,7 +355,7 @@ class Hdf5File:
             kind = looks_like(first)
             return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
         members = h5py.check_enum_dtype(dataset.dtype)
-        if members and name == label_name(sets):
+        if members and name == label_name(sets, self._label):
             named = {int(value): text for text, value in members.items()}
             if sorted(named) != list(range(len(named))):
                 values = self._integers(name, sets)

@@ -50,9 +50,11 @@ _LABEL_TABLES: Final = "labels."
 _MOST_ROWS: Final = 1 << 24
 
 
-def read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str, str]:
+def read_table(
+    source: Source, table: str, pictures: Sequence[str], chosen: str | None = None
+) -> dict[str, str]:
     """Return labels, as text, by file name, of which some are among `pictures`; {} if the table is
-    of descriptions alone, which is told.
+    of descriptions alone, which is told. The user may have `chosen` the column of labels.
 
     Raises SourceError for an invalid table.
     """
@@ -63,7 +65,7 @@ def read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str,
         text = "" if table.endswith(".parquet") else utf8_text(data)
         names: list[str] = []
         if table.endswith(".parquet"):
-            rows: list[Any] = _parquet_rows(data)
+            rows: list[Any] = _parquet_rows(data, chosen)
         elif table.endswith(".json"):
             table_data = parse_json(data, source.path(table))
             rows = (
@@ -99,7 +101,9 @@ def read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str,
         small = {name.lower(): name for name in reversed(columns)}
         file = next((small[name] for name in FILE_COLUMNS if name in small), None)
         file = file or _naming_column(rows, columns, pictures)
-        label = label_name(name for name in columns if name != file)
+        if chosen is not None and chosen not in columns:
+            raise ValueError(f"it has {', '.join(columns)}, and no column {chosen!r}")
+        label = label_name((name for name in columns if name != file), chosen)
         if label is None and file is not None and table.startswith(_LABEL_TABLES):
             label = _lone_column(rows, [name for name in columns if name != file])
         if label is None and file is not None:
@@ -116,7 +120,7 @@ def read_table(source: Source, table: str, pictures: Sequence[str]) -> dict[str,
         if label is None and table.startswith(DESCRIPTIONS):
             tell_once(
                 f"{source.path(table)} has {', '.join(columns)} and no column {LABEL_NAMES[0]}: "
-                "it gives the pictures no labels"
+                "it gives the pictures no labels; label= chooses a column that does"
             )
             return {}
         if file is None or label is None:
@@ -194,7 +198,7 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
     return result
 
 
-def _parquet_rows(data: bytes) -> list[Any]:
+def _parquet_rows(data: bytes, label: str | None) -> list[Any]:
     """Return the rows of a Parquet file, of its columns of names and labels alone; of all that hold
     texts and numbers without these."""
     import pyarrow
@@ -204,10 +208,10 @@ def _parquet_rows(data: bytes) -> list[Any]:
         with pq.ParquetFile(io.BytesIO(data)) as file:
             if file.metadata.num_rows > _MOST_ROWS:
                 raise ValueError(f"it has over {_MOST_ROWS} rows")
-            wanted = (*FILE_COLUMNS, *LABEL_NAMES)
+            wanted = (*FILE_COLUMNS, *([label.lower()] if label else LABEL_NAMES))
             fields = list(file.schema_arrow)
             columns = [each.name for each in fields if each.name.lower() in wanted]
-            if label_name(columns) is None:
+            if label_name(columns, label) not in columns:
                 columns = [each.name for each in fields if not each.type.num_fields]
             rows: list[Any] = file.read(columns=columns).to_pylist()
     except pyarrow.ArrowException as error:

@@ -20,12 +20,20 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LabelColumn, first_labels, label_names, not_scalar
+from dlio.data.labels import (
+    LabelColumn,
+    check_label,
+    field_named,
+    first_labels,
+    label_names,
+    not_scalar,
+)
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
-from dlio.data.schema import Schema, array_kind
+from dlio.data.schema import Kind, Schema, array_kind
 from dlio.data.source import ReadErrors, Source, expand
 from dlio.errors import SourceError, printable
 from dlio.util.forks import new_lock
@@ -92,14 +100,19 @@ class _MdsColumn:
 class MdsReader(PathReader):
     """Read a folder with an `index.json`. Samples are numbered in the order of shards in the index.
 
+    Args:
+        path: the folder.
+        label: the column that is the label, whatever its name; the field is called `label`.
+
     Raises SourceError for damaged files, and for columns that need pickle.
     """
 
     format = "mds"
     path_rules = PathRules(one_path=True)
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, label: str | None = None) -> None:
         self._source = Source(path)
+        self._label = label
         shards = _shards(self._source)
         self._fields = _fields(shards[0], self._source)
         self._shards = []
@@ -110,13 +123,17 @@ class MdsReader(PathReader):
             file = self._source.file_at(name).opened_as(PersistentFile)
             raw_bytes = _whole(shard["raw_data"]["bytes"], _MAX_SHARD, self._source)
             self._shards.append(_Shard(file, raw_bytes, opener))
+        check_label(path, [field.name for field in self._fields], label)
         counts = [_whole(shard["samples"], 1 << 32, self._source) for shard in shards]
         self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         total = int(self._firsts[-1])
         if not total:
             raise SourceError(f"{path} holds no samples")
         index = cached_index(
-            "mds", _VERSION, [shard.file for shard in self._shards], lambda: self._build(counts)
+            "mds" if label is None else f"mds-{xxhash.xxh3_64_hexdigest(label.encode())}",
+            _VERSION,
+            [shard.file for shard in self._shards],
+            lambda: self._build(counts),
         )
         self._starts, self._bodies = index["starts"], index["bodies"]
         head = json.loads(index["head"].tobytes())
@@ -127,11 +144,12 @@ class MdsReader(PathReader):
         kinds = {field.name: _kind(field, dims.get(field.name)) for field in self._fields}
         if self._named is not None:
             kinds[self._named] = "int64"
-        self.schema = Schema(tuple(kinds.items()))
+        self._kinds = Schema(tuple(kinds.items())).kinds
+        self.schema = Schema(tuple((field_named(n, label), kind) for n, kind in kinds.items()))
         known = {
-            field.name: self._bodies[:, k]
+            field_named(field.name, label): self._bodies[:, k]
             for k, field in enumerate(self._fields)
-            if not self.schema.kinds[field.name].fixed
+            if not self._kinds[field.name].fixed
         }
         self.classes: Sequence[str] = head["classes"]
         files = [shard.file for shard in self._shards]
@@ -172,19 +190,19 @@ class MdsReader(PathReader):
         start = int(self._starts[sample]) - first
         parts = _split(data[start : start + self._length(sample)], self._fields)
         values = {
-            field.name: _value(field, part, self.schema)
+            field_named(field.name, self._label): _value(field, part, self._kinds[field.name])
             for field, part in zip(self._fields, parts, strict=True)
             if field.name != self._named
         }
         if self._named is not None:
-            values[self._named] = int(self.labels[sample])
+            values[field_named(self._named, self._label)] = int(self.labels[sample])
         return self.schema.join(values)
 
     def _build(self, counts: Sequence[int]) -> Arrays:
         """Index offsets, column sizes and labels of all samples; reads all shards once."""
         starts, bodies = [], []
         places = {field.name: k for k, field in enumerate(self._fields)}
-        labels = {name: LabelColumn() for name in label_names(places)}
+        labels = {name: LabelColumn() for name in label_names(places, self._label)}
         dims: dict[str, tuple[str, list[int | None]]] = {}
         for shard, count in zip(self._shards, counts, strict=True):
             head = shard.read(0, 4 * (count + 2))
@@ -517,9 +535,8 @@ def _add_labels(labels: LabelColumn, field: _MdsColumn, values: Sequence[memoryv
         labels.refuse(not_scalar(field.encoding))
 
 
-def _value(field: _MdsColumn, part: memoryview, schema: Schema) -> Any:
+def _value(field: _MdsColumn, part: memoryview, kind: Kind) -> Any:
     if field.array:
         dtype, shape, at = _array_head(field, part)
         return np.frombuffer(part[at:], np.dtype(dtype).newbyteorder("<")).reshape(shape)
-    kind = schema.kinds[field.name]
     return part if kind.dtype is None else np.frombuffer(part, kind.dtype)[0].item()

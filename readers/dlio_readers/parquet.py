@@ -123,6 +123,7 @@ class ParquetReader(RowGroupReader):
     Args:
         path: a file, a folder, a pattern or a list, with the names of columns after `::`. In a
             folder of Hive's partitions, such as `country=DE`, their names are columns as well.
+        label: the column that is the label, whatever its name; the field is called `label`.
 
     Raises SourceError for damaged files, nulls, and column types that samples cannot have.
     """
@@ -130,7 +131,7 @@ class ParquetReader(RowGroupReader):
     format = "parquet"
     path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
-    def __init__(self, path: str | Sequence[str]) -> None:
+    def __init__(self, path: str | Sequence[str], label: str | None = None) -> None:
         paths = split_paths(path)[0]
         files = [
             file
@@ -144,6 +145,7 @@ class ParquetReader(RowGroupReader):
             lambda file: partitions.opened(file, ParquetGroups(file)),
             sorted(partitions.columns),
             partitions.folders,
+            label,
         )
 
     @staticmethod

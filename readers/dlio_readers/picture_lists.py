@@ -22,7 +22,14 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from dlio.data.labels import LABEL_NAMES, LabelEncoding, encode_labels, one_hot
+from dlio.data.labels import (
+    LABEL_NAMES,
+    LabelEncoding,
+    encode_labels,
+    is_number,
+    likely_label,
+    one_hot,
+)
 from dlio.data.source import Source, file_at
 from dlio.data.splits import (
     SPLITS,
@@ -39,6 +46,7 @@ from dlio.util.printable import tell_once
 from dlio.util.structured_text import check_cells, separator_of, utf8_text
 from dlio.util.units import counted
 from dlio_readers.fileset import PICTURES, files_in
+from dlio_readers.foreign_labels import foreign_words
 
 # fmt: off
 FILE_COLUMNS: Final = (
@@ -69,6 +77,11 @@ PROBED: Final = 8
 _WORDY: Final = 3
 """Words of a label, at most; longer values are boxes or descriptions."""
 _COMMENT: Final = "#"
+_BOX: Final = 4
+"""Numbers of a box."""
+_MARKED: Final = frozenset(("0", "1", "-1"))
+_QUADS: Final = ({"x", "y", "width", "height"}, {"x", "y", "w", "h"})
+"""Columns of boxes that are none one by one."""
 _PARTITION: Final = "partition"
 """Part of the name of a file that gives the split of each picture."""
 _MARKS: Final = dict(zip("012", SPLITS, strict=True))
@@ -134,6 +147,8 @@ class _List:
     """Columns that might be labels, where none clearly is."""
     beside: tuple[str, ...] = ()
     """Further files that it was made of."""
+    words: str = ""
+    """What is told if it is read."""
 
 
 def find_lists(
@@ -189,15 +204,22 @@ def find_lists(
         own = made.setdefault(split, {})
         _add(own, each, keys, source, folder)
         used += [each.file, *each.beside]
+        if each.words:
+            tell_once(f"{source.path(each.file)}: {each.words}")
         folders.add(folder)
         folders |= {picture.partition("/")[0] for picture in own if "/" in picture}
         unlisted |= set(keys.values())
     if unclear and not made:
         first, folder = unclear[0]
+        if known_words := foreign_words(source, [first.file]):
+            raise UsageError(
+                f"{source.path()}: {known_words}; layout='flat' reads the pictures without them"
+            )
+        likely = likely_label(first.columns) or first.columns[0]
         raise UsageError(
             f"{source.path(first.file)} names pictures of {folder or 'the folder'}, and has no "
             f"column that is clearly the label ({', '.join(first.columns)}): choose with "
-            f"table={first.file!r}, label={first.columns[0]!r}, or read them without labels with "
+            f"table={first.file!r}, label={likely!r}, or read them without labels with "
             "layout='flat'"
         )
     known = {name for each in made.values() for name in each}
@@ -385,7 +407,8 @@ def _parsed(file: str, data: bytes, label: str | None, where: str, is_head: bool
         elif _has_count(text):
             table = iter([line.split() for line in text.splitlines()[1:]])
         else:
-            return _List(file, split, *_plain(text))
+            made, has, words = _plain(text)
+            return _List(file, split, made, has, words=words)
         header = [name.strip() for name in next(table, [])]
         rows = [row for row in table if row]
         if rows and len(rows[0]) == len(header) + 1 and suffix.lower() == ".txt":
@@ -444,8 +467,9 @@ def _columns(
     if label is not None:
         # Of `n01440764 10 20 30 40`, a class and its box, the class.
         values = [row[place].strip() for row in rows]
-        wordy = any(map(is_wordy, values))
-        values = [value.split(maxsplit=1)[0] if wordy and value else value for value in values]
+        parts = [value.split(maxsplit=5) for value in values]
+        boxed = all(len(each) > _BOX and all(map(is_number, each[1 : 1 + _BOX])) for each in parts)
+        values = [each[0] for each in parts] if boxed else values
         made = [(row[at].strip(), text) for row, text in zip(rows, values, strict=True)]
     else:
         made = [(row[at].strip(), row[place].strip()) for row in rows]
@@ -455,16 +479,36 @@ def _columns(
     return _List(file, split, made, True)
 
 
-def _plain(text: str) -> tuple[Rows, bool]:
-    """Return the rows of a text without a header, and True if they have labels."""
+def _plain(text: str) -> tuple[Rows, bool, str]:
+    """Return (rows of a text without a header, True if they have labels, words about several that
+    they may have)."""
+    words = ""
     made: list[tuple[str, str | None]] = []
+    rests: list[list[str]] = []
     for line in text.splitlines():
         if not line.strip() or line.startswith(_COMMENT):
             continue
         parts = line.split("\t") if "\t" in line else line.split()
         made.append((parts[0].strip(), parts[1].strip() if len(parts) > 1 else None))
+        rests.append(parts[1:])
+    widths = {len(rest) for rest in rests}
+    if max(widths, default=0) > 1 and min(widths) > 0 and "\t" not in text:
+        if all(each in _MARKED for rest in rests for each in rest):
+            words = (
+                f"each picture has several marks, such as {' '.join(rests[0][:4])}, and no label "
+                "is read of them: write file_name and label to a labels.csv"
+            )
+            return [(name, None) for name, _ in made], False, words
+        if len(widths) > 1 and not any(is_number(rest[0]) for rest in rests):
+            # Names of several words, such as `Boeing 707` next to `DC-3`.
+            made = [(name, " ".join(rest)) for (name, _), rest in zip(made, rests, strict=True)]
+        elif not any(is_number(rest[0]) for rest in rests):
+            words = (
+                f"the first word behind a name is its label, such as {rests[0][0]} of "
+                f"{' '.join(rests[0][:4])}: write a tab in front of labels of several words"
+            )
     has = bool(made) and all(each for _, each in made)
-    return (made if has else [(name, None) for name, _ in made]), has
+    return (made if has else [(name, None) for name, _ in made]), has, words
 
 
 def _has_count(text: str) -> bool:
@@ -525,7 +569,7 @@ def _by_numbers(source: Source, rows: Sequence[tuple[str, bool]]) -> list[_List]
     for name in names:
         if (name, False) not in rows:
             continue
-        plain, _ = _plain(source.read(name, 0, MAX_TABLE).decode("utf-8-sig", "replace"))
+        plain, *_ = _plain(source.read(name, 0, MAX_TABLE).decode("utf-8-sig", "replace"))
         parts.append({number: value or "" for number, value in plain})
     pictures, labels = parts[:2]
     if pictures.keys() != labels.keys() or any(part.keys() != pictures.keys() for part in parts):
@@ -562,7 +606,9 @@ def _folder_of(source: Source, tops: Sequence[str], rows: Rows) -> str | None:
 
 def tell_of_boxes(where: str, columns: Sequence[str]) -> None:
     """Warn once of columns of boxes in a table of labels."""
-    boxes = [name for name in columns if name.lower() in _BOXES]
+    lower = {name.lower() for name in columns}
+    known = {*_BOXES, *(name for quad in _QUADS if quad <= lower for name in quad)}
+    boxes = [name for name in columns if name.lower() in known]
     if boxes:
         tell_once(
             f"{where}: its boxes ({', '.join(boxes[:4])}) are left out: write them as COCO's JSON "
@@ -624,7 +670,10 @@ def _add(
             continue
         text = own.partition("/")[0] if label is None and "/" in own else label or ""
         if into.setdefault(picture, text) != text:
-            raise SourceError(f"{source.path(each.file)}: {name} has several labels")
+            raise SourceError(
+                f"{source.path(each.file)}: {name} has several labels, here or in another list: "
+                f"choose one list, as with table={each.file!r}"
+            )
     if lost:
         raise SourceError(
             f"{source.path(each.file)}: {len(lost)} of its {counted(len(each.rows), 'picture')} "

@@ -12,9 +12,18 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LabelColumn, first_labels, label_names, not_scalar
+from dlio.data.labels import (
+    LabelColumn,
+    check_label,
+    field_named,
+    first_labels,
+    label_names,
+    not_scalar,
+    with_label,
+)
 from dlio.data.schema import DTYPES, Schema, array_kind, parse_kind
 from dlio.data.source import File, FilePlace, ReadErrors
 from dlio.errors import SourceError
@@ -461,12 +470,14 @@ class RowGroupReader(PathReader):
         open_file: Callable[[File], GroupedFile],
         added: Sequence[str] = (),
         partitions: Collection[str] = (),
+        label: str | None = None,
     ) -> None:
         """Index the files that a path stands for, or take their index from the cache; `open_file`
-        opens one of them with the library, with the columns `added` of folders `partitions`.
+        opens one of them with the library, with the columns `added` of folders `partitions`. The
+        column that the user chose by `label` becomes the field of that name.
         """
         self._open_file = open_file
-        names = split_paths(path)[1]
+        names = with_label(split_paths(path)[1], label)
         parts = {part for each in files for part in each.url.split("/")[:-1]}
         if parts := {part for part in parts if PARTITION.fullmatch(part)} - {*partitions}:
             tell_once(
@@ -474,15 +485,25 @@ class RowGroupReader(PathReader):
                 "which are not read: write them into the files"
             )
         self._files = [each.opened() for each in files]
-        rehearse(self.format, "pyarrow", path, self._files)
+        rehearse(
+            self.format,
+            "pyarrow",
+            path,
+            self._files,
+            None if label is None else {"label": label},
+        )
         self._opened: dict[int, GroupedFile] = {}
         self._lock = new_rlock()
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
-        kind = f"{self.format}-" + ("-".join(names)[:64].replace("/", "_") or "all")
-        kind += "-of-" * bool(added) + "-".join(added)[:64]
-        index = cached_index(kind, _VERSION, self._files, lambda: self._build(names))
+        about = repr((names, list(added), label))
+        kind = f"{self.format}-{xxhash.xxh3_64_hexdigest(about.encode('utf-8', 'surrogateescape'))}"
+        index = cached_index(kind, _VERSION, self._files, lambda: self._build(names, label))
         head = json.loads(index["head"].tobytes())
-        self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
+        self._columns = [(name, kind) for name, kind in head["fields"]]
+        self._label = label
+        self.schema = Schema(
+            tuple((field_named(name, label), kind) for name, kind in self._columns)
+        )
         self.classes: Sequence[str] = head["classes"]
         self._groups = index["groups"]
         self._starts = index["starts"]
@@ -509,6 +530,7 @@ class RowGroupReader(PathReader):
                 picked = {name: take(column, rows) for name, column in columns.items()}
                 if self._named is not None:
                     picked[self._named] = self.labels[samples[slots]]
+                picked = {field_named(name, self._label): each for name, each in picked.items()}
                 joined = joined_rows(self.schema, len(rows), picked)
             for slot, payload in zip(slots.tolist(), joined, strict=True):
                 payloads[slot] = payload
@@ -532,10 +554,8 @@ class RowGroupReader(PathReader):
             if kept is not None:
                 self._kept.move_to_end((file, group))
                 return kept[0]
-            fields = [field for field in self.schema.fields if field[0] != self._named]
-            table = self._read_group(
-                file, group, [name for name, _ in fields or self.schema.fields]
-            )
+            fields = [column for column in self._columns if column[0] != self._named]
+            table = self._read_group(file, group, [name for name, _ in fields or self._columns])
             where = partial(self._where, file, group)
             columns = {
                 name: decoded(self._plain(table, file, group, name), kind, where(name))
@@ -588,11 +608,12 @@ class RowGroupReader(PathReader):
                     f"{name} is {kinds[0]} in it, and {kinds[1]} there; make them alike"
                 )
 
-    def _build(self, names: Sequence[str]) -> Arrays:
+    def _build(self, names: Sequence[str], label: str | None) -> Arrays:
         """Index sizes and labels of all rows; reads all chosen columns once."""
         first = self._open(0).schema
         chosen = list(names) or first.names
         check_names(self._files[0].name, chosen, first.names, "column")
+        check_label(self._files[0].name, chosen, label)
         groups, counts = [], []
         for number in range(len(self._files)):
             opened = self._open(number)
@@ -609,7 +630,7 @@ class RowGroupReader(PathReader):
         where = self._files[0].name
         facts = {name: ColumnFacts(name, first.field(name).type, where) for name in chosen}
         known = {name: names for name, names in class_names(first).items() if name in facts}
-        likely = label_names(facts) or (list(known) if len(known) == 1 else [])
+        likely = label_names(facts, label) or (list(known) if len(known) == 1 else [])
         labels = {name: LabelColumn(known.get(name, [])) for name in likely}
         for number, group in groups:
             table = self._read_group(number, group, chosen)
@@ -631,10 +652,10 @@ class RowGroupReader(PathReader):
             name = self._files[file].name
             return f"{name}, row group {group}, row {row - int(starts[k])}"
 
-        label, labelling = first_labels(labels, row_of)
-        if label is not None:
-            facts[label].named = (
-                facts[label].is_text or parse_kind(facts[label].kind()).dtype is None
+        field, labelling = first_labels(labels, row_of)
+        if field is not None:
+            facts[field].named = (
+                facts[field].is_text or parse_kind(facts[field].kind()).dtype is None
             )
         fields = [(name, each.kind()) for name, each in facts.items()]
         bodies = [each.sizes() for each in facts.values() if not parse_kind(each.kind()).fixed]
@@ -644,12 +665,12 @@ class RowGroupReader(PathReader):
             first_one = next(iter(known))
             reason = (
                 f"its columns {', '.join(known)} are all class labels, and none is called label: "
-                f"name one, as in x.parquet::image,{first_one}"
+                f"choose one with label={first_one!r}"
             )
         head = {
             "fields": fields,
             "classes": labelling.classes,
-            "named": label if label is not None and facts[label].named else None,
+            "named": field if field is not None and facts[field].named else None,
             "unlabelled": reason,
         }
         return {

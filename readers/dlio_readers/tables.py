@@ -8,7 +8,7 @@ import numpy as np
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.interpretation import named_files
-from dlio.data.labels import label_names
+from dlio.data.labels import field_named, label_names, with_label
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import (
@@ -72,6 +72,8 @@ class TablesReader(ColumnReader):
             several whose arrays are volumes of different shapes.
         split: which of several splits that names of arrays say, as `train_images` and `x_test` do,
             or `all`.
+        label: the column or array that is the label, whatever its name; the field is called
+            `label`.
 
     Files such as `X_train.npy` and `y_train.npy` are the parts of the same samples.
 
@@ -90,11 +92,13 @@ class TablesReader(ColumnReader):
         separator: str | None = None,
         samples: Samples | None = None,
         split: str | None = None,
+        label: str | None = None,
     ) -> None:
         self._names: list[str] = []
         self._stored: list[dict[str, StoredArray]] = []
         self._arrays: dict[str, list[ChunkedArray]] = {}
         paths, names = split_paths(path)
+        names = with_label(names, label)
         is_folder = any(Source(each).is_folder() for each in paths)
         if is_folder:
             places = files_below(paths, _ARRAYS)
@@ -119,20 +123,23 @@ class TablesReader(ColumnReader):
         if texts[0]:
             if split not in (None, WHOLE):
                 raise no_splits(split, self.path)
-            table, rows = open_text_tables(files, names, separator, columns)
-            if columns is None and not names and not label_names(table):
+            table, rows = open_text_tables(files, names, separator, columns, label)
+            if columns is None and not names and not label_names(table, label):
                 _tell_of_one_hot(files[0].name, table, rows)
-            self._setup(table, rows, stamps, select=select, files=files)
+            self._setup(table, rows, stamps, select=select, files=files, label=label)
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
         opened = concurrently(partial(numpy_arrays, names=names), files, urls[0])
         files, opened = _parts(self.path, files, opened, names, split)
-        arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
+        arrays, count, volumes = _array_columns(
+            self.path, files, opened, names, select, samples, label
+        )
         self._files_are_samples = volumes
         if volumes and select is None and not any(map(_is_single, arrays.values())):
             self._stored = [
-                {n: a for n in arrays if isinstance(a := each[n], StoredArray)} for each in opened
+                {field_named(n, label): a for n in arrays if isinstance(a := each[n], StoredArray)}
+                for each in opened
             ]
             # Not those that are compressed, which are in memory already.
             self._random_access = all(len(each) == len(arrays) for each in self._stored)
@@ -147,7 +154,7 @@ class TablesReader(ColumnReader):
             }
         if count == len(files) > 1:
             self._names = [file.name.rsplit("/", 1)[-1] for file in files]
-        self._setup(arrays, count, stamps, select=select)
+        self._setup(arrays, count, stamps, select=select, label=label)
 
     def name(self, sample: int) -> str:
         return self._names[sample] if self._names else super().name(sample)
@@ -231,6 +238,7 @@ def _array_columns(
     names: Sequence[str],
     select: Select,
     samples: Samples | None,
+    label: str | None,
 ) -> tuple[dict[str, Column], int, bool]:
     """Return (arrays of some files as columns, their rows, True if each file is one row).
 
@@ -240,7 +248,9 @@ def _array_columns(
     counts = []
     for file, arrays in zip(files, opened, strict=True):
         shapes = {name: array.shape for name, array in arrays.items()}
-        chosen, count = choose(file.name, shapes, [name for name in names if name in shapes])
+        chosen, count = choose(
+            file.name, shapes, [name for name in names if name in shapes], label=label
+        )
         counts.append(count)
         tables.append({name: _column_of(file, name, arrays[name], select) for name in chosen})
     volumes = volumes_of(path, tables, samples)

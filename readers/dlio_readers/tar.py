@@ -28,12 +28,16 @@ import xxhash
 
 from dlio.data.index import Arrays, GrowingColumn, Names, cached_index
 from dlio.data.labels import (
+    LABEL_NAMES,
     MAX_CLASSES,
     TAR_LABEL_NAMES,
+    check_label,
     encode_labels,
+    field_named,
     label_name,
     label_names,
     not_scalar,
+    with_label,
 )
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile, open_file
@@ -46,7 +50,7 @@ from dlio.data.reader_contract import (
 )
 from dlio.data.schema import IMAGES, LABEL, Schema, array_kind
 from dlio.data.source import File, files_below
-from dlio.errors import CorruptBlock, SourceError
+from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.limits import is_plausible, parsing
 from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
@@ -257,6 +261,7 @@ class TarReader(PathReader):
     Args:
         path: a tar, a folder of tars, a pattern with braces or globs, or a list.
         fields: fields to read; by default all fields of the first sample.
+        label: the field that is the label, whatever its name; it is called `label` then.
 
     Raises SourceError if a tar is damaged, or if a sample lacks a field.
     """
@@ -264,16 +269,22 @@ class TarReader(PathReader):
     format = "tar"
     path_rules = PathRules(owns=lambda name: name.endswith(SUFFIXES))
 
-    def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        fields: Sequence[str] | None = None,
+        label: str | None = None,
+    ) -> None:
         opened = [each.opened_as(PersistentFile) for each in files_below(path, SUFFIXES)]
         if not opened:
             raise SourceError(f"{self.path} holds no tar")
         self._opened, self._files = opened, _decompressed(opened)
-        chosen = tuple(fields or ())
-        kind = "-".join(("tar", *chosen)).replace("/", "_")[:103]
+        chosen = tuple(field_named(each, label) for each in with_label(fields or (), label))
+        about = repr((chosen, label)).encode("utf-8", "surrogateescape")
+        kind = f"tar-{xxhash.xxh3_64_hexdigest(about)}" if chosen or label is not None else "tar"
 
         def index(file: File) -> Arrays:
-            return cached_index(kind, _VERSION, [file], lambda: _build(file, chosen))
+            return cached_index(kind, _VERSION, [file], lambda: _build(file, chosen, label))
 
         parts = each_of(index, self._files, _SCAN_THREADS, self.path, may_be_long=True)
         heads = [json.loads(part["head"].tobytes()) for part in parts]
@@ -282,6 +293,8 @@ class TarReader(PathReader):
                 log_warning("%s %s", file.name, note)
         first = heads[0]
         names = [name for name, _ in first["fields"]]
+        if LABEL_NAMES[0] not in names:
+            check_label(self.path, names, label)
         indexes = [
             TarIndex(part, _order_of(file.name, head, names, self._files[0].name))
             for file, part, head in zip(self._files, parts, heads, strict=True)
@@ -339,6 +352,9 @@ class TarReader(PathReader):
         """Return why samples have no label that may have one; "" if nothing looks like it."""
         names, count = self._names, int(self._firsts[-1])
         texts = [name for name in names if "." in name and self.schema.kinds[name].text == "text"]
+        tail = next((n for n in names if n.rpartition(".")[2] in TAR_LABEL_NAMES), None)
+        if tail is not None and "." in tail:
+            return f"its {tail} is bytes: call it {tail.rpartition('.')[2]}"
         longer = next((name for name in texts if label_name([name.partition(".")[0]])), None)
         if longer is not None:
             return f"its {longer} is a text: call it {longer.partition('.')[0]}"
@@ -571,7 +587,7 @@ def _joined(k: int, heads: Sequence[dict[str, Any]]) -> str:
     return f"{names.pop()}[{','.join(sizes)}]"
 
 
-def _build(file: File, fields: tuple[str, ...]) -> Arrays:
+def _build(file: File, fields: tuple[str, ...], label: str | None) -> Arrays:
     """Index one tar: offset and size of each field of each sample."""
     extra: Arrays = {}
     size, read = file.size, file.read
@@ -589,7 +605,7 @@ def _build(file: File, fields: tuple[str, ...]) -> Arrays:
         name = f"{file.name} is compressed by {codec}"
         raise SourceError(f"{name}: give it a name that says so, such as x.tar.gz")
     members = TarMembers(size, read, file.name)
-    builder = _Builder(file.name, fields)
+    builder = _Builder(file.name, fields, label)
     targets: LinkTargets | None = None
     for each in members:
         member: TarMember | None = each
@@ -611,8 +627,9 @@ def is_part(name: str) -> bool:
 class _Builder:
     """Group members into samples."""
 
-    def __init__(self, file: str, fields: tuple[str, ...]) -> None:
-        self._file = file
+    def __init__(self, file: str, fields: tuple[str, ...], label: str | None) -> None:
+        self._file, self._label = file, label
+        """The field that the user chose as the label."""
         self._fields = list(fields)
         self._chosen = bool(fields)
         self._packed: dict[str, Any] = {}
@@ -635,6 +652,8 @@ class _Builder:
         folder, slash, last = name.rpartition("/")
         if name.endswith(_METAS) and size <= _MAX_META:
             self._packed = _meta(members.bytes_at(at, size), members, at)
+            if self._label is not None:
+                raise UsageError(f"label=: {self._file} has the label with which it was packed")
             self._fields = self._fields or [field for field, _ in self._packed["fields"]]
             return
         if not is_part(name):
@@ -643,6 +662,12 @@ class _Builder:
         key = folder + slash + stem
         field = extension.lower()
         field = self._packed.get("members", {}).get(extension, field)
+        if field == LABEL_NAMES[0] and self._label not in (None, field):
+            raise UsageError(
+                f"label={self._label!r}: {self._file} has a {field!r} as well, and the chosen one "
+                "takes that name: rename it in the tar"
+            )
+        field = field_named(field, self._label)
         if key != self._key:
             self._finish()
             self._key = key

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -57,6 +58,8 @@ _COLUMN_BYTES: Final = 2048
 _MAX_DIGITS: Final = 64
 """Characters of a whole number: Python converts no number of thousands of digits."""
 _LOOKED_AT: Final = 256
+_MOST_STEP: Final = 1000
+"""Largest step of numbers that name columns, such as years and wavelengths."""
 _MOSTLY: Final = 0.75
 """Part of the first values of a column that are numbers, by which it is told that it is text."""
 _SIGNS: Final = re.compile(r"[\s,%$€£¥]")
@@ -113,19 +116,21 @@ def open_text_tables(
     names: Sequence[str],
     separator: str | None = None,
     features: Sequence[str] | str | None = None,
+    label: str | None = None,
 ) -> tuple[Mapping[str, Column], int]:
     """Return (columns, rows) of some files as one table. Their indexes are cached.
 
     Columns in `names` are read, all if it is empty; without a separator the first line tells it.
     With `features`, columns of numbers that become one array, `FEATURES` ("*" for all of them but
-    the label), only the label and `names` are read of the others.
+    the label), only the label and `names` are read of the others. `label` may be
+    chosen.
 
     Raises SourceError for damaged files and missing labels, UsageError for columns that the files
     do not have.
     """
     if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
         raise UsageError(f"separator={separator!r}: give one character, such as ';'")
-    parts = [_part(file, separator) for file in files]
+    parts = [_part(file, separator, chosen=label) for file in files]
     header = parts[0].names
     for part in parts[1:]:
         if part.names != header:
@@ -136,7 +141,9 @@ def open_text_tables(
     _tell_of_header(parts[0].file.name, header)
     kinds = {name: _kind([part.facts[k] for part in parts]) for k, name in enumerate(header)}
     number_of = {name: k for k, name in enumerate(header)}
-    label = label_name(header)
+    if label is not None:
+        check_names(parts[0].file.name, [label], header, "column")
+    chosen_label, label = label, label_name(header, label)
     if label is not None and kinds[label] == "":
         kinds[label] = "text"  # NA is a name among labels.
     if label is not None and kinds[label] in ("int64", "float64"):
@@ -148,8 +155,9 @@ def open_text_tables(
     for number, part in enumerate(parts):
         # A column of numbers is text if it is in another file.
         if any(f"bodies{k}" not in part.index for k in texts):
-            parts[number] = _part(part.file, separator, frozenset(header[k] for k in texts))
-    _tell_of_numbers(parts, header, texts)
+            own_texts = frozenset(header[k] for k in texts)
+            parts[number] = _part(part.file, separator, own_texts, chosen_label)
+    _tell_of_numbers(parts, header, texts - {number_of.get(label or "", -1)})
     check_names(parts[0].file.name, names, header, "column")
     matrix = _feature_names(parts[0].file.name, kinds, label, features)
     chosen = list(names) or list(header)
@@ -170,12 +178,12 @@ def open_text_tables(
 
 
 def _tell_of_header(path: str, header: Sequence[str]) -> None:
-    """Warn once if the first line, which names the columns, may be a sample: half of its values are
-    numbers, and do not count the columns as 0, 1, 2."""
+    """Warn once if the first line, which names the columns, may be a sample: one of its values is a
+    number, and they do not count the columns as 0, 1, 2."""
     numbers = [float(name) for name in header if is_number(name)]
     steps = {after - before for before, after in itertools.pairwise(numbers)}
-    counts = (len(steps) == 1 and steps.pop() > 0) or numbers == [0.0]
-    if numbers and 2 * len(numbers) >= len(header) and not counts:
+    counts = (len(steps) == 1 and 0 < steps.pop() <= _MOST_STEP) or numbers == [0.0]
+    if numbers and not counts:
         tell_once(
             f"{path}: its first line, {', '.join(header[:4])}, names its columns: "
             "if it is a sample, write a line of names above it"
@@ -214,16 +222,25 @@ def _tell_of_numbers(
         )
 
 
-def _part(file: File, separator: str | None, texts: frozenset[str] = frozenset()) -> _TableFile:
-    """Open a file; its index has the sizes of the columns `texts`, and of its own texts."""
+def _part(
+    file: File,
+    separator: str | None,
+    texts: frozenset[str] = frozenset(),
+    chosen: str | None = None,
+) -> _TableFile:
+    """Open a file; its index has the sizes of the columns `texts`, and of its own texts, and the
+    values of columns that may be labels, as the `chosen` one is."""
     if separator is None and ".tsv" in file.own_name[-8:]:
         separator = "\t"
     if file.own_name.endswith(COMPRESSED):
         file = in_memory(file)
     kind = "table" if separator is None else f"table{ord(separator)}"
-    if texts:
-        kind += f"-{xxhash.xxh3_64_hexdigest(repr(sorted(texts)).encode('utf-8', 'replace'))}"
-    index = cached_index(kind, _VERSION, [file], lambda: _table_index(file, separator, texts))
+    if texts or chosen is not None:
+        own = repr((sorted(texts), chosen) if chosen is not None else sorted(texts))
+        kind += f"-{xxhash.xxh3_64_hexdigest(own.encode('utf-8', 'replace'))}"
+    index = cached_index(
+        kind, _VERSION, [file], lambda: _table_index(file, separator, texts, chosen)
+    )
     head = json.loads(index["head"].tobytes())
     facts = tuple(_TextColumnFacts(*row) for row in head["columns"])
     labels = {int(k): own for k, own in head["texts"].items()}
@@ -368,7 +385,9 @@ def _number(text: str) -> float:
     return math.nan if text.strip() in MISSING else float(text)
 
 
-def _table_index(file: File, separator: str | None, texts: frozenset[str]) -> Arrays:
+def _table_index(
+    file: File, separator: str | None, texts: frozenset[str], label: str | None = None
+) -> Arrays:
     """Index the offsets of rows, the kinds of columns, the sizes of texts and the labels.
 
     The sizes are those of the columns `texts`, next to those that are found to be text. The table
@@ -377,7 +396,7 @@ def _table_index(file: File, separator: str | None, texts: frozenset[str]) -> Ar
     if file.size > _MAX_TEXT:
         raise SourceError(f"{file.name} of {file.size} bytes is too large a table: write Parquet")
     while True:
-        scan = _TableScan(file, separator, texts)
+        scan = _TableScan(file, separator, texts, label)
         late = scan.run()
         if not late:
             return scan.arrays()
@@ -387,8 +406,10 @@ def _table_index(file: File, separator: str | None, texts: frozenset[str]) -> Ar
 class _TableScan:
     """A table that is being indexed."""
 
-    def __init__(self, file: File, separator: str | None, texts: frozenset[str]) -> None:
-        self._file, self._name, self._texts = file, file.name, texts
+    def __init__(
+        self, file: File, separator: str | None, texts: frozenset[str], label: str | None = None
+    ) -> None:
+        self._file, self._name, self._texts, self._label = file, file.name, texts, label
         first = file.read(0, _MAX_HEADER)
         self._at = 3 if first.startswith(b"\xef\xbb\xbf") else 0
         """Offset of the first byte that is not parsed yet."""
@@ -521,11 +542,17 @@ class _TableScan:
         rows = iter(rows)
         if not self._columns:
             header = [name.strip() for name in next(rows, (0, []))[1]]
+            if header.count("") > 1:  # As pandas names them.
+                header = [name or f"Unnamed: {k}" for k, name in enumerate(header)]
             if len(set(header)) != len(header):
-                raise self._without_names()
+                (name, _), *_ = Counter(header).most_common(1)
+                raise SourceError(
+                    f"{self._name} needs a line of different names on top, and has {name!r} twice "
+                    "in its first line: rename one, or write names above it if it is a sample"
+                )
             check_objects(_COLUMN_BYTES * len(header), self._file.size, self._name)
             self._columns = [_ColumnScan(name, name in self._texts) for name in header]
-            for name in label_names(header):
+            for name in {*label_names(header, self._label)}.intersection(header):
                 self._columns[header.index(name)].is_label = True
         width = len(self._columns)
         while some := list(itertools.islice(rows, _ROWS)):

@@ -15,9 +15,19 @@ from typing import Any, Final, Literal
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dlio.data.index import Arrays, cached_index
-from dlio.data.labels import LabelColumn, SampleLabels, first_labels, label_names, not_scalar
+from dlio.data.labels import (
+    LabelColumn,
+    SampleLabels,
+    check_label,
+    field_named,
+    first_labels,
+    label_names,
+    not_scalar,
+    with_label,
+)
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
@@ -403,14 +413,16 @@ _TEXT_BYTES: Final = 1 << 10
 """Bytes of the longest value that is text, if all values of its feature are."""
 
 
-def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
+def scan(
+    path: str, names: Sequence[str], files: Sequence[File], chosen: str | None = None
+) -> Arrays:
     """Return offsets, sizes, kinds and labels of all records, with the features `names`, or all of
-    the first record.
+    the first record. The user may have `chosen` the label.
 
     Raises SourceError for files without records, and for records that do not fit together;
     CorruptBlock for wrong checksums; UsageError for names that the first record lacks.
     """
-    wanted = _wanted(path, names, files)
+    wanted = _wanted(path, names, files, chosen)
     whole = _ScanPart(wanted)
     starts = []
     for part in concurrently(lambda file: _scanned(file, wanted), files, files[0].url):
@@ -422,7 +434,7 @@ def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
         file = bisect_right(starts, sample) - 1
         return f"{files[file].name}, record {sample - starts[file]},"
 
-    label, labelling = _labels_of(whole.columns, where)
+    label, labelling = _labels_of(whole.columns, where, chosen)
     is_text = label is not None and dict(fields)[label] == "text"
     if is_text:
         fields = [(name, "int64" if name == label else kind) for name, kind in fields]
@@ -453,9 +465,13 @@ class _FeatureRequest:
     names: tuple[str, ...]
     all: bool
     """True if these are all features of the first record, beyond which no record may have any."""
+    label: str | None
+    """The one that the user chose as the label."""
 
 
-def _wanted(path: str, names: Sequence[str], files: Sequence[File]) -> _FeatureRequest:
+def _wanted(
+    path: str, names: Sequence[str], files: Sequence[File], label: str | None
+) -> _FeatureRequest:
     """Return the features to read, from the first record."""
     for file in files:
         for _, record in records_of(file):
@@ -467,7 +483,9 @@ def _wanted(path: str, names: Sequence[str], files: Sequence[File]) -> _FeatureR
             check_names(where, names, sorted(features), "feature")
             if not features:
                 raise SourceError(f"{where} has no features")
-            return _FeatureRequest(path, tuple(names) or tuple(sorted(features)), not names)
+            wanted = tuple(names) or tuple(sorted(features))
+            check_label(where, wanted, label)
+            return _FeatureRequest(path, wanted, not names, label)
     raise SourceError(f"{path} holds no records")
 
 
@@ -567,7 +585,7 @@ class _ScanPart:
         """Offset of each record's data in its file."""
         self.stored: list[int] = []
         """Bytes of it."""
-        likely = _likely_labels(wanted.names)
+        likely = _likely_labels(wanted.names, wanted.label)
         self.columns = {name: _Column(keeps=name in likely) for name in wanted.names}
 
     def add(self, offset: int, record: LazyRecord, where: str) -> None:
@@ -606,23 +624,26 @@ def _scanned(file: File, wanted: _FeatureRequest) -> _ScanPart:
     return part
 
 
-def _likely_labels(names: Sequence[str]) -> list[str]:
-    """Return the features that may be the label, in the order of preference."""
-    known = label_names(names)
+def _likely_labels(names: Sequence[str], chosen: str | None) -> list[str]:
+    """Return the features that may be the label, in the order of preference; the `chosen` one
+    alone."""
+    known = label_names(names, chosen)
+    if chosen is not None:
+        return known
     for ending in ("/label", "/class", "/class/text"):
         known += [name for name in names if name.endswith(ending) and name not in known]
     return known
 
 
 def _labels_of(
-    columns: Mapping[str, _Column], where: Callable[[int], str]
+    columns: Mapping[str, _Column], where: Callable[[int], str], chosen: str | None
 ) -> tuple[str | None, SampleLabels]:
     """Return (the label's feature, its labels): of features that may be it the first that gives
     labels, or the only whole number.
 
     Raises SourceError for a missing text.
     """
-    labels = {name: LabelColumn() for name in _likely_labels(list(columns))}
+    labels = {name: LabelColumn() for name in _likely_labels(list(columns), chosen)}
     for name, own in labels.items():
         column = columns[name]
         kind = column.kind_of_field
@@ -636,7 +657,7 @@ def _labels_of(
             own.refuse(not_scalar(kind))
     label, labelling = first_labels(labels, where)
     whole = [name for name, column in columns.items() if column.kind_of_field == "int64"]
-    if label is None and len(whole) == 1:
+    if label is None and chosen is None and len(whole) == 1:
         return whole[0], SampleLabels(np.array(columns[whole[0]].whole, np.int64), [])
     return label, labelling
 
@@ -670,6 +691,7 @@ class TfRecordReader(PathReader):
     Args:
         path: a file, a folder, a pattern or a list, with the names of features after `::`; by
             default all features of the first record.
+        label: the feature that is the label, whatever its name; the field is called `label`.
 
     Raises SourceError for compressed and cut off files, lists of several byte strings, and records
     that are not of tf.train.Example; CorruptBlock for wrong checksums; UsageError for a folder of
@@ -680,20 +702,25 @@ class TfRecordReader(PathReader):
     path_rules = PathRules(owns=lambda name: _named(name) or bool(_SHARD.fullmatch(name)))
     abilities = Abilities(random_access=True)
 
-    def __init__(self, path: str | Sequence[str]) -> None:
+    def __init__(self, path: str | Sequence[str], label: str | None = None) -> None:
         paths, names = split_paths(path)
+        names = with_label(names, label)
         files = _files_of(paths)
         self._files = concurrently(lambda each: each.opened_as(PersistentFile), files, files[0].url)
         concurrently(lambda file: file.stamp, self._files, files[0].url)  # Kept by the files.
-        kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")
+        about = repr((names, label)).encode("utf-8", "surrogateescape")
         index = cached_index(
-            kind, _VERSION, self._files, lambda: scan(self.path, names, self._files)
+            f"tfrecord-{xxhash.xxh3_64_hexdigest(about)}",
+            _VERSION,
+            self._files,
+            lambda: scan(self.path, names, self._files, label),
         )
         head = json.loads(index["head"].tobytes())
-        if names and [name for name, _ in head["fields"]] != list(names):  # Names that collide.
-            index = scan(self.path, names, self._files)
-            head = json.loads(index["head"].tobytes())
-        self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
+        self._features = [(name, kind) for name, kind in head["fields"]]
+        self._label = label
+        self.schema = Schema(
+            tuple((field_named(name, label), kind) for name, kind in self._features)
+        )
         self.classes: Sequence[str] = head["classes"]
         self.labels = index["labels"]
         self._named, self.unlabelled = head["named"], head["unlabelled"]
@@ -702,7 +729,10 @@ class TfRecordReader(PathReader):
         cuts = np.flatnonzero(np.diff(self._at // _RUN_BYTES)) + 1
         self._cuts = np.union1d(index["starts"], cuts)
         """First samples of the stretches of a file that are read at a time, at most."""
-        bodies = {name: index["bodies"][:, k] for k, name in enumerate(head["variable"])}
+        bodies = {
+            field_named(name, label): index["bodies"][:, k]
+            for k, name in enumerate(head["variable"])
+        }
         self.sizes = self.schema.payload_sizes(len(self._at), bodies)
         self._lay_out(_VERSION, self._files, self.sizes)
         bases = [os.path.basename(file.name) for file in self._files]
@@ -765,12 +795,12 @@ class TfRecordReader(PathReader):
         try:
             features = features_of(record)
             values = {
-                name: _value(record, features.get(name), kind)
-                for name, kind in self.schema.fields
+                field_named(name, self._label): _value(record, features.get(name), kind)
+                for name, kind in self._features
                 if name != self._named
             }
             if self._named is not None:
-                values[self._named] = int(self.labels[sample])
+                values[field_named(self._named, self._label)] = int(self.labels[sample])
             return self.schema.join(values)
         except (ValueError, CorruptBlock) as error:
             raise SourceError(f"{where} {error}") from error

@@ -17,7 +17,8 @@ from dlio_readers.yolo_folders import why_no_boxes
 
 # fmt: off
 _TEXTS: Final = (
-    ".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".xml", ".yaml", ".yml", ".lst",
+    ".csv", ".tsv", ".txt", ".json", ".geojson", ".jsonl", ".ndjson", ".xml", ".yaml", ".yml",
+    ".lst",
 )
 _TABLES: Final = (
     ".xlsx", ".xls", ".ods", ".pkl", ".pickle", ".mat", ".npy", ".npz", ".parquet", ".feather",

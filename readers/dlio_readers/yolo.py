@@ -31,6 +31,7 @@ from dlio_readers.annotations import (
     check_boxes,
 )
 from dlio_readers.fileset import PICTURES, SideFolders, files_in, index_kind
+from dlio_readers.foreign_labels import foreign_words
 from dlio_readers.yolo_folders import (
     CLASSES,
     NAME_LISTS,
@@ -284,6 +285,8 @@ def _parsed(source: Source, name: str, described: _DataDescription, outside: str
         try:
             first, *rest = [float(word) for word in words]
         except ValueError as error:
+            if known := foreign_words(source, [name]):
+                raise SourceError(f"{source.path()}: {known}") from error
             raise SourceError(f"{where}: {error}: correct it") from error
         if not all(map(math.isfinite, (first, *rest))):
             raise SourceError(f"{where}: it has numbers that are not finite: correct it")

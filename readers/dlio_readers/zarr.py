@@ -9,6 +9,7 @@ import numpy as np
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.identity import store_sample
+from dlio.data.labels import with_label
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import ReadErrors, Source, file_at, is_remote, own_name, split_fields
 from dlio.data.splits import no_splits
@@ -64,6 +65,7 @@ class ZarrReader(ColumnReader):
             Zarr does not distinguish a chunk that was never written from a lost one. The default is
             `error` for stores written by `dlio pack`, which writes all chunks, else `fill`.
         split: which of several splits that names of arrays say, as `train_images` does.
+        label: the array that is the label, whatever its name; the field is called `label`.
 
     Of OME-Zarr a sample is an image at full resolution; see `dlio_readers.omezarr`.
 
@@ -79,8 +81,10 @@ class ZarrReader(ColumnReader):
         select: Select = None,
         missing: Literal["error", "fill"] | None = None,
         split: str | None = None,
+        label: str | None = None,
     ) -> None:
         url, names = split_fields(path)
+        names = with_label(names, label)
         url, archive = _in_archive(url)
         root = self._open(url)
         packed = parse_schema(root.attrs.get(SCHEMA), path)
@@ -90,6 +94,10 @@ class ZarrReader(ColumnReader):
         if split is not None and (images or packed is not None or names):
             raise no_splits(split, path)
         if images:
+            if label is not None:
+                raise UsageError(
+                    f"label=: the samples of {url} are images of OME-Zarr: leave it out"
+                )
             self._use_images(url, archive, images, select)
             return
         arrays = self._arrays(root)
@@ -108,7 +116,7 @@ class ZarrReader(ColumnReader):
             schema, classes = packed
             names = names or tuple(name for name, _ in schema.fields)
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        chosen, count = choose(path, shapes, names, by_file=False)
+        chosen, count = choose(path, shapes, names, by_file=False, label=label)
         columns: dict[str, Column] = {}
         for name in chosen:
             array = arrays[name]
@@ -146,6 +154,7 @@ class ZarrReader(ColumnReader):
             classes,
             schema.structure if schema is not None and whole else None,
             select,
+            label=label,
         )
 
     def name(self, sample: int) -> str:

@@ -6,6 +6,7 @@ import itertools
 import re
 import struct
 import tarfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,17 @@ def test_planes_of_a_tiff_are_channels(channels: int, tile: int, dtype: type) ->
             decode_mask(data, "x")
     else:
         assert np.array_equal(decode_mask(data, "x"), pixels[..., 0])
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+def test_deep_grey_and_alpha_is_refused_whatever_its_codec(extra: int) -> None:
+    planes = [np.arange(64, dtype="<u2").tobytes()] * 2
+    tags = {256: [8], 257: [8], 258: [16, 16], 259: [8], 262: [1], 277: [2], 278: [8], 284: [2]}
+    data = tiff_file("<", False, list(map(zlib.compress, planes)), tags | {273: [], 338: [extra]})
+    if not extra:
+        assert pillows(data) is not None  # Which gives the numbers of few such files.
+    with pytest.raises(DecodeError, match="16 bits of grey and of alpha"):
+        decode_mask(data, "x")
 
 
 def test_a_bmp_of_os2_in_colour_is_no_mask() -> None:

@@ -21,6 +21,16 @@ SUPERVISELY = {"tags": [], "size": {"height": 3, "width": 4}, "objects": []}
 STUDIO = [{"annotations": [{"completed_by": 1, "result": []}], "file_upload": "0.png"}]
 CREATEML = [{"image": "0.png", "annotations": [{"label": "cat", "coordinates": {"x": 1}}]}]
 BDD = [{"name": "0.png", "labels": [{"category": "car", "box2d": {"x1": 1}}]}]
+PICTURE = {"imageData": "A" * (1 << 17), **LABELME}
+VIA3 = {"project": {"pid": "x", "data_format_version": "3.1.1"}, "file": {"1": {"fname": "0.png"}}}
+STUDIO_MIN = [{"image": "0.png", "label": [{"original_width": 8, "rectanglelabels": ["cat"]}]}]
+STUDIO_CSV = "annotation_id,annotator,choice,image,lead_time\n1,1,cat,/data/upload/0.png,2\n"
+CREATEML_1 = [{"imagefilename": "0.png", "annotation": CREATEML[0]["annotations"]}]
+VOTT = {"assets": {"a": {"asset": {"name": "0.png"}, "regions": [{"tags": ["cat"]}]}}}
+LABELBOX = json.dumps({"data_row": {"external_id": "0.png"}, "projects": {}}) + "\n"
+DARWIN = {"item": {"name": "0.png"}, "annotations": [{"bounding_box": {"h": 1}, "name": "cat"}]}
+KITTI = "Car 0.00 0 1.85 1 2 6 7 1.67 1.87 3.69 -16.53 2.39 58.49 1.57\n"
+DOTA = "1.0 1.0 6.0 1.0 6.0 6.0 1.0 6.0 small-vehicle 0\n"
 CVAT = '<annotations><version>1.1</version><image id="0" name="0.png"></image></annotations>'
 
 
@@ -47,6 +57,17 @@ def _pictures(folder: Path, count: int = 4, prefix: str = "") -> None:
         ("CreateML", "_annotations.createml.json", CREATEML),
         ("BDD100K", "labels.train.json", BDD),
         ("CVAT", "annotations.xml", CVAT),
+        ("labelme", "{}.json", PICTURE),
+        ("VGG Image Annotator", "via3.json", VIA3),
+        ("Label Studio", "project-1.json", STUDIO_MIN),
+        ("Label Studio", "project-1.csv", STUDIO_CSV),
+        ("CreateML", "annotations.json", CREATEML_1),
+        ("VoTT", "../img/vott-json-export/x-export.json", VOTT),
+        ("VoTT", "x-export.json", VOTT),
+        ("Labelbox", "export.ndjson", LABELBOX),
+        ("V7 Darwin", "{}.json", DARWIN),
+        ("KITTI", "{}.txt", KITTI),
+        ("DOTA", "{}.txt", DOTA),
     ],
 )
 def test_annotations_of_a_program_are_named(
@@ -54,6 +75,7 @@ def test_annotations_of_a_program_are_named(
 ) -> None:
     _pictures(tmp_path / "img")
     (tmp_path / "ann").mkdir()
+    (tmp_path / "img" / name).parent.mkdir(exist_ok=True)
     for k in range(4):
         text = value if isinstance(value, str) else json.dumps(value)
         (tmp_path / "img" / name.format(k)).write_text(text)
@@ -71,6 +93,45 @@ def test_a_folder_of_such_annotations_is_no_class(folder: str, tmp_path: Path) -
         (tmp_path / folder / f"{k}.json").write_text(json.dumps(LABELME))
     with pytest.raises(SourceError, match=r"annotations of labelme that are not read: .* COCO"):
         dlio.open(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["labels", "label_2", "labelTxt", "annotations"])
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [("KITTI", KITTI), ("DOTA", DOTA), ("DOTA", f"imagesource:GoogleEarth\ngsd:0.1\n{DOTA}")],
+)
+def test_texts_of_boxes_are_named_by_their_data_set(
+    folder: str, program: str, text: str, tmp_path: Path
+) -> None:
+    _pictures(tmp_path / "images")
+    (tmp_path / folder).mkdir()
+    for k in range(4):
+        (tmp_path / folder / f"{k}.txt").write_text(text)
+    with pytest.raises(SourceError, match=rf"annotations of {program} that are not .* YOLO"):
+        dlio.open(tmp_path).close()
+
+
+def test_a_table_of_regions_is_named_by_its_program(tmp_path: Path) -> None:
+    _pictures(tmp_path)
+    head = (
+        "filename,file_size,file_attributes,region_count,region_shape_attributes,region_attributes"
+    )
+    rows = [f'{k}.png,9,{{}},1,"{{""name"":""rect""}}","{{}}"' for k in range(4)]
+    (tmp_path / "via_export_csv.csv").write_text("\n".join([head, *rows]))
+    with pytest.raises(UsageError, match=r"VGG Image Annotator .* layout='flat' reads"):
+        dlio.open(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["via_region_data.json", "labels.mat", "backup/0_labels.json"])
+def test_a_folder_next_to_pictures_hides_none_of_their_labels(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path)
+    (tmp_path / "backup").mkdir()
+    (tmp_path / name).write_text(json.dumps(VIA))
+    with caplog.at_level(logging.WARNING, "dlio"), dlio.open(tmp_path) as data:
+        assert len(data) == 4
+    assert name in caplog.text
 
 
 def _download(folder: Path, parts: int) -> None:

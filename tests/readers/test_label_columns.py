@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import logging
+import pickle
 import struct
 import tarfile
 import warnings
@@ -21,10 +22,13 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import dlio
+from dlio.cli.ls import describe
 from dlio.data.reader import open_reader
-from dlio.errors import SourceError
+from dlio.errors import SourceError, UsageError
 from dlio.util import printable
 from dlio.util.settings import REHEARSAL
+from dlio_staging.pack_folder import pack
 
 from .tfrecords import example
 from .tfrecords import write as write_records
@@ -63,10 +67,10 @@ def are_alike(texts: Sequence[str]) -> bool:
     return not padded or texts == [f"{int(text):0{widths[0]}}" for text in texts]
 
 
-def open_labels(path: object) -> Labels | None:
+def open_labels(path: object, **options: Any) -> Labels | None:
     """Return dlio's labels, None for an error; the samples must have the same labels."""
     try:
-        reader = open_reader(path)
+        reader = open_reader(path, **options)
     except SourceError as error:
         if "is empty" not in str(error) and "is missing" not in str(error):
             raise
@@ -93,76 +97,77 @@ def _parts(column: Column, files: int) -> list[Column]:
     return [column] if files == 1 or len(column) < 2 else [column[:1], column[1:]]
 
 
-def _csv(path: Path, column: Column, form: str) -> None:
+def _csv(path: Path, column: Column, form: str, name: str = "label") -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["x", "label"])
+        writer.writerow(["x", name])
         writer.writerows([0.5, value] for value in column)
 
 
-def _arrow(column: Column, form: str) -> pa.Table:
+def _arrow(column: Column, form: str, name: str) -> pa.Table:
     label = pa.array([v.encode() if form == "bytes" and isinstance(v, str) else v for v in column])
     if form == "category" and isinstance(column[0], str):
         label = label.dictionary_encode()
-    return pa.table({"x": np.full(len(column), 0.5), "label": label})
+    return pa.table({"x": np.full(len(column), 0.5), name: label})
 
 
-def _parquet(path: Path, column: Column, form: str) -> None:
-    pq.write_table(_arrow(column, form), path, row_group_size=2)
+def _parquet(path: Path, column: Column, form: str, name: str = "label") -> None:
+    pq.write_table(_arrow(column, form, name), path, row_group_size=2)
 
 
-def _feather(path: Path, column: Column, form: str) -> None:
-    feather.write_feather(_arrow(column, form), str(path))
+def _feather(path: Path, column: Column, form: str, name: str = "label") -> None:
+    feather.write_feather(_arrow(column, form, name), str(path))
 
 
-def _npz(path: Path, column: Column, form: str) -> None:
+def _npz(path: Path, column: Column, form: str, name: str = "label") -> None:
     save = np.savez_compressed if form == "category" else np.savez
-    save(path, label=_array(column, form), x=np.full(len(column), 0.5))
+    arrays: Any = {name: _array(column, form), "x": np.full(len(column), 0.5)}
+    save(path, **arrays)
 
 
-def _hdf5(path: Path, column: Column, form: str) -> None:
+def _hdf5(path: Path, column: Column, form: str, name: str = "label") -> None:
     values: Any = _array(column, form)
     with h5py.File(path, "w") as file:
         file["x"] = np.full(len(column), 0.5)
         if values.dtype.kind == "U":
             values = np.array(column, object).reshape(-1, 1 if form == "category" else len(column))
             values = values if form == "category" else values.reshape(-1)
-            file.create_dataset("label", data=values, dtype=h5py.string_dtype())
+            file.create_dataset(name, data=values, dtype=h5py.string_dtype())
         else:
-            file["label"] = values
+            file[name] = values
 
 
-def _zarr(path: Path, column: Column, form: str) -> None:
+def _zarr(path: Path, column: Column, form: str, name: str = "label") -> None:
     group: Any = zarr.open_group(str(path), mode="w", zarr_format=2)
     group.create_array("x", data=np.full(len(column), 0.5))
     values = _array(column, form)
     if values.dtype.kind == "U":
-        texts = group.create_array("label", shape=values.shape, dtype=str)
+        texts = group.create_array(name, shape=values.shape, dtype=str)
         texts[:] = values.astype(object)
     else:
-        group.create_array("label", data=values)
+        group.create_array(name, data=values)
 
 
-def _tar(path: Path, column: Column, form: str) -> None:
+def _tar(path: Path, column: Column, form: str, name: str = "cls") -> None:
     with tarfile.open(path, "w") as file:
         for k, value in enumerate(column):
             text = f"{value}\n" if form == "category" else str(value)
-            for name, data in ((f"{k:04d}.cls", text.encode()), (f"{k:04d}.txt", b"x")):
-                member = tarfile.TarInfo(name)
+            for own, data in ((name, text.encode()), ("txt", b"x")):
+                member = tarfile.TarInfo(f"{k:04d}.{own}")
                 member.size = len(data)
                 file.addfile(member, io.BytesIO(data))
 
 
-def _tfrecord(path: Path, column: Column, form: str) -> None:
+def _tfrecord(path: Path, column: Column, form: str, name: str = "label") -> None:
     def value_of(value: Any) -> Any:
         if isinstance(value, str):
             return value.encode()
         return float(value) if isinstance(value, float) else int(value)
 
-    write_records(path, [example({"x": [0.5], "label": [value_of(v)]}) for v in column])
+    write_records(path, [example({"x": [0.5], name: [value_of(v)]}) for v in column])
 
 
-def _mds(folder: Path, parts: Sequence[Column], form: str) -> None:
+def _mds(folder: Path, parts: Sequence[Column], form: str, name: str = "label") -> None:
     """Write shards as Streaming lays them out: sizes of texts, then all values of a sample."""
     first = parts[0][0]
     encoding = "str" if isinstance(first, str) else "float64" if isinstance(first, float) else "int"
@@ -180,17 +185,17 @@ def _mds(folder: Path, parts: Sequence[Column], form: str) -> None:
                 rows.append(struct.pack("<d" if encoding == "float64" else "<q", value) + b"x")
         ends = np.cumsum([4 * (len(rows) + 2), *map(len, rows)]).astype("<u4")
         raw = struct.pack("<I", len(rows)) + ends.tobytes() + b"".join(rows)
-        name = f"shard.{number:05d}.mds"
-        (folder / name).write_bytes(raw)
+        file = f"shard.{number:05d}.mds"
+        (folder / file).write_bytes(raw)
         shards.append(
             {
                 "column_encodings": [encoding, "bytes"],
-                "column_names": ["label", "x"],
+                "column_names": [name, "x"],
                 "column_sizes": [None if isinstance(first, str) else 8, 1],
                 "compression": None,
                 "format": "mds",
                 "hashes": [],
-                "raw_data": {"basename": name, "bytes": len(raw), "hashes": {}},
+                "raw_data": {"basename": file, "bytes": len(raw), "hashes": {}},
                 "samples": len(rows),
                 "size_limit": 1 << 26,
                 "version": 2,
@@ -211,7 +216,7 @@ class MapData:
         return {"x": np.float32(0.5), "label": self.targets[k]}
 
 
-WRITERS: dict[str, Callable[[Path, Column, str], None]] = {
+WRITERS: dict[str, Callable[..., None]] = {
     "csv": _csv,
     "parquet": _parquet,
     "feather": _feather,
@@ -221,6 +226,9 @@ WRITERS: dict[str, Callable[[Path, Column, str], None]] = {
     "tar": _tar,
     "tfrecord": _tfrecord,
 }
+FORMS = st.sampled_from(["plain", "bytes", "category"])
+CHOOSING = WRITERS | {"mds": lambda path, column, form, name: _mds(path, [column], form, name)}
+"""Those of formats with `label=`."""
 NAMES = st.lists(
     st.sampled_from(
         ["cat", "dög", "2", "10", "2.0", "1_0", "\u0661", "NA", "nan", "no", "None", "a,b"]
@@ -266,6 +274,119 @@ def test_a_column_has_the_same_labels_in_all_formats(
     _mds(folder / "mds", _parts(column, files), form)
     assert open_labels(str(folder / "mds")) == expected, ("mds", form)
     assert open_labels(MapData(column)) == expected
+
+
+COLUMN = ["cat", "dog", "cat"]
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(column=COLUMNS, form=FORMS, files=st.integers(1, 2))
+def test_a_column_of_any_name_has_these_labels_if_it_is_chosen(
+    column: Column, form: str, files: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("labels")
+    expected = expected_of(column)
+    for suffix, write in CHOOSING.items():
+        parts = [column] if suffix in ("zarr", "mds") else _parts(column, files)
+        paths = [str(folder / f"part{k}.{suffix}") for k in range(len(parts))]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Zarr's, of texts in version 2.
+            for path, part in zip(paths, parts, strict=True):
+                write(Path(path), part, form, "species")
+        assert open_labels(paths, label="species") == expected, (suffix, form)
+        named = [f"{path}::x" for path in paths]
+        if suffix not in ("mds", "tar"):
+            assert open_labels(named, label="species") == expected, (suffix, form)
+
+
+@pytest.mark.parametrize("suffix", CHOOSING)
+def test_a_label_that_is_not_there_is_refused_with_the_names_that_are(
+    suffix: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / f"a.{suffix}")
+    CHOOSING[suffix](Path(path), COLUMN, "plain", "species")
+    with pytest.raises(UsageError, match=r"x.*did you mean species"):
+        open_reader(path, label="specis")
+    open_reader(path).close()
+    reader = open_reader(path, label="species")
+    assert [reader.schema.kinds["label"].text, "species" in reader.schema.kinds] == ["int64", False]
+    copy = pickle.loads(pickle.dumps(reader))
+    assert [each.classes for each in (reader, copy)] == [["cat", "dog"]] * 2
+    with dlio.open(path, label="species", tiers="none") as data:
+        assert list(data.targets) == [data[k]["label"] for k in range(3)] == [0, 1, 0]
+    about = describe(path, label="species")
+    assert (about["label"], about["classes"]) == ("species", {"cat": 2, "dog": 1})
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "feather", "npz", "h5", "zarr", "tfrecord"])
+def test_the_chosen_label_takes_the_name_of_no_other_field(suffix: str, tmp_path: Path) -> None:
+    """Of two, the one that is left out of the names to read gives it up."""
+    path = str(tmp_path / f"a.{suffix}")
+    columns: dict[str, list[Any]] = {
+        "x": [0.5, 0.5],
+        "label": [3, 4],
+        "species": [b"cat", b"dog"],
+    }
+    arrays: Any = {name: np.array(values) for name, values in columns.items()}
+    if suffix == "csv":
+        Path(path).write_text("x,label,species\n0.5,3,cat\n0.5,4,dog\n")
+    elif suffix in ("parquet", "feather"):
+        (pq.write_table if suffix == "parquet" else feather.write_feather)(pa.table(columns), path)
+    elif suffix == "tfrecord":
+        rows = [{name: values[k : k + 1] for name, values in columns.items()} for k in range(2)]
+        write_records(Path(path), map(example, rows))
+    elif suffix == "npz":
+        np.savez(path, **arrays)
+    elif suffix == "h5":
+        with h5py.File(path, "w") as file:
+            file.update(arrays)
+    else:
+        for name, values in arrays.items():
+            zarr.save_array(f"{path}/{name}", values, zarr_format=2)
+        zarr.open_group(path, mode="a", zarr_format=2)
+    with pytest.raises(UsageError, match="has a 'label' as well"):
+        open_reader(path, label="species")
+    assert open_labels(f"{path}::x,species", label="species") == (["cat", "dog"], [0, 1])
+    assert open_labels(f"{path}::x", label="species") == (["cat", "dog"], [0, 1])
+    assert open_labels(path) == open_labels(path, label="label") == ([], [3, 4])
+
+
+def test_a_tar_has_its_label_chosen_where_nothing_else_is_called_so(tmp_path: Path) -> None:
+    _tar(tmp_path / "a.tar", COLUMN, "plain", "species")
+    for fields in (None, ["txt"], ["species", "txt"]):
+        reader = open_reader(str(tmp_path / "a.tar"), label="species", fields=fields)
+        assert (reader.classes, reader.labels.tolist()) == (["cat", "dog"], [0, 1, 0])
+        assert sorted(reader.schema.kinds) == ["label", "txt"]
+    with dlio.open(tmp_path / "a.tar", label="species", tiers="none") as data:
+        names = [data.classes[data[k]["label"]] for k in range(3)]
+    assert names == COLUMN
+    with tarfile.open(tmp_path / "both.tar", "w") as file:
+        for name in ("0.label", "0.species", "0.txt"):
+            file.addfile(tarfile.TarInfo(name))
+    with pytest.raises(UsageError, match="has a 'label' as well"):
+        open_reader(str(tmp_path / "both.tar"), label="species")
+    pack(str(tmp_path / "a.tar"), str(tmp_path / "packed"), format="tar")
+    with pytest.raises(UsageError, match="has the label with which it was packed"):
+        open_reader(str(tmp_path / "packed"), label="species")
+
+
+def test_choices_of_long_names_have_indexes_of_their_own(tmp_path: Path) -> None:
+    names = ["a" * 70 + "1", "a" * 70 + "2", "b-c", "b", "c"]
+    pq.write_table(pa.table({name: [k] for k, name in enumerate(names)}), tmp_path / "a.parquet")
+    for k, name in enumerate(names):
+        reader = open_reader(f"{tmp_path / 'a.parquet'}::{name}")
+        assert reader.schema.split(reader.read(np.arange(1))[0]) == {name: k}
+    reader = open_reader(f"{tmp_path / 'a.parquet'}::b,c")
+    assert list(reader.schema.kinds) == ["b", "c"]
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        for name in ("b-c", "b", "c"):
+            member = tarfile.TarInfo(f"0.{name}")
+            file.addfile(member)
+    for fields in (["b-c"], ["b", "c"]):
+        reader = open_reader(str(tmp_path / "a.tar"), fields=fields)
+        assert list(reader.schema.kinds) == fields
 
 
 @pytest.mark.parametrize("column", [[0.5, 2.0], [0.5, float("nan")]])

@@ -145,7 +145,7 @@ def test_the_second_array_of_savez_may_be_the_label(
     np.savez(tmp_path / "a.npz", np.zeros((3, 2)), np.arange(3))
     with caplog.at_level(logging.WARNING, "dlio"):
         open_reader(f"{tmp_path}/a.npz")
-    assert "if arr_1 is it, name it label" in caplog.text
+    assert "if arr_1 is it, choose it, such as label='arr_1'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,8 @@ def test_a_table_without_a_column_of_labels_names_those_that_may_be(
     }
     _write_table(tmp_path / f"a.{suffix}", columns)
     (warning,) = _open(tmp_path / f"a.{suffix}", caplog)[1]
-    assert "if one of Pclass, Survived, Sex, valid is it" in warning
+    assert "if one of Pclass, Survived, Sex, valid is it, choose it" in warning
+    assert "label='Pclass' (`--reader-option label=Pclass`)" in warning
 
 
 @pytest.mark.parametrize(
