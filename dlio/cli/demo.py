@@ -40,7 +40,7 @@ class DemoOptions:
         Option(
             "Number of passes over the data.",
             least=1,
-            default_text=f"{_EPOCHS}; fewer, and {_LEAST_EPOCHS} at least, of more images than it draws",
+            default_text=f"{_EPOCHS}; of more images than it draws down to {_LEAST_EPOCHS}",
         ),
     ] = None
     image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=32)] = 64
