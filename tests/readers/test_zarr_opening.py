@@ -131,14 +131,14 @@ def test_a_shard_that_is_cut_off_is_not_taken_for_chunks_that_were_never_written
 ) -> None:
     """zarr itself reads the fill value for them."""
     path = tmp_path / "a.zarr"
-    codec = ShardingCodec(chunk_shape=(5,), codecs=[BytesCodec()], index_location=at)  # type: ignore[arg-type]
+    codec = ShardingCodec(chunk_shape=(5,), codecs=[BytesCodec()], index_location=at)
     array = zarr.create_array(
         str(path), shape=(80,), chunks=(40,), dtype="i8", serializer=codec, compressors=None
     )
     array[:] = np.arange(1, 81)
     shard = path / "c" / "1"
     shard.write_bytes(shard.read_bytes()[:kept])
-    assert (zarr.open_array(str(path), mode="r")[first:] == 0).all()
+    assert not np.any(zarr.open_array(str(path), mode="r")[first:])
     url = str(path)
     if place == "zip":
         url = shutil.make_archive(str(tmp_path / "b.zarr"), "zip", path)
