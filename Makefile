@@ -77,9 +77,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	  PIP_CONSTRAINT=constraints.txt $$pip --no-build-isolation -e '.[dev,mpi]'; \
 	  touch $(VENV)/ready
 
+comma := ,
 demo: $(VENV)/demo
 	@echo "$(if $(DATA),The demo trains on $(DATA),The demo draws pictures and trains on them) with 2 MPI ranks," \
-	  "prunes the network, and writes .cache/dlio-demo/report.json: a minute or two."
+	  "prunes the network, and writes .cache/dlio-demo/report.json: a minute or two$(if $(DATA), for up to 4$(comma)000 images)."
 	$(BIN)/dlio demo $(if $(DATA),--data "$(DATA)")
 
 # One process compiles torch and the tests, once; otherwise each worker would, at the same time.

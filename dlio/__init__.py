@@ -10,8 +10,8 @@ Importing dlio starts no MPI, thread or process. Each public name imports its mo
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # `typing` takes longer to import than all that is here.
 if TYPE_CHECKING:
     from dlio import transforms
     from dlio.comm.process_group import init_process_group

@@ -9,6 +9,7 @@ files.
 """
 
 import inspect
+import os
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -111,7 +112,9 @@ class Command:
         for name, record in self.records.items():
             for field in options_of(record):
                 if field.required and field.name not in values:
-                    raise UsageError(missing(field, f" (`dlio {self.name} --help`)"))
+                    stated = [(each.flag, given.get(each.name)) for each in self.fields]
+                    more = f"{_taken(stated)} (`dlio {self.name} --help`)"
+                    raise UsageError(missing(field, more))
                 if field.name in values:
                     field.check(values[field.name])
             arguments[name] = from_mapping(record, values)
@@ -294,6 +297,26 @@ def missing(field: OptionField, more: str) -> str:
     return f"{field.flag} is missing: {field.meaning}{more}"
 
 
+def _stated(fields: Sequence[OptionField], tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the options that take a value, as they are written, with the words they have taken."""
+    names = {name for each in fields for name in (each.flag, each.option.short) if name}
+    names -= {each.flag for each in fields if each.type is bool}
+    parts = [word.partition("=") for word in tokens]
+    return [
+        (name, value if joined else next(iter(tokens[k + 1 :]), ""))
+        for k, (name, joined, value) in enumerate(parts)
+        if name in names
+    ]
+
+
+def _taken(stated: Iterable[tuple[str, object]]) -> str:
+    """Return `; PATH is the value of --option` of an option whose value is a file or folder, which
+    may be meant for an argument that is missing; an empty string if there is none."""
+    paths = [(name, value) for name, value in stated if isinstance(value, str)]
+    found = [f"; {value} is the value of {name}" for name, value in paths if os.path.exists(value)]
+    return found[-1] if found else ""
+
+
 def describe(
     error: Exception, name: str, fields: Sequence[OptionField], tokens: Sequence[str] = ()
 ) -> str:
@@ -306,11 +329,14 @@ def describe(
     if isinstance(error, exceptions.UnknownOptionError):
         word = (error.token.keyword or error.token.value).split("=")[0]
         flags = [each.flag for each in fields if not each.option.positional]
-        return f"{word}: no such option{nearest(word, [*flags, '--help'])}{more}"
+        hint = nearest(word, [*flags, "--help"])
+        if not hint and any(each.option.rest for each in fields):  # It may be the script's own.
+            hint = _taken(_stated(fields, tokens))
+        return f"{word}: no such option{hint}{more}"
     if isinstance(error, exceptions.MissingArgumentError) and field is not None:
         names = [each for each in (field.flag, field.option.short) if each in tokens]
         if field.option.positional or not names:
-            return missing(field, more)
+            return missing(field, f"{_taken(_stated(fields, tokens))}{more}")
         value = next(iter(tokens[tokens.index(names[0]) + 1 :]), "")
         if value.startswith("-") and value.split("=")[0] not in {each.flag for each in fields}:
             try:

@@ -10,10 +10,14 @@ from typing import Annotated, Final
 from dlio.errors import UsageError
 from dlio.util.extras import how_to_install
 from dlio.util.options import Option, check
+from dlio.util.units import counted
 from dlio.util.user_folders import make_folders
 
 _LEAST_RAM: Final = 1 << 20
 """Minimum size of the RAM tier in bytes: a tier holds whole blocks."""
+_EPOCHS: Final = 12
+_LEAST_EPOCHS: Final = 3
+"""The first one and the last see all samples; one between them leaves out those that are learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,14 @@ class DemoOptions:
     ranks: Annotated[
         int, Option("Number of ranks to start on this machine.", short="-n", least=1)
     ] = 2
-    epochs: Annotated[int, Option("Number of passes over the data.", least=1)] = 12
+    epochs: Annotated[
+        int | None,
+        Option(
+            "Number of passes over the data.",
+            least=1,
+            default_text=f"{_EPOCHS}; of more images than it draws down to {_LEAST_EPOCHS}",
+        ),
+    ] = None
     image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=32)] = 64
     folder: Annotated[
         str, Option("Folder for the pictures, the disk tier and the report.", metavar="FOLDER")
@@ -87,7 +98,7 @@ def _train(demo: DemoOptions, data: str, report: str) -> None:
 
     source, val = find_parts(data, None)
     with closing(open_reader(source)) as reader:
-        size = int(reader.sizes.sum())
+        size, samples = int(reader.sizes.sum()), len(reader)
     nodes = min(2, demo.ranks)
     # Features may not be installed.
     known = {each.name for each in options_of(TrainConfig)}
@@ -102,7 +113,7 @@ def _train(demo: DemoOptions, data: str, report: str) -> None:
         config = train_config(
             source=source,
             val=val,
-            epochs=demo.epochs,
+            epochs=demo.epochs or _passes(samples),
             image_size=demo.image_size,
             pretend_nodes=nodes,
             # Otherwise the homes of blocks, which depend on the files' times and the host's name,
@@ -113,6 +124,21 @@ def _train(demo: DemoOptions, data: str, report: str) -> None:
             **{name: value for name, value in less_work.items() if name in known},
         )
         run(config, demo.ranks)
+
+
+def _passes(samples: int) -> int:
+    """Return a number of passes that take about as long as those over the drawn pictures; say so
+    where that cannot be."""
+    from dlio.cli.demo_pictures import IMAGES
+
+    passes = min(_EPOCHS, max(_LEAST_EPOCHS, _EPOCHS * IMAGES // samples))
+    times = passes * samples / (_EPOCHS * IMAGES)
+    if times >= 2:
+        print(
+            f"{passes} passes over {counted(samples, 'image')} take about {times:.0f} times as "
+            "long as the demo with its own pictures: --data takes a smaller folder, too"
+        )
+    return passes
 
 
 def _draw(folder: str) -> None:

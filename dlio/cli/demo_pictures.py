@@ -22,6 +22,8 @@ from dlio.util.units import counted
 from dlio.util.user_folders import make_folders, parent_of
 from dlio.util.whole_files import unwritable, write_json
 
+IMAGES: Final = 2400
+"""Pictures to train on that the demo draws."""
 _MARK = "drawn.json"
 _VERSION = 1
 _QUALITY = 88
@@ -35,7 +37,7 @@ _Painter = Callable[[Image, np.random.Generator, Colour], None]
 def draw_dataset(
     folder: str,
     *,
-    images: int = 2400,
+    images: int = IMAGES,
     validation: int = 400,
     classes: int = 10,
     threads: int = 2,

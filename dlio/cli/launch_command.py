@@ -265,7 +265,7 @@ def _run_here(started: CheckedCommand, options: LaunchOptions) -> int:
     ranks = options.ranks or max(1, len(glob.glob("/dev/nvidia[0-9]*")))
     by_mpi = _uses_mpi(options.backend)
     if any(isinstance(each, RankOptions) for each in started.records.values()):  # It has -n itself.
-        from dlio.cli import run_command
+        from dlio.cli.command_line import run_command
 
         words, named = list(started.words), started.named
         own = ["-n", str(ranks), "--backend", options.backend]

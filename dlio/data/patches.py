@@ -414,7 +414,7 @@ def _window(given: object) -> tuple[int, int]:
     parts = [given] if isinstance(given, int) else given
     if not isinstance(parts, tuple | list) or len(parts) not in (1, 2):
         raise UsageError(
-            f"{named('window', given)}: give (steps, stride), such as (8, 2) for eight consecutive "
+            f"{named('window', given)}: give a number of steps, or (8, 2) for eight consecutive "
             "steps from every second one on"
         )
     length, step = (*parts, 1)[:2]

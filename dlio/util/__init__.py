@@ -14,7 +14,7 @@
 | `memory`, `buffer_pool`, `heap` | memory that is used again |
 | `threads`, `forks` | threads that are joined; locks in forked children |
 | `parallel` | calls that wait for a source, many at a time |
-| `signals`, `child_processes` | processes: how they start, and how they end |
+| `signals`, `early_interrupt`, `child_processes` | processes: how they start, and how they end |
 | `live_figures`, `live_line`, `progress_bar`, `plot_files` | what users see of a run |
 | `mount_points`, `cores`, `machine_memory`, `private_sockets` | the machine |
 | `object_graph`, `extras` | what an object refers to; how to install a missing package |

@@ -3,7 +3,7 @@
 import sys
 import sysconfig
 import types
-from typing import Any, Final
+from typing import Final
 
 # fmt: off
 _SHARED: Final = frozenset((
@@ -28,7 +28,7 @@ def is_library(kind: type | types.FunctionType) -> bool:
     return file is None or file.startswith(_HOMES)
 
 
-def attributes_of(held: Any) -> dict[str, Any]:
+def attributes_of(held: object) -> dict[str, object]:
     """Return the attributes of an object, with those in slots."""
     own = dict(getattr(held, "__dict__", {}))
     for kind in type(held).__mro__:
@@ -41,7 +41,7 @@ def attributes_of(held: Any) -> dict[str, Any]:
     return own
 
 
-def class_attributes_of(kind: type) -> dict[str, Any]:
+def class_attributes_of(kind: type) -> dict[str, object]:
     """Return what classes of a user's own hold for all their objects, but for methods and names."""
     held: dict[str, Any] = {}
     for each in reversed(kind.__mro__[:-1]):
@@ -99,13 +99,13 @@ def may_be_built(kind: type, base: type) -> bool:
     )
 
 
-def is_step(module: Any, nn: Any) -> bool:
+def is_step(module: object, nn: types.ModuleType) -> bool:
     """True for a transform that is a module of torch's. Models have parameters, or their own way
     to be called."""
     home = type(module).__module__
     if home.startswith("torch.") and home != nn.modules.container.__name__:
         return False
-    return next(nn.Module.parameters(module), None) is None
+    return next(iter(nn.Module.parameters(module)), None) is None
 
 
 def without_end(kind: type) -> type:

@@ -4,12 +4,15 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from dlio.util.limits import open_regular
 from dlio.util.trusted_files import path_of
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
 
 MOST_BYTES: Final = 4 << 20
 """Of an array that is copied: a buffer. Larger ones are data."""
@@ -91,7 +94,7 @@ _FILES: Final[dict[type, Callable[[Any], Any]]] = {
 }
 
 
-def opening_again(held: Any) -> Callable[[Any], Any] | None:
+def opening_again(held: object) -> Callable[[object], object] | None:
     """Return the function that opens a file or connection once more; None for other objects."""
     sqlite, pillow = sys.modules.get("sqlite3"), sys.modules.get("PIL.ImageFile")
     if sqlite is not None and type(held) is sqlite.Connection:
@@ -101,14 +104,14 @@ def opening_again(held: Any) -> Callable[[Any], Any] | None:
     return _FILES.get(type(held))
 
 
-def _connected_again(held: Any) -> Any:
+def _connected_again(held: "Connection") -> "Connection":
     """Return another connection to a file of SQLite's; the same one to any other place."""
     sqlite = sys.modules["sqlite3"]
     try:
         places = [row[2] for row in held.cursor().execute("pragma database_list")]
         if len(places) != 1 or not places[0] or held.in_transaction:
             return held
-        made = sqlite.connect(
+        made: Connection = sqlite.connect(
             places[0], check_same_thread=False, isolation_level=held.isolation_level
         )
     except sqlite.Error:
@@ -117,7 +120,7 @@ def _connected_again(held: Any) -> Any:
     return made
 
 
-def buffers_of(arrays: Iterable[Any]) -> dict[int, Any]:
+def buffers_of(arrays: Iterable[object]) -> dict[int, object]:
     """Return copies of the small ones among arrays, by id. Not of those that others refer to, or
     share memory with: another array's view, another process."""
     spans: list[tuple[int, int, Any]] = []
@@ -130,7 +133,9 @@ def buffers_of(arrays: Iterable[Any]) -> dict[int, Any]:
             mine_alone = type(held) is np.ndarray and root.flags.owndata and held.flags.writeable
             small = mine_alone and root.nbytes <= MOST_BYTES
             spans.append((root.ctypes.data, root.nbytes, held if small else None))
-        elif torch is not None and held.device.type == "cpu" and held.layout is torch.strided:
+        elif torch is None or not isinstance(held, torch.Tensor):
+            continue
+        elif held.device.type == "cpu" and held.layout is torch.strided:
             size = held.untyped_storage().nbytes()
             small = type(held) is torch.Tensor and size <= MOST_BYTES
             small = small and not held.requires_grad and not held.is_shared()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from dlio.util import early_interrupt
+
 RESUME_CODE: Final = 75
 """Exit code of a run that has written a checkpoint because it was told to end: the same command
 with --resume goes on. It is EX_TEMPFAIL of sysexits.h."""
@@ -45,7 +47,8 @@ def as_command() -> Iterator[None]:
     """
     global _is_command, _before_command
     before: dict[int, Any] = {number: signal.getsignal(number) for number in _NUMBERS}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Else the shell ignores it.
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, early_interrupt.end):
+        # Else the shell ignores it, or a program that calls us has a handler.
         before[signal.SIGINT] = signal.default_int_handler
     was_command, hook, outer = _is_command, sys.unraisablehook, _before_command
     _is_command, _before_command = True, before

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlio.cli import demo, demo_pictures, train_command
 from dlio.cli.demo_pictures import PAINTERS, draw, draw_dataset, is_complete
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
@@ -68,3 +69,25 @@ def test_a_background_never_wraps_around(monkeypatch: pytest.MonkeyPatch) -> Non
         smooth = opencv().blur(ground.astype(np.float32), (9, 9))
         assert np.abs(np.diff(smooth, axis=0)).max() < 20
         assert np.abs(np.diff(smooth, axis=1)).max() < 20
+
+
+@pytest.mark.parametrize(("share", "passes"), [(2.0, 12), (1.0, 12), (0.5, 6), (0.1, 3)])
+def test_the_demo_makes_fewer_passes_over_more_pictures_than_it_draws(
+    share: float,
+    passes: int,
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    count = len(open_reader(str(pictures)))
+    seen: list[int] = []
+    monkeypatch.setattr(demo_pictures, "IMAGES", round(share * count))
+    monkeypatch.setattr(
+        train_command, "run", lambda config, _: seen.append(config.optimizer.epochs)
+    )
+    demo.command(demo.DemoOptions(data=str(pictures), folder=str(tmp_path / "a")))
+    told = f"3 passes over {count} images take about " in capsys.readouterr().out
+    assert told == (share == 0.1)
+    demo.command(demo.DemoOptions(data=str(pictures), folder=str(tmp_path / "b"), epochs=5))
+    assert seen == [passes, 5]

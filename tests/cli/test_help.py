@@ -230,6 +230,12 @@ def test_commands_stand_by_use(
         ("train data --exchange allreduc", "exchange 'allreduc': .*; did you mean allreduce"),
         ("train data --lr inf", "--lr inf: give a finite number$"),
         ("train data --seed -1", "--seed -1: give a number from 0 to 18,446,744,073,709,551,615$"),
+        ("run --exchange train.py", "SCRIPT is missing: .*; train.py is the value of --exchange "),
+        ("run -n train.py", "SCRIPT is missing: .*; train.py is the value of -n "),
+        ("run --check train.py --bs 3", "--bs: no such option; train.py is the value of --check "),
+        ("train --val data --seed 3", "SRC is missing: training data; data is the value of --val "),
+        ("ls --format=data", "PATH is missing: .*; data is the value of --format "),
+        ("train data --val data --exam 3", "--exam: no such option \\("),
         ("ls words.txt", "words.txt is a file of text: write its samples to a column"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A signal that asks a run to end, when its processes are ending already."""
+"""Signals that come while a command is loaded, or when its processes are ending already."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from dlio.util.signals import as_command
 
 PROGRAM = """
 import atexit, os
-from dlio.cli import guarded
+from dlio.cli.command_line import guarded
 atexit.register(lambda: print("left"))
 atexit.register(lambda: os.kill(os.getpid(), {number}))
 
@@ -79,7 +79,7 @@ def test_training_in_a_program_gives_signals_their_former_effect() -> None:
 
 DESTRUCTOR = """
 import os, signal, sys, threading, time, weakref
-from dlio.cli import guarded
+from dlio.cli.command_line import guarded
 
 class Thing:
     pass
@@ -129,7 +129,7 @@ def test_an_interruption_of_a_callback_that_cannot_raise_ends_the_command(
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_process_that_ends_does_not_look_for_garbage(ends: bool) -> None:
     program = (
-        "import atexit, gc\nfrom dlio.cli import guarded\n"
+        "import atexit, gc\nfrom dlio.cli.command_line import guarded\n"
         "before = gc.get_freeze_count()\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > before))\n"
         f"guarded(lambda: None, ends={ends})"
@@ -168,3 +168,66 @@ print(child.exitcode)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(-signal.SIGTERM)]
     assert "Traceback" not in done.stderr, done.stderr
+
+
+LOADING = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == sys.argv[-1]:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+class Errors:
+    def write(self, text):
+        sys.__stderr__.write(text)
+        sys.__stderr__.flush()
+        signal.raise_signal(signal.SIGINT)
+
+    def flush(self):
+        pass
+
+sys.meta_path.insert(0, Finder())
+if "twice" in sys.argv:
+    sys.stderr = Errors()
+from dlio.cli import main
+del sys.argv[3:]
+main()
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("module", ["dlio.cli.command_line", "cyclopts", "numpy._core", "torch"])
+def test_an_interruption_while_a_command_is_loaded_is_one_line(
+    module: str, twice: bool, pictures: Path
+) -> None:
+    program = LOADING.replace("sys.argv[-1]", repr(module))
+    done = subprocess.run(
+        [sys.executable, "-c", program, "view", str(pictures), *(["twice"] if twice else [])],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "dlio: interrupted\n"
+
+
+@pytest.mark.cold
+def test_little_is_loaded_before_an_interruption_is_one_line() -> None:
+    program = (
+        "import sys; before = {*sys.modules}; import dlio.cli; print(*{*sys.modules} - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    assert "dlio.util.early_interrupt" in done.stdout.split()
+    assert not {"typing", "re", "dataclasses"} & {*done.stdout.split()}

@@ -407,7 +407,7 @@ def test_ranks_and_resumption_give_the_same_patches(
         ({"patch": (4, 4, 4), "patches_per_volume": 3, "patch_stride": 2}, "give patch= alone"),
         ({"patch": (4, 4, 4), "patch_stride": (2, 2)}, "3 dimensions"),
         ({"patch": (4, 4, 4), "pad": "edge"}, "give a number"),
-        ({"window": (8, 2, 1)}, "eight consecutive"),
+        ({"window": (8, 2, 1)}, r"give a number of steps, or \(8, 2\) for eight consecutive"),
         ({"patch": (4, 4, 4), "patches_per_volume": 3, "train": False}, "on a grid"),
     ],
 )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zarr
 from fsspec.implementations.memory import MemoryFileSystem
+from zarr.codecs import BytesCodec, ShardingCodec
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
@@ -119,3 +120,32 @@ def test_a_chunk_that_is_lost_is_said_at_the_latest_when_it_is_read(
     assert len(open_reader(path, missing="fill").read(np.array([57]))) == 1
     if place == "memory":
         fsspec.filesystem("memory").rm("/lost", recursive=True)
+
+
+@pytest.mark.parametrize("place", ["local", "memory", "zip"])
+@pytest.mark.parametrize(
+    ("at", "kept", "first"), [("end", 0, 40), ("start", 0, 40), ("start", 212, 75)]
+)
+def test_a_shard_that_is_cut_off_is_not_taken_for_chunks_that_were_never_written(
+    tmp_path: Path, at: str, kept: int, first: int, place: str
+) -> None:
+    """zarr itself reads the fill value for them."""
+    path = tmp_path / "a.zarr"
+    codec = ShardingCodec(chunk_shape=(5,), codecs=[BytesCodec()], index_location=at)
+    array = zarr.create_array(
+        str(path), shape=(80,), chunks=(40,), dtype="i8", serializer=codec, compressors=None
+    )
+    array[:] = np.arange(1, 81)
+    shard = path / "c" / "1"
+    shard.write_bytes(shard.read_bytes()[:kept])
+    assert not np.any(zarr.open_array(str(path), mode="r")[first:])
+    url = str(path)
+    if place == "zip":
+        url = shutil.make_archive(str(tmp_path / "b.zarr"), "zip", path)
+    elif place == "memory":
+        url = f"memory://{tmp_path.name}/a.zarr"
+        fsspec.filesystem("memory").put(str(path), url, recursive=True)
+    reader = open_reader(url)
+    assert len(reader.read(np.arange(40))) == 40
+    with pytest.raises(SourceError, match="c/1 is cut off: a chunk of it has no bytes"):
+        list(reader.read(np.arange(first, 80)))

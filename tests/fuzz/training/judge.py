@@ -267,12 +267,13 @@ def _single(case: Case, folder: Path, mpi: Mpi, alone: Path, shaken: Path | None
     code = "import os, sys, runpy; os.chdir(sys.argv[1]); os.environ['FUZZ_OUT'] = sys.argv[2]; "
     if case.way == "run":
         code += (
-            "sys.argv = ['dlio', 'run', 'train.py']; from dlio.cli import guarded, run_command; "
+            "sys.argv = ['dlio', 'run', 'train.py']; "
+            "from dlio.cli.command_line import guarded, run_command; "
             "guarded(lambda: run_command(sys.argv[1:]))"
         )
     else:
         code += (
-            "from dlio.cli import guarded; "
+            "from dlio.cli.command_line import guarded; "
             "guarded(lambda: runpy.run_path('train.py', run_name='__main__'))"
         )
     printed = errors = ""

@@ -82,6 +82,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "alone":
         main("alone", listed)
     else:
-        from dlio.cli import guarded
+        from dlio.cli.command_line import guarded
 
         guarded(lambda: main(sys.argv[1], listed))
