@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
+from dlio_readers.zarrstore import METADATA
 
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "v3": {},
@@ -119,3 +120,19 @@ def test_a_chunk_that_is_lost_is_said_at_the_latest_when_it_is_read(
     assert len(open_reader(path, missing="fill").read(np.array([57]))) == 1
     if place == "memory":
         fsspec.filesystem("memory").rm("/lost", recursive=True)
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_a_store_that_is_gone_is_not_read_as_fill_values(tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "a.zarr"
+    _write(str(path), 8, layout)
+    reader = open_reader(str(path))
+    assert set(bytes(reader.read(np.array([3]))[0])) == {1}
+    for each in path.rglob("*"):
+        if each.is_file() and each.name not in METADATA:
+            each.unlink()
+    assert set(bytes(reader.read(np.array([5]))[0])) == {0}
+    shutil.rmtree(path)
+    with pytest.raises(SourceError, match=r"a\.zarr/images is not there any more"):
+        reader.read(np.array([5]))
+    reader.close()
