@@ -33,6 +33,7 @@ from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.extras import how_to_install
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
+from dlio.util.machine_memory import usable_memory
 from dlio.util.memory import new_memory
 from dlio.util.printable import log_warning, tell_once
 from dlio.util.units import counted
@@ -166,7 +167,9 @@ _CHANNEL: Final = "_0000"
 _VERSION: Final = 2
 _OPEN_FILES: Final = 64
 _KEPT_BYTES: Final = 64 << 20
-"""Of the open files, the bytes that are in memory as they were compressed."""
+_KEPT_SHARE: Final = 16
+"""Of the arrays of open files those that were compressed are in memory: so many bytes of them are
+kept, or one in so many of the bytes that this process may have."""
 _SAMPLED: Final = 256
 """Files whose contents the fingerprint samples, besides all files' sizes and times."""
 _AGAIN: Final = "open it again"
@@ -248,6 +251,7 @@ class FilesReader(PathReader):
             rehearse("files", "h5py", path, hdf5)
         self._lock = new_lock()
         self._opened: OrderedDict[int, _OpenArrays] = OrderedDict()
+        self._most_kept = max(_KEPT_BYTES, usable_memory() // _KEPT_SHARE)
         index = cached_index(kind, _VERSION, files, self._build)
         head = json.loads(index["head"].tobytes())
         self._dtypes: dict[str, np.dtype[Any]] = {n: np.dtype(d) for n, d in head["dtypes"]}
@@ -492,7 +496,7 @@ class FilesReader(PathReader):
             self._opened[number] = opened
             while len(self._opened) > _OPEN_FILES or (
                 len(self._opened) > 1
-                and sum(each.kept for each in self._opened.values()) > _KEPT_BYTES
+                and sum(each.kept for each in self._opened.values()) > self._most_kept
             ):
                 gone.append(self._opened.popitem(last=False)[1])
         for each in gone:

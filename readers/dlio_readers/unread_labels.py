@@ -43,7 +43,8 @@ def files_of_labels(
     """
     names = [name for name, inner in source.names(folder) if not inner]
     likely = [name for name in names if name.lower().endswith((*_TEXTS, *_TABLES))]
-    own, others = [], []
+    own: list[str] = []
+    others: list[str] = []
     if likely:
         shown = set(likely).intersection(pictures)
         likely = [name for name in likely if name not in shown]

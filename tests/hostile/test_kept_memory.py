@@ -14,6 +14,7 @@ import pytest
 
 import dlio
 from dlio.data.reader import open_reader
+from dlio.data.source import file_at
 from dlio.errors import SourceError
 from dlio.util import limits
 from dlio_readers import files as files_module
@@ -115,6 +116,7 @@ def test_a_folder_of_compressed_arrays_is_indexed_one_file_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files_module, "_KEPT_BYTES", 2 * _EACH)
+    monkeypatch.setattr(files_module, "usable_memory", lambda: 0)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for number in range(6):
@@ -159,7 +161,7 @@ def test_parsed_rows_of_all_tables_have_one_bound(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number:02}.csv").write_bytes(b"x,y\n" + b"a b c d,e f g\n" * 1000)
     paths: Sequence[Path] = sorted(tmp_path.iterdir())
-    columns, rows = open_text_tables([_file(path) for path in paths], ())
+    columns, rows = open_text_tables([file_at(str(path)).opened() for path in paths], ())
     assert rows == 40_000
     tracemalloc.start()
     try:
@@ -170,7 +172,3 @@ def test_parsed_rows_of_all_tables_have_one_bound(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert held < 12 * 1000 * 300
-
-
-def _file(path: Path) -> dlio.data.source.File:
-    return dlio.data.source.file_at(str(path)).opened()
