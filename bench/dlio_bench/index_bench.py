@@ -131,7 +131,8 @@ for path in sys.argv[1:]:  # A small data set first: libraries load parts of the
     {code}
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     os.access("{mark}", 0)
-print("\\n" + json.dumps([count, seconds, cpu, memory("VmHWM")[0] - before]), flush=True)
+grown = [each - before for each in memory("VmHWM", "VmRSS")]
+print("\\n" + json.dumps([count, seconds, cpu, *grown]), flush=True)
 os._exit(0)
 """
 
@@ -159,6 +160,8 @@ class OpeningFigures:
     cpu_s: float
     peak_bytes: float
     """Growth of resident memory at its peak, for each sample."""
+    held_bytes: float
+    """Growth of resident memory afterwards."""
     calls: int | None
     """System calls; None without strace."""
 
@@ -215,7 +218,7 @@ def _opened(
         os.makedirs(caches, exist_ok=True)
         return _answer(contender.name, [*before, *command], python, caches)
 
-    count, seconds, cpu_s, peak = run()
+    count, seconds, cpu_s, *memory = run()
     if count != samples:
         raise UsageError(
             f"{contender.name} opened {count:.0f} of the {counted(samples, 'sample')} of "
@@ -225,11 +228,13 @@ def _opened(
     if shutil.which("strace") is not None:
         run("strace", "-f", "-qq", "-o", trace)
         calls = _calls_of(trace)
-    return OpeningFigures(seconds, cpu_s, max(0.0, peak) / samples, calls)
+    peak, held = (max(0.0, each) / samples for each in memory)
+    return OpeningFigures(seconds, cpu_s, peak, held, calls)
 
 
 def _answer(name: str, command: list[str], python: str, caches: str) -> list[float]:
-    """Run an opening and return (samples, seconds, seconds on processors, bytes)."""
+    """Run an opening and return (samples, seconds, seconds on processors, bytes at
+    the peak, bytes afterwards)."""
     environment = {
         **os.environ,
         "DLIO_CACHE": f"{caches}/dlio",
@@ -316,9 +321,9 @@ _WRITERS: Final[dict[str, Callable[[str, int], str]]] = {
 def command(options: IndexBenchOptions, output: OutputOptions) -> None:
     """Measure the opening of data sets, side by side with other libraries.
 
-    Figures are seconds, bytes of memory and system calls for each sample. The first opening of dlio
-    builds its index, the second one uses it. Each data set has small samples, and one file or
-    chunk a sample in folder and Zarr.
+    Figures are seconds, bytes of memory (at the peak, and afterwards) and system calls for each
+    sample. The first opening of dlio builds its index, the second one uses it. Each data set has
+    small samples, and one file or chunk a sample in folder and Zarr.
     """
     if options.scratch is not None:
         check_scratch(options.scratch)
@@ -334,15 +339,16 @@ def command(options: IndexBenchOptions, output: OutputOptions) -> None:
                 print_line(f"{name}: {library} is {each}")
                 continue
             calls = "" if each.calls is None else f"{each.calls / options.samples:.3f}"
-            bytes_ = f"{each.peak_bytes:,.0f}"
-            rows.append((name, library, format_seconds(each.seconds), bytes_, calls))
+            memory = [f"{value:,.0f}" for value in (each.peak_bytes, each.held_bytes)]
+            rows.append((name, library, format_seconds(each.seconds), *memory, calls))
             labels = {"format": name, "library": library}
             values = [("time", "s", each.seconds), ("processor time", "s", each.cpu_s)]
             values.append(("peak memory", "bytes/sample", each.peak_bytes))
+            values.append(("held memory", "bytes/sample", each.held_bytes))
             if each.calls is not None:
                 values.append(("system calls", "", each.calls))
             figures += [Figure(what, unit, (v,), labels, "lower") for what, unit, v in values]
-    headings = ("format", "library", "time", "bytes/sample", "calls/sample")
+    headings = ("format", "library", "time", "peak bytes/sample", "held", "calls/sample")
     table(f"opening {counted(options.samples, 'sample')}", headings, rows, left=2)
     results = Results(
         "index",

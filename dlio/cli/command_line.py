@@ -46,6 +46,7 @@ def guarded(run: Callable[[], object], ends: bool = True) -> NoReturn:
     """
     from dlio.util.signals import as_command, work_is_done
 
+    _fill_closed_streams()
     with as_command():
         code = _code_of(run)
         if ends:
@@ -54,6 +55,16 @@ def guarded(run: Callable[[], object], ends: bool = True) -> NoReturn:
             # takes half a second of processor time, also after Ctrl-C.
             gc.freeze()
         _exit(code, ends)
+
+
+def _fill_closed_streams() -> None:
+    """Open the null device for standard streams that were closed (`>&-`): the next file that is
+    opened would get their number, and in it all that libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def _code_of(run: Callable[[], object]) -> object:
@@ -178,11 +189,24 @@ def _run_with_umask(tokens: list[str]) -> None:
         with contextlib.nullcontext() if is_of_user else escaping_libraries():
             run_command(tokens)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not error.filename and not _has_folder():
+            raise UsageError(
+                "the current folder has been removed: change to another one (cd)"
+            ) from error
         if is_of_user or error.errno not in FULL or isinstance(error, DlioError):
             raise
         raise unwritable(str(error.filename or "standard output, or a file,"), error) from error
     finally:
         os.umask(before)
+
+
+def _has_folder() -> bool:
+    """True if the current folder is there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def run_command(tokens: list[str]) -> None:

@@ -96,6 +96,8 @@ def describe(path: str, **options: object) -> DatasetDescription:
     size = data_bytes(reader)
     labels = reader.labels
     classes = len(reader.classes)
+    if not classes and labels.strides == (0,) and not labels[:1].any():
+        labels = labels[:1]  # There are none: 10^9 zeros would be copied.
     own = labels[labels >= 0]
     """Without unlabelled samples, such as the Hub's -1."""
     countable = len(own) and own.max() < _MOST_CLASSES and (own.size == labels.size or classes)

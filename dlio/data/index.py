@@ -444,7 +444,10 @@ def _save(folder: int | None, name: str, arrays: Mapping[str, npt.NDArray[Any]])
                 plain = np.ascontiguousarray(values)
                 head[each] = [plain.dtype.str, list(plain.shape), _digest(_bytes(plain))]
                 with open_new(inside, f"{each}.npy", 0o600) as file:
-                    np.save(file, plain, allow_pickle=False)
+                    # As np.save, which does not say why the system has not written all.
+                    about = np.lib.format.header_data_from_array_1_0(plain)
+                    np.lib.format.write_array_header_1_0(file, about)
+                    file.write(_bytes(plain))
             text = json.dumps(head).encode()
             write_whole_at(inside, _HEAD, lambda file: file.write(text))
         remove_entry(folder, name)

@@ -65,6 +65,7 @@ from dlio.data.splits import (
 from dlio.errors import DlioError, SourceError, UsageError, redact
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
+from dlio.util.kept_memory import counted_together
 from dlio.util.limits import parsing, trusting
 from dlio.util.plugins import plugins
 from dlio.util.printable import tell_once
@@ -112,6 +113,7 @@ def open_split(path: object, split: str | None, others: Sequence[str] = ()) -> R
     return open_reader(path, follow_links=None, trust=None, **chosen)
 
 
+@counted_together()
 def open_reading(
     path: object,
     *,
@@ -530,6 +532,7 @@ def _unknown(
     )
 
 
+@counted_together()
 def open_parts(
     path: object,
     *,

@@ -49,9 +49,41 @@ _CHAINING: Final = re.compile(
 )
 _CACHES: Final = ("simplecache", "filecache", "blockcache", "cached")
 
-_seen: ContextVar[dict[tuple[str, str], list[tuple[str, bool]]] | None] = ContextVar(
-    "seen", default=None
-)
+
+class _SeenNames:
+    """Names of listed folders, as texts: a list takes ten times as much. The last one is a list all
+    the same, as readers ask about one folder in turn."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[str, str], tuple[str, bytes]] = {}
+        """All names, and for each if it is a folder."""
+        self._last: tuple[tuple[str, str] | None, list[tuple[str, bool]]] = None, []
+
+    def get(self, key: tuple[str, str]) -> list[tuple[str, bool]] | None:
+        """Return the rows of a folder; None if they are not kept."""
+        last, rows = self._last
+        if last == key:
+            return rows
+        if (kept := self._texts.get(key)) is None:
+            return None
+        rows = list(zip(kept[0].split("/"), map(bool, kept[1]), strict=False))
+        self._last = key, rows
+        return rows
+
+    def keep(self, key: tuple[str, str], rows: list[tuple[str, bool]]) -> None:
+        """Keep the rows of a folder: no name has a slash in it."""
+        names = "/".join([name for name, _ in rows])
+        self._texts[key] = names, bytes([inside for _, inside in rows])
+        self._last = key, rows
+
+    def forget(self, key: tuple[str, str]) -> None:
+        """Keep the rows of a folder no longer, if they are."""
+        self._texts.pop(key, None)
+        if self._last[0] == key:
+            self._last = None, []
+
+
+_seen: ContextVar[_SeenNames | None] = ContextVar("seen", default=None)
 
 
 @contextmanager
@@ -60,7 +92,7 @@ def listed_once() -> Iterator[None]:
 
     For readers that look at the same folders one after another.
     """
-    token = _seen.set({})
+    token = _seen.set(_SeenNames())
     try:
         yield
     finally:
@@ -318,8 +350,10 @@ class Source(FsspecHandle):
         """
         seen = _seen.get()
         key = (self.root, name)
-        if seen is not None and key in seen:
-            return seen[key] if keep else seen.pop(key)
+        if seen is not None and (kept := seen.get(key)) is not None:
+            if not keep:
+                seen.forget(key)
+            return kept
         if self._files is not None:
             rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
@@ -335,7 +369,7 @@ class Source(FsspecHandle):
             if looks is not None:
                 looks.names += len(rows)
         if seen is not None and keep:
-            seen[key] = rows
+            seen.keep(key, rows)
         return rows
 
     def entry(self, folder: str, name: str) -> Entry | None:

@@ -48,6 +48,7 @@ from dlio.util.arguments import (
     whole_number,
 )
 from dlio.util.closable import Closable
+from dlio.util.kept_memory import counted_together
 from dlio.util.units import counted
 
 if TYPE_CHECKING:
@@ -165,15 +166,19 @@ def open_dataset(
         if crops > 1:
             raise UsageError("crops= are of images: with patch= give patches_per_volume=")
         size = None
-        copies = [
-            open_parts(each, follow_links=follow_links, trust=trust, **options) for each in places
-        ]
+        with counted_together():
+            copies = [
+                open_parts(each, follow_links=follow_links, trust=trust, **options)
+                for each in places
+            ]
         patches = open_patches(copies, cutting, options)
         reader = cast(Reader, patches.patches)
     else:
-        opened = [
-            open_reader(each, follow_links=follow_links, trust=trust, **options) for each in places
-        ]
+        with counted_together():
+            opened = [
+                open_reader(each, follow_links=follow_links, trust=trust, **options)
+                for each in places
+            ]
         reader = replicated(opened)
     return Dataset(
         reader,

@@ -27,6 +27,7 @@ from dlio.util.arguments import (
     path_in,
     whole_number,
 )
+from dlio.util.kept_memory import counted_together
 from dlio.util.units import counted
 
 Source: TypeAlias = PathText | Dataset
@@ -171,7 +172,7 @@ def mix(
     if not {"patch", "window"}.isdisjoint(options):
         raise UsageError("patches and windows are not mixed: dlio.open([a, b], patch=...) cuts all")
     # Readers that were opened here are closed if a later source fails; given data sets are not.
-    with ExitStack() as undo:
+    with counted_together(), ExitStack() as undo:
         readers: list[Reader] = []
         for _, each, _ in given:
             if isinstance(each, Dataset):

@@ -43,7 +43,7 @@ def attributes_of(held: object) -> dict[str, object]:
 
 def class_attributes_of(kind: type) -> dict[str, object]:
     """Return what classes of a user's own hold for all their objects, but for methods and names."""
-    held: dict[str, Any] = {}
+    held: dict[str, object] = {}
     for each in reversed(kind.__mro__[:-1]):
         if not is_library(each):
             held.update((n, v) for n, v in vars(each).items() if not n.startswith("__"))

@@ -12,7 +12,7 @@ from dlio.util.limits import open_regular
 from dlio.util.trusted_files import path_of
 
 if TYPE_CHECKING:
-    from sqlite3 import Connection
+    pass
 
 MOST_BYTES: Final = 4 << 20
 """Of an array that is copied: a buffer. Larger ones are data."""
@@ -104,14 +104,14 @@ def opening_again(held: object) -> Callable[[object], object] | None:
     return _FILES.get(type(held))
 
 
-def _connected_again(held: "Connection") -> "Connection":
+def _connected_again(held: Any) -> Any:
     """Return another connection to a file of SQLite's; the same one to any other place."""
     sqlite = sys.modules["sqlite3"]
     try:
         places = [row[2] for row in held.cursor().execute("pragma database_list")]
         if len(places) != 1 or not places[0] or held.in_transaction:
             return held
-        made: Connection = sqlite.connect(
+        made = sqlite.connect(
             places[0], check_same_thread=False, isolation_level=held.isolation_level
         )
     except sqlite.Error:

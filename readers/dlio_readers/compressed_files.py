@@ -13,7 +13,7 @@ from dlio.data.open_files import InMemoryFile
 from dlio.data.source import File
 from dlio.errors import SourceError
 from dlio.util.decompression_limits import streamed, windowed
-from dlio.util.limits import check_claim
+from dlio.util.kept_memory import KeptMemory, keeping
 from dlio.util.printable import tell_once
 
 SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
@@ -40,25 +40,27 @@ def codec_of(head: bytes) -> str:
 def in_memory(file: File) -> File:
     """Return a file decompressed, in memory; one that is not compressed as it is.
 
-    Raises SourceError if it is damaged, or becomes too much; see `check_claim`.
+    Raises SourceError if it is damaged, or if all that are opened with it become too much;
+    see `dlio.util.kept_memory`.
     """
     codec = codec_of(file.read(0, 6))
     if not codec:
         return file
     try:
-        return InMemoryFile(file, memoryview(_decompressed(file, codec)))
+        with keeping(file.name) as kept:
+            return InMemoryFile(file, kept.hold(_decompressed(file, codec, kept)))
     except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(f"{file.name} is damaged: {codec}: {error}; restore it") from error
 
 
-def _decompressed(file: File, codec: str) -> bytearray:
+def _decompressed(file: File, codec: str, kept: KeptMemory) -> bytearray:
     done, size = bytearray(), 0
     most = _HELD_BYTES + _HELD_TIMES * file.size
     for part in _parts(file, codec):
         size += len(part)
-        check_claim(size, file.size, file.name)
+        kept.grow(len(part))
         if size <= most:
             done += part
         else:

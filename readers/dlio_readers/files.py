@@ -34,6 +34,7 @@ from dlio.util.decompression_limits import streamed, windowed
 from dlio.util.extras import how_to_install
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
+from dlio.util.machine_memory import usable_memory
 from dlio.util.memory import new_memory
 from dlio.util.printable import log_warning, tell_once
 from dlio.util.units import counted
@@ -167,6 +168,10 @@ _FURTHER: Final = re.compile(r"_\d{4}$", re.ASCII)
 """Ends the name of an image's first channel, as nnU-Net names files; its label lacks it."""
 _VERSION: Final = 2
 _OPEN_FILES: Final = 64
+_KEPT_BYTES: Final = 64 << 20
+_KEPT_SHARE: Final = 16
+"""Of the arrays of open files those that were compressed are in memory: so many bytes of them are
+kept, or one in so many of the bytes that this process may have."""
 _SAMPLED: Final = 256
 """Files whose contents the fingerprint samples, besides all files' sizes and times."""
 _AGAIN: Final = "open it again"
@@ -192,6 +197,18 @@ class _ArrayFacts:
 
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
+    dtype: "np.dtype[Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenArrays:
+    """A file whose header has been read."""
+
+    arrays: dict[str, ChunkedArray]
+    file: Hdf5File | None = None
+    """The file itself, if it stays open."""
+    kept: int = 0
+    """Bytes of arrays that are in memory."""
 
 
 class FilesReader(PathReader):
@@ -235,8 +252,8 @@ class FilesReader(PathReader):
         if hdf5:
             rehearse("files", "h5py", path, hdf5)
         self._lock = new_lock()
-        self._opened: OrderedDict[int, tuple[dict[str, ChunkedArray], Hdf5File | None]]
-        self._opened = OrderedDict()
+        self._opened: OrderedDict[int, _OpenArrays] = OrderedDict()
+        self._most_kept = max(_KEPT_BYTES, usable_memory() // _KEPT_SHARE)
         index = cached_index(kind, _VERSION, files, self._build)
         head = json.loads(index["head"].tobytes())
         self._dtypes: dict[str, np.dtype[Any]] = {n: np.dtype(d) for n, d in head["dtypes"]}
@@ -383,9 +400,9 @@ class FilesReader(PathReader):
     def close(self) -> None:
         with self._lock:
             opened, self._opened = self._opened, OrderedDict()
-        for _, file in opened.values():
-            if file is not None:
-                file.close()
+        for each in opened.values():
+            if each.file is not None:
+                each.file.close()
 
     def _payload(self, sample: int) -> bytes | memoryview:
         parts = []
@@ -416,13 +433,13 @@ class FilesReader(PathReader):
 
             def opened(number: int) -> dict[str, ChunkedArray]:
                 try:
-                    arrays, file = _opened(find(number))
+                    own = _opened(find(number))
                 except SourceError as error:
                     text = f"{error}, or has changed since it was opened: {_AGAIN}"
                     raise SourceError(text) from error
-                if file is not None:
-                    stack.callback(file.close)
-                return arrays
+                if own.file is not None:
+                    stack.callback(own.file.close)
+                return own.arrays
 
             for name, array in self._arrays_of(sample, opened).items():
                 facts = self._facts.get(name)
@@ -474,24 +491,31 @@ class FilesReader(PathReader):
             kept = self._opened.get(number)
             if kept is not None:
                 self._opened.move_to_end(number)
-                return kept[0]
+                return kept.arrays
         opened = _opened(self._found[number].opened())
-        gone: list[Hdf5File | None] = []
+        gone: list[_OpenArrays] = []
         with self._lock:
             self._opened[number] = opened
-            while len(self._opened) > _OPEN_FILES:
-                gone.append(self._opened.popitem(last=False)[1][1])
-        for file in gone:
-            if file is not None:
-                file.close()
-        return opened[0]
+            while len(self._opened) > _OPEN_FILES or (
+                len(self._opened) > 1
+                and sum(each.kept for each in self._opened.values()) > self._most_kept
+            ):
+                gone.append(self._opened.popitem(last=False)[1])
+        for each in gone:
+            if each.file is not None:
+                each.file.close()
+        return opened.arrays
+
+    def _facts_of(self, sample: int) -> dict[str, _ArrayFacts]:
+        arrays = self._arrays_of(sample, self._open)
+        return {n: _ArrayFacts(a.shape, a.chunks, a.dtype) for n, a in arrays.items()}
 
     def _build(self) -> Arrays:
         """Index the arrays of all files: names, types and shapes."""
-        first: dict[str, ChunkedArray] = {}
+        first: dict[str, _ArrayFacts] = {}
         dims: list[list[int]] = []
-        samples = range(len(self._rows))
-        opened = concurrently(lambda k: self._arrays_of(k, self._open), samples, self._urls[0])
+        # Without the arrays: those that are compressed have been read.
+        opened = concurrently(self._facts_of, range(len(self._rows)), self._urls[0])
         for row, arrays in zip(self._rows, opened, strict=True):
             first = first or arrays
             _check_alike(row.name, arrays, self._rows[0].name, first)
@@ -514,7 +538,7 @@ class FilesReader(PathReader):
             "dims": np.concatenate([numbers, table.reshape(-1)]),
         }
 
-    def _fraction(self, arrays: Mapping[str, ChunkedArray]) -> str:
+    def _fraction(self, arrays: Mapping[str, _ArrayFacts]) -> str:
         """Return a value of the first target that is not a whole number, if there is one."""
         if arrays["label"].dtype.kind != "f":
             return ""
@@ -524,28 +548,28 @@ class FilesReader(PathReader):
         return f"{odd[0]:g}" if len(odd) else ""
 
 
-def _opened(file: File) -> tuple[dict[str, ChunkedArray], Hdf5File | None]:
-    """Return (arrays of a file by name, the file if it stays open). Raises SourceError."""
+def _opened(file: File) -> _OpenArrays:
+    """Open a file. Raises SourceError."""
     name = file.own_name
     if name.endswith(NIFTI_SUFFIXES):
-        return {"image": nifti_array(file)}, None
+        return _OpenArrays({"image": nifti_array(file)})
     if not name.lower().endswith(_SUFFIXES) or name.endswith(DICOM_SUFFIXES):
-        return {"image": dicom_array(file)}, None
+        return _OpenArrays({"image": dicom_array(file)})
     with parsing(file.name):
         if name.endswith(HDF5_SUFFIXES):
             opened = Hdf5File(file)
-            return opened.arrays(), opened
+            return _OpenArrays(opened.arrays(), opened)
         arrays = numpy_arrays(file)
-        return {
-            key: chunked_array(each, f"{file.name}::{key}") for key, each in arrays.items()
-        }, None
+        kept = sum(each.nbytes for each in arrays.values() if isinstance(each, np.ndarray))
+        chunked = {n: chunked_array(each, f"{file.name}::{n}") for n, each in arrays.items()}
+        return _OpenArrays(chunked, kept=kept)
 
 
 def _check_alike(
     name: str,
-    arrays: Mapping[str, ChunkedArray],
+    arrays: Mapping[str, _ArrayFacts],
     other: str,
-    first: Mapping[str, ChunkedArray],
+    first: Mapping[str, _ArrayFacts],
 ) -> None:
     """Raise SourceError if a sample's fields are not those of the first sample."""
     for key in {**first, **arrays}:
@@ -576,9 +600,10 @@ def _unpacked(
     table = dims[len(dtypes) :].reshape(count, 2 * sum(numbers)).tolist()
     facts: dict[str, list[_ArrayFacts]] = {}
     at = 0
-    for (name, _), n in zip(dtypes, numbers, strict=True):
+    for (name, dtype), n in zip(dtypes, numbers, strict=True):
         facts[name] = [
-            _ArrayFacts(tuple(row[at : at + n]), tuple(row[at + n : at + 2 * n])) for row in table
+            _ArrayFacts(tuple(row[at : at + n]), tuple(row[at + n : at + 2 * n]), np.dtype(dtype))
+            for row in table
         ]
         at += 2 * n
     return facts

@@ -8,10 +8,11 @@ take a few tens of megabytes.
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, islice
+from heapq import nsmallest
+from itertools import chain, compress, islice
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -77,6 +78,8 @@ _RECORDS: Final = (".json", ".jsonl", ".parquet")
 """Tables whose rows name their columns."""
 _PROBED: Final = 64
 """Class folders whose names of files are looked at for what else they may mean."""
+_SOME_NAMES: Final = 64
+"""Names of pictures that lists next to class folders are searched for."""
 _NO_ROWS: Final = np.zeros((0, 3), np.int64)
 _IMAGE: Final = Schema((("image", "image"),))
 
@@ -253,12 +256,12 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
     source.check_dangling(sum(len(each.sizes) for each in listed))
     folders = {"": source.times_ns()}
     parts: list[_FolderFiles] = []
-    labels = []
+    counts: list[int] = []
     by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
-    for each in listed:
-        by_class[each.name.split("/", 1)[0]].append(each)
-    for label, name in enumerate(classes):
-        own = sorted(by_class[name], key=lambda each: (each.name, each.first))
+    while listed:
+        by_class[listed[-1].name.split("/", 1)[0]].append(listed.pop())
+    for name in classes:
+        own = sorted(by_class.pop(name), key=lambda each: (each.name, each.first))
         folders.update({each.name: each.times_ns for each in own})
         count = sum(len(each.sizes) for each in own)
         if not count:
@@ -267,8 +270,10 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
                 f"({', '.join(PICTURES)}): {_remedy(source, name)}"
             )
         parts += own
-        labels.append(np.full(count, label, np.int64))
-    index = _index_of(parts, np.concatenate(labels), IMAGE_LABEL.overhead)
+        own.clear()
+        counts.append(count)
+    labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+    index = _index_of(parts, labels, IMAGE_LABEL.overhead)
     return index, {"classes": list(classes), "labelled": True, "folders": folders}
 
 
@@ -307,21 +312,24 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
     return "fill it, or remove it"
 
 
-def _index_of(
-    parts: Sequence[_FolderFiles], labels: npt.NDArray[np.int64], overhead: int
-) -> Arrays:
-    """Return the arrays of the listing; a payload has `overhead` bytes more than its file."""
+def _index_of(parts: list[_FolderFiles], labels: npt.NDArray[np.int64], overhead: int) -> Arrays:
+    """Return the arrays of the listing; a payload has `overhead` bytes more than its file.
+
+    Empties `parts`, as their arrays would take as much again.
+    """
     shifts = np.cumsum([0, *(len(each.names) for each in parts)])
-    return {
-        "labels": labels,
-        "sizes": np.concatenate([each.sizes for each in parts]) + overhead,
-        "times": np.concatenate([each.times for each in parts]),
-        "changed": np.concatenate([each.changed for each in parts]),
-        "names": np.frombuffer(b"".join(each.names for each in parts), np.uint8),
-        "name_ends": np.concatenate(
-            [each.ends + shift for each, shift in zip(parts, shifts, strict=False)]
-        ),
-    }
+    ends = [each.ends + shift for each, shift in zip(parts, shifts, strict=False)]
+    names = [each.names for each in parts]
+    columns = [[each.sizes, each.times, each.changed] for each in parts]
+    parts.clear()
+    index: Arrays = {"labels": labels, "name_ends": np.concatenate(ends)}
+    del ends
+    index["names"] = np.frombuffer(b"".join(names), np.uint8)
+    del names
+    for name in ("changed", "times", "sizes"):
+        index[name] = np.concatenate([each.pop() for each in columns])
+    index["sizes"] += overhead
+    return index
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,11 +444,12 @@ def plan_of(
     used = (table,) if table else ()
     doubts = []
     if layout is None and explains:
-        below = {name: _pictures_in(source, name) for name in folders[:_PROBED]}
-        doubts = doubts_of_classes(folders, {name: own for name, own in below.items() if own})
-        doubts += _nested(source, folders, any(below.values()))
+        below = _PicturesBelow(source, folders[:_PROBED])
+        doubts = doubts_of_classes(folders, below)
+        doubts += _nested(source, folders, bool(below))
         others += _beside_pictures(source, below)
-        some = [name for own in below.values() for name in own] or _further_in(source, folders)
+        some = nsmallest(_SOME_NAMES, chain.from_iterable(below.values()))
+        some = some or _further_in(source, folders)
         above = files_of_labels(source, "", some, is_strict=True)
         above = [name for name in above if name != table and not name.lower().endswith(".csv")]
         if above:
@@ -504,9 +513,23 @@ def _names_words(here: Sequence[str]) -> tuple[str, ...]:
     return (f"labels that the names look like ({some}), which layout='names' reads",)
 
 
-def _pictures_in(source: Source, folder: str) -> list[str]:
-    names = [name for name, inner in source.names(folder) if not inner]
-    return [name for name in names if name.lower().endswith(PICTURES)]
+class _PicturesBelow(Mapping[str, Sequence[str]]):
+    """The names of the pictures in some folders, those without any left out. They are looked up
+    each time: all at once would take more memory than the data set's index."""
+
+    def __init__(self, source: Source, folders: Sequence[str]) -> None:
+        self._source = source
+        self._counts = {name: len(own) for name in folders if (own := self[name])}
+
+    def __getitem__(self, folder: str) -> list[str]:
+        rows = self._source.names(folder)
+        return [name for name, inner in rows if not inner and name.lower().endswith(PICTURES)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
 
 
 def _further_in(source: Source, folders: Sequence[str]) -> list[str]:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import Final
 
+import xxhash
+
 from dlio.data.interpretation import CONTAINERS, named_files
 from dlio.data.splits import split_word
 
@@ -66,11 +68,20 @@ def parts_of_cases(folders: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     `folders` has the names of the files of each, without their suffixes. What all files of a folder
     begin with does not count; endings that differ in digits alone are numbers of samples.
     """
-    if len(folders) < 2:
+    return _parts_of([_case_key(*each) for each in folders.items()])
+
+
+def _case_key(folder: str, stems: Sequence[str]) -> tuple[str, ...]:
+    """Return the endings of a folder's files in order; () if they are none of a case."""
+    return tuple(sorted(case_parts(folder, stems))) if len(stems) <= _MOST_PARTS else ()
+
+
+def _parts_of(keys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the endings that most of some folders have, out of those of each."""
+    if len(keys) < 2:
         return ()
-    alike = Counter(tuple(sorted(case_parts(*each))) for each in folders.items())
-    parts, count = alike.most_common(1)[0]
-    is_case = 2 <= len(parts) <= _MOST_PARTS and count > 1 and count >= _MOSTLY * len(folders)
+    parts, count = Counter(keys).most_common(1)[0]
+    is_case = len(parts) >= 2 and count > 1 and count >= _MOSTLY * len(keys)
     worded = all(any(letter.isalpha() for letter in part) for part in parts)
     # Of IM0001, IM0002 as well; T1 and T2 are kinds of scans.
     bare = {part.rstrip("0123456789").lower() for part in parts}
@@ -152,36 +163,49 @@ def _masks_by_word(stem_of: Mapping[str, str]) -> list[str]:
 def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the words about class folders that may mean something else.
 
-    `folders` has the names of the pictures in some of the class folders, with their suffixes.
+    `folders` has the names of the pictures in some of the class folders, with their suffixes. They
+    are gone through folder by folder.
     """
-    stems = {name: [_stem(each) for each in own] for name, own in folders.items()}
     words = []
-    parts = parts_of_cases(stems)
+    keys: list[tuple[str, ...]] = []
+    masks: list[str] = []
+    alike: dict[str, list[str]] = {}
+    counts: dict[str, int] = {}
+    for name, own in folders.items():
+        stems = [_stem(each) for each in own]
+        keys.append(_case_key(name, stems))
+        masks += [f"{name}/{each}" for each in masks_among(own)]
+        same = xxhash.xxh3_128_hexdigest("/".join(stems).encode("utf-8", "surrogateescape"))
+        alike.setdefault(same, []).append(name)
+        counts[name] = len(own)
+    parts = _parts_of(keys)
     if parts:
         words.append(
             f"each of these folders holds {_some(parts)}, as cases do and classes do not: their "
             "labels are the folders all the same; put pictures and masks into folders images and "
             "masks, or one folder a class"
         )
-    masks = [f"{name}/{each}" for name, own in folders.items() for each in masks_among(own)]
     if masks and not parts:
         words.append(doubt_of_masks(masks))
-    for name in stems:
-        other = next((n for n, own in stems.items() if n != name and own == stems[name]), None)
+    twin_of = {name: [n for n in own if n != name][:1] for own in alike.values() for name in own}
+    for name in counts:
+        other = next(iter(twin_of[name]), None)
         are_named = name.lower() in CONTAINERS or (other and _MASK_FOLDER.search(other))
         if other is not None and are_named:
             words.append(
                 f"{name} and {other} hold the same names, as pictures and their masks do: "
                 f"format='masks', images={name!r}, masks={other!r} reads them so"
             )
-    for name, other in permutations(stems, 2) if len(stems) <= _FEW_FOLDERS else ():
-        end = _end_of_masks(stems[name], stems[other])
+    for name, other in permutations(counts, 2) if len(counts) <= _FEW_FOLDERS else ():
+        end = counts[name] == counts[other] and _end_of_masks(
+            *([_stem(each) for each in folders[folder]] for folder in (name, other))
+        )
         if end:
             words.append(
                 f"{other} holds the names of {name} with {end}, as masks do: format='masks', "
                 f"images={name!r}, masks={other!r} reads them so"
             )
-        if other is not None and {name.lower(), other.lower()} in _PAIRS:
+        if {name.lower(), other.lower()} in _PAIRS:
             words.append(
                 f"{name} and {other} hold the same names, as two pictures of each sample do, and "
                 "are read as classes: open them one by one if they are none"

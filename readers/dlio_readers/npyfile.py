@@ -9,6 +9,7 @@ from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.source import File, ReadErrors
 from dlio.errors import CorruptBlock, SourceError
+from dlio.util.kept_memory import keeping
 from dlio.util.limits import check_claim
 from dlio.util.printable import tell_once
 from dlio.util.units import counted
@@ -92,7 +93,9 @@ def _npz(file: File, names: Sequence[str]) -> dict[str, Any]:
             check_claim(member.file_size, member.compress_size, name)
             total += member.file_size  # Members may overlap.
             check_claim(total, file.size, file.name)
-            data = memoryview(archive.read(member))
+            with keeping(name) as kept:
+                kept.grow(member.file_size)
+                data = kept.hold(archive.read(member))
             arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
     return arrays
 

@@ -16,6 +16,7 @@ from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.file_system_kind import file_system_of
 from dlio.util.arguments import listed, nearest
+from dlio.util.kept_memory import counted_together
 from dlio.util.limits import is_trusted, trusting
 from dlio.util.parallel import each_of
 
@@ -109,7 +110,12 @@ def _opened(
     given: tuple[Any, ...],
     options: dict[str, Any],
 ) -> PathReader:
-    with following_links(guards[0]), trusting(guards[1]), opened_by_user(guards[2]):
+    with (
+        following_links(guards[0]),
+        trusting(guards[1]),
+        opened_by_user(guards[2]),
+        counted_together(),
+    ):
         return kind(*given, **options)
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from operator import add
 from typing import Any, Final
@@ -51,7 +51,7 @@ from dlio.data.reader_contract import (
 from dlio.data.schema import IMAGES, LABEL, Schema, array_kind
 from dlio.data.source import File, files_below
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.util.limits import is_plausible, parsing
+from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
 from dlio.util.printable import log_warning, tell_once
@@ -75,23 +75,25 @@ from dlio_readers.tarlabels import (
 _FRAME_MAGIC: Final = 0x184D2204
 _SKIPPED_MAGIC: Final = 0x184D2A50
 _FRAME_BLOCKS: Final = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 1 << 22}
-_KEPT_BLOCKS: Final = 16
+_KEPT_BLOCKS: Final = 64
+"""Decompressed blocks, of up to 4 MiB, that are kept of all files of a data set."""
 
 
 class Lz4Frames:
-    """LZ4 frames of independent blocks, one after another; caches the last decompressed blocks.
-    Thread-safe.
+    """LZ4 frames of independent blocks, one after another. Thread-safe.
 
-    `index` are the arrays of `frames_index`.
+    `index` are the arrays of `frames_index`; `last_blocks` returns one by its number, and keeps the
+    last ones of all files that share it.
     """
 
-    def __init__(self, file: File, index: Arrays) -> None:
+    def __init__(
+        self, file: File, index: Arrays, last_blocks: Callable[["Lz4Frames", int], bytes]
+    ) -> None:
         self._file = file
         self._at, self._stored = index["frame_at"], index["frame_stored"]
         self._ends = index["frame_ends"]
         self.size = int(self._ends[-1])
-        self.block = lru_cache(_KEPT_BLOCKS)(self._block)
-        """Returns a decompressed block by its number."""
+        self._last_blocks = last_blocks
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` with decompressed bytes from `offset` on. Raises SourceError."""
@@ -101,12 +103,13 @@ class Lz4Frames:
         done = 0
         while done < len(into):
             start = offset + done - int(self._ends[number - 1] if number else 0)
-            part = self.block(number)[start : start + len(into) - done]
+            part = self._last_blocks(self, number)[start : start + len(into) - done]
             into[done : done + len(part)] = part
             done += len(part)
             number += 1
 
-    def _block(self, number: int) -> bytes:
+    def block(self, number: int) -> bytes:
+        """Decompress a block."""
         expected = int(self._ends[number]) - int(self._ends[number - 1] if number else 0)
         data = _block_at(self._file, int(self._at[number]), int(self._stored[number]), expected)
         if len(data) != expected:
@@ -278,7 +281,8 @@ class TarReader(PathReader):
         opened = [each.opened_as(PersistentFile) for each in files_below(path, SUFFIXES)]
         if not opened:
             raise SourceError(f"{self.path} holds no tar")
-        self._opened, self._files = opened, _decompressed(opened)
+        self._opened = opened
+        self._files = [in_memory(e) if e.own_name.endswith(_WHOLE) else e for e in opened]
         chosen = tuple(field_named(each, label) for each in with_label(fields or (), label))
         about = repr((chosen, label)).encode("utf-8", "surrogateescape")
         kind = f"tar-{xxhash.xxh3_64_hexdigest(about)}" if chosen or label is not None else "tar"
@@ -328,8 +332,9 @@ class TarReader(PathReader):
         made = cached_index(kind, _VERSION, self._files, self._sizes_of_payloads)
         self.sizes: npt.NDArray[np.int64] = made["sizes"]
         self._lay_out(_VERSION, self._files, self.sizes)
+        last_blocks = lru_cache(_KEPT_BLOCKS)(Lz4Frames.block)
         self._frames = [
-            Lz4Frames(file, part) if "frame_at" in part else None
+            Lz4Frames(file, part, last_blocks) if "frame_at" in part else None
             for file, part in zip(self._files, parts, strict=True)
         ]
         kinds = [kind for _, kind in self.schema.fields]
@@ -510,25 +515,6 @@ class TarReader(PathReader):
             return self.schema.join(values)
 
 
-def _decompressed(files: Sequence[File]) -> list[File]:
-    """Return tars with those in memory that are compressed as a whole.
-
-    Raises SourceError if they become too much for it.
-    """
-    made, total = [], 0
-    for file in files:
-        if file.own_name.endswith(_WHOLE):
-            file = in_memory(file)
-            total += file.size
-            if not is_plausible(total, 0):
-                raise SourceError(
-                    f"{file.name}: the tars that are compressed as a whole become {total} bytes or "
-                    "more, and are kept in memory: decompress them, or compress them by lz4 -BI"
-                )
-        made.append(file)
-    return made
-
-
 def _order_of(file: str, head: dict[str, Any], names: Sequence[str], first: str) -> list[int]:
     """Return the places of the first tar's fields, `names`, among those of a tar; its head gets
     them in that order.
@@ -593,7 +579,7 @@ def _build(file: File, fields: tuple[str, ...], label: str | None) -> Arrays:
     size, read = file.size, file.read
     if file.own_name.endswith(".lz4"):
         extra = frames_index(file)
-        frames = Lz4Frames(file, extra)
+        frames = Lz4Frames(file, extra, lru_cache(_KEPT_BLOCKS)(Lz4Frames.block))
         size = frames.size
 
         def read(offset: int = 0, count: int | None = None) -> bytes:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -86,10 +86,22 @@ class _TextColumnFacts:
 
 
 class _LastRows(threading.local):
-    """The rows that a thread has parsed last: it reads them once for each column."""
+    """The rows that a thread has parsed last, of all files: it reads them once for each column."""
 
-    key: tuple[int, int] = (0, 0)
-    rows: Sequence[list[str]] = ()
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, int, int], Sequence[list[str]]] = OrderedDict()
+        self._count = 0
+
+    def get(self, span: tuple[str, int, int]) -> Sequence[list[str]] | None:
+        """Return the rows of a span of a file, None if they are not kept."""
+        return self._kept.get(span)
+
+    def keep(self, span: tuple[str, int, int], rows: Sequence[list[str]]) -> None:
+        """Keep rows, in place of those that were parsed first."""
+        self._kept[span] = rows
+        self._count += len(rows)
+        while self._count > _MOST_KEPT:
+            self._count -= len(self._kept.popitem(last=False)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +112,7 @@ class _TableFile:
     facts: tuple[_TextColumnFacts, ...]
     labels: Mapping[int, list[str]]
     """By column that may be the label, its different texts, which the index numbers."""
-    last: "_LastRows" = field(default_factory=_LastRows, repr=False, compare=False)
+    last: _LastRows = field(repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,7 +142,8 @@ def open_text_tables(
     """
     if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
         raise UsageError(f"separator={separator!r}: give one character, such as ';'")
-    parts = [_part(file, separator, chosen=label) for file in files]
+    last = _LastRows()
+    parts = [_part(file, separator, last, chosen=label) for file in files]
     header = parts[0].names
     for part in parts[1:]:
         if part.names != header:
@@ -155,8 +168,8 @@ def open_text_tables(
     for number, part in enumerate(parts):
         # A column of numbers is text if it is in another file.
         if any(f"bodies{k}" not in part.index for k in texts):
-            own_texts = frozenset(header[k] for k in texts)
-            parts[number] = _part(part.file, separator, own_texts, chosen_label)
+            wanted = frozenset(header[k] for k in texts)
+            parts[number] = _part(part.file, separator, last, wanted, chosen_label)
     _tell_of_numbers(parts, header, texts - {number_of.get(label or "", -1)})
     check_names(parts[0].file.name, names, header, "column")
     matrix = _feature_names(parts[0].file.name, kinds, label, features)
@@ -225,6 +238,7 @@ def _tell_of_numbers(
 def _part(
     file: File,
     separator: str | None,
+    last: _LastRows,
     texts: frozenset[str] = frozenset(),
     chosen: str | None = None,
 ) -> _TableFile:
@@ -244,7 +258,7 @@ def _part(
     head = json.loads(index["head"].tobytes())
     facts = tuple(_TextColumnFacts(*row) for row in head["columns"])
     labels = {int(k): own for k, own in head["texts"].items()}
-    return _TableFile(file, index, head["separator"], facts, labels)
+    return _TableFile(file, index, head["separator"], facts, labels, last)
 
 
 def _feature_names(
@@ -297,17 +311,17 @@ def _check_labels(parts: Sequence[_TableFile], number: int, kind: str) -> None:
 
 
 def _parsed(part: _TableFile, start: int, stop: int) -> Sequence[list[str]]:
-    last = part.last
-    if last.key == (start, stop):
-        return last.rows
+    span = part.file.url, start, stop
+    kept = part.last.get(span)
+    if kept is not None:
+        return kept
     low, high = int(part.index["starts"][start]), int(part.index["starts"][stop])
     text = part.file.read(low, high - low).decode("utf-8")
     table = _cells(io.StringIO(text, newline=""), part.separator)
     rows = [row for row in table if row]
     if len(rows) != stop - start:
         raise SourceError(f"{part.file.name} has changed since it was opened: run again")
-    if stop - start <= _MOST_KEPT:
-        last.key, last.rows = (start, stop), rows
+    part.last.keep(span, rows)
     return rows
 
 

@@ -5,7 +5,8 @@ so do files that are named as pictures are, one each.
 """
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from heapq import nsmallest
 from typing import Final
 
 from dlio.data.interpretation import named_files
@@ -41,13 +42,17 @@ def files_of_labels(
 
     A strict search, of a folder above, leaves out those whose names alone say so weakly.
     """
-    shown = set(pictures)
-    names = [name for name, inner in source.names(folder) if not inner and name not in shown]
-    stems = {os.path.splitext(name)[0] for name in pictures}
-    known = [os.fsencode(name) for name in sorted(stems)[:_MOST_PICTURES] if name]
+    names = [name for name, inner in source.names(folder) if not inner]
     likely = [name for name in names if name.lower().endswith((*_TEXTS, *_TABLES))]
+    own: list[str] = []
+    others: list[str] = []
+    if likely:
+        shown = set(likely).intersection(pictures)
+        likely = [name for name in likely if name not in shown]
+        stems = (os.path.splitext(name)[0] for name in pictures)
+        own, others = _named_alike(likely, set() if is_strict else set(stems))
+    known = _some_stems(pictures) if others else []
     prefix = f"{folder}/" if folder else ""
-    own, others = _named_alike(likely, set() if is_strict else stems)
     others = others[:_MOST_FILES]
     if is_strict:
         words = [name for name in others if any(word in name.lower() for word in _SURE)]
@@ -63,7 +68,7 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
     files = [name for name, folder in source.names() if not folder and name not in shown]
     own, others = _named_alike([n for n in files if n.lower().endswith(_TEXTS)], stems)
     likely = sorted([*others, *(name for name in files if name.lower().endswith(_TABLES))])
-    names = [os.fsencode(name) for name in sorted(stems)[:_MOST_PICTURES] if name]
+    names = _some_stems(pictures)
     kept = [name for name in likely[:_MOST_FILES] if _may_label(source, name, names)]
     words = [
         foreign_words(source, [name])
@@ -75,6 +80,12 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
         if alike:
             words.append(foreign_words(source, alike) or _named_as_pictures(source, alike))
     return tuple(words), [*kept, *own]
+
+
+def _some_stems(pictures: Iterable[str]) -> list[bytes]:
+    """Return the first names of pictures, without their suffixes, in alphabetical order."""
+    stems = (os.path.splitext(name)[0] for name in pictures)
+    return [os.fsencode(name) for name in nsmallest(_MOST_PICTURES, stems) if name]
 
 
 def _named_alike(names: Sequence[str], stems: Set[str]) -> tuple[list[str], list[str]]:

@@ -59,6 +59,12 @@ class _ArrayLimits:
                 'missing="fill"'
             )
 
+    def array_of(self, key: str) -> str | None:
+        """Return the path of the array that a key is a chunk of; None for other keys."""
+        if key.endswith(METADATA):
+            return None
+        return next((row[0] for row in self._arrays if key.startswith(row[0])), None)
+
     def most(self, key: str) -> int:
         """Return the most bytes that may be stored under a key."""
         return next((row[1] for row in self._arrays if key.startswith(row[0])), _MAX_METADATA)
@@ -133,6 +139,7 @@ class LocalFiles(LocalStore):
                 descriptor = self.source.open_regular(path)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
                 self.limits.check_absent(key, path)
+                self._check_there(key)
                 return None
         try:
             size = os.fstat(descriptor).st_size
@@ -144,6 +151,20 @@ class LocalFiles(LocalStore):
             os.close(descriptor)
         self.limits.check(key, data)
         return data
+
+    def _check_there(self, key: str) -> None:
+        """Raise SourceError if the array of a chunk that is not stored is gone itself, as when a
+        disk is unmounted: it would be read as fill values."""
+        array = self.limits.array_of(key)
+        if array is not None and not any(
+            os.path.lexists(self.source.path(f"{folder}{name}"))
+            for folder in (array, "")
+            for name in METADATA
+        ):
+            raise SourceError(
+                f"{self.source.path(array.rstrip('/'))} is not there any more: restore it, or "
+                "mount its disk again"
+            )
 
 
 class RemoteFiles(FsspecStore):

@@ -150,6 +150,53 @@ def test_an_output_without_room_is_no_success() -> None:
 
 
 @pytest.mark.cold
+def test_files_do_not_take_the_place_of_standard_streams_that_are_closed(
+    pictures: Path, tmp_path: Path
+) -> None:
+    text = (
+        "import os, sys; from dlio.cli import guarded; "
+        "guarded(lambda: sys.stdout.write('') and None or os.write(int(sys.argv[1]), "
+        "b'%d' % os.open('/', os.O_RDONLY)))"
+    )
+    for closed, command in (
+        (">&-", f'-m dlio.cli pack "{pictures}" "{tmp_path}/packed"'),
+        (">&- 2>&- <&-", f'-m dlio.cli verify "{tmp_path}/packed"'),
+        (">&-", f'-c "{text}" 2'),
+        (">&- <&-", f'-c "{text}" 2'),
+    ):
+        done = subprocess.run(
+            ["sh", "-c", f'"{sys.executable}" {command} {closed}'],
+            env={**os.environ, "PYTHONPATH": SOURCES},
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        if "-c" in command:
+            assert int(done.stderr) > 2
+
+
+@pytest.mark.cold
+def test_a_current_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", f'rmdir "{gone}" && "{sys.executable}" -m dlio.cli ls some/where'],
+        cwd=gone,
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == "dlio: error: the current folder has been removed: change to another one (cd)"
+
+
+@pytest.mark.cold
 def test_a_missing_mpirun_is_named_with_its_remedy(
     dlio: Dlio, pictures: Path, tmp_path: Path
 ) -> None:

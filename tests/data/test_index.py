@@ -4,6 +4,8 @@ import gc
 import io
 import logging
 import os
+import resource
+import signal
 import tarfile
 import tracemalloc
 from collections.abc import Callable
@@ -140,9 +142,24 @@ def _csv(path: Path, count: int) -> None:
     path.write_text("a,b,c,label\n" + rows)
 
 
-@pytest.mark.parametrize(("write", "name"), [(_tar, "x.tar"), (_csv, "x.csv")])
+def _classes(path: Path, count: int) -> None:
+    for label in range(20):
+        (path / f"{label}").mkdir(parents=True)
+    for k in range(count):
+        (path / f"{k % 20}" / f"{k:09d}.jpg").write_bytes(b"picture")
+
+
+# The index of a folder has 49 bytes and a name for each picture.
+@pytest.mark.parametrize(
+    ("write", "name", "most"),
+    [(_tar, "x.tar", 32), (_csv, "x.csv", 32), (_classes, "folder", 110)],
+)
 def test_an_index_takes_few_bytes_a_sample_while_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, int], Any], name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path, int], Any],
+    name: str,
+    most: int,
 ) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
     peaks, kept = [], []
@@ -158,5 +175,22 @@ def test_an_index_takes_few_bytes_a_sample_while_it_is_built(
         assert len(reader) == count
         peaks.append(peak)
         kept.append(size)
-    assert (peaks[2] - peaks[1]) / 20_000 < 32
+    assert (peaks[2] - peaks[1]) / 20_000 < most
     assert (kept[2] - kept[1]) / 20_000 < 16
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit of file sizes")
+def test_why_an_index_is_not_kept_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    _csv(tmp_path / "x.csv", 20_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        open_reader(str(tmp_path / "x.csv")).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "cannot be written (File too large)" in caplog.text

@@ -17,6 +17,7 @@ from zarr.codecs import BytesCodec, ShardingCodec
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
+from dlio_readers.zarrstore import METADATA
 
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "v3": {},
@@ -149,3 +150,19 @@ def test_a_shard_that_is_cut_off_is_not_taken_for_chunks_that_were_never_written
     assert len(reader.read(np.arange(40))) == 40
     with pytest.raises(SourceError, match="c/1 is cut off: a chunk of it has no bytes"):
         list(reader.read(np.arange(first, 80)))
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_a_store_that_is_gone_is_not_read_as_fill_values(tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "a.zarr"
+    _write(str(path), 8, layout)
+    reader = open_reader(str(path))
+    assert set(bytes(reader.read(np.array([3]))[0])) == {1}
+    for each in path.rglob("*"):
+        if each.is_file() and each.name not in METADATA:
+            each.unlink()
+    assert set(bytes(reader.read(np.array([5]))[0])) == {0}
+    shutil.rmtree(path)
+    with pytest.raises(SourceError, match=r"a\.zarr/images is not there any more"):
+        reader.read(np.array([5]))
+    reader.close()
