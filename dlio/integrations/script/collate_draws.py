@@ -40,15 +40,15 @@ class CollateDraws(threading.local):
             yield
         finally:
             self._counts = None
-        for call, count in counts.items():
-            if count % samples:
-                say(
-                    f"{lines[call]}: random numbers are drawn there while samples are made a "
-                    "batch, and not as many for each sample: each rank draws them for its part of "
-                    "the batch, and one process once for all of it. What samples are mixed by "
-                    "(mixup), or a size of the whole batch, differs by rank, and the training is "
-                    "not quite that of one process"
-                )
+        of_all = [lines[call] for call, count in counts.items() if count % samples]
+        if of_all:
+            say(
+                f"{', '.join(dict.fromkeys(of_all))}: random numbers are drawn there while samples "
+                "are made a batch, and not as many for each sample: each rank draws them for its "
+                "part of the batch, and one process once for all of it. What samples are mixed by "
+                "(mixup), or a size of the whole batch, differs by rank, and the training is not "
+                "quite that of one process"
+            )
 
     def call(self, draw: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call a function that draws random numbers, and count these."""

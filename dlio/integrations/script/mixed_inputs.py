@@ -173,6 +173,12 @@ class MixedInputs(TorchFunctionMode):
         """Wrap a function that makes a batch of samples, which may mix them: it is looked at in its
         1st, 2nd, 4th, 8th call and so on."""
         calls = itertools.count(1)
+        told: list[str] = []
+
+        def say_once(text: str) -> None:  # Each batch may draw on other lines.
+            if not told:
+                told.append(text)
+                self._say(text)
 
         @wraps(collate)
         def run(samples: Any) -> Any:
@@ -181,7 +187,7 @@ class MixedInputs(TorchFunctionMode):
             watch = MixedInputs(self._say)  # Of this thread.
             watch.start((), len(samples))
             try:
-                with self._draws.watched(len(samples), self._say):
+                with self._draws.watched(len(samples), say_once):
                     batch = collate(samples)
                 watch._meets_gradient(list(tensors_of(batch)))
             finally:
