@@ -49,7 +49,7 @@ from dlio.integrations.script.script_assigner import (
     ScriptAssignment,
     ScriptBatch,
 )
-from dlio.integrations.script.script_lines import loops_at, script_frames
+from dlio.integrations.script.script_lines import loops_at, script_frames, script_line
 from dlio.loader.contract import CollateFn, Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party import accelerate
@@ -819,10 +819,16 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
                 drawn = [list(each) for each in sampler]
             lengths = comm.tell([len(each) for each in drawn])
             # An array, not JSON: an epoch has millions of indices.
-            flat = np.zeros(sum(lengths), np.int64)
-            if comm.rank == 0 and drawn:
-                flat[:] = np.concatenate([np.asarray(each) for each in drawn])
+            own = np.asarray([index for each in drawn for index in each], np.int64)
+            flat = own if comm.rank == 0 else np.zeros(sum(lengths), np.int64)
             comm.bcast(flat)
+            if ahead is None and not np.array_equal(own, flat):
+                self._context.say(
+                    f"{script_line()}: a sampler draws another order there on each rank, as where "
+                    "its weights or indices are made of losses of the rank's own samples: rank "
+                    "0's order counts, and it is not that of one process",
+                    any_rank=True,
+                )
             if not lengths:
                 return []
             return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
