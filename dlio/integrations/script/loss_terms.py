@@ -505,9 +505,9 @@ def is_of_one(node: Any, samples: int, dim: int) -> bool:
         # It may also be a sample with so many elements.
         has_samples |= len(shape) > 1 and shape[0] == samples
         below = [each for each in _inputs(node) if not is_parameter(each)]
-        if not below:
-            return False
         name = name_of(node)
+        if not below or (name in ("CatBackward0", "StackBackward0") and len(below) > 1):
+            return False  # Of several samples' rows.
         is_one = name in ("SelectBackward0", "UnbindBackward0") and node._saved_dim == dim
         if is_one and shape_of(below[0])[dim : dim + 1] == (samples,):
             return True

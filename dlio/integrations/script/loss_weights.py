@@ -372,7 +372,9 @@ class ScriptLossWeights:
         plans, read = batch.of.use.plans, self._context.numbers_read.copy()
 
         def counts_data(term: LossTerm, number: int) -> bool:
-            return term.divisors[number].value in read or plans.is_of_data(_place(term, number))
+            value = term.divisors[number].value
+            counts = value != len(batch.samples) and term.counts(value, int(batch.weight))
+            return counts or value in read or plans.is_of_data(_place(term, number))
 
         likely = _likely_count(parts, counts_data)
         totals = self._totals(batch.weight, parts, rows, loss, likely, products)
@@ -386,9 +388,9 @@ class ScriptLossWeights:
                 return self._together(roots, batch, parts, line, products)
             batch.of.use.plans.divergent.add(line)
             self._context.say(
-                f"{line}: ranks add up different terms of a loss in one step, because an `if` or "
-                "a loop depends on their part of the batch: the gradient is that of one process "
-                "only if the loss is a mean over samples, with an equal weight for each"
+                f"{line}: ranks add up different terms of a loss in one step, as by an `if`, a "
+                "loop, a comparison of samples or batches of several loaders: the gradient is one "
+                "process's only if the loss is a mean over samples, with an equal weight for each"
             )
             return [], None
         counts = [

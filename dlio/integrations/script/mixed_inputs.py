@@ -7,7 +7,7 @@ network itself mixes is seen in the graph of the loss (see `mixed_samples`).
 """
 
 import itertools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import wraps
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.exchange.batch_share import tensors_of
 from dlio.integrations.script.batch_origins import original_of, take_mode_off
+from dlio.integrations.script.collate_draws import CollateDraws
 from dlio.integrations.script.loss_terms import GraphStates, name_of, operation, shape_of
 from dlio.integrations.script.script_lines import script_line
 
@@ -97,11 +98,12 @@ class MixedInputs(TorchFunctionMode):
 
     Args:
         say: tells the user something.
+        draws: what functions that make batches draw is noted there.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], draws: CollateDraws | None = None) -> None:
         super().__init__()
-        self._say = say
+        self._say, self._draws = say, draws or CollateDraws()
         self._states: MutableMapping[torch.Tensor, _Knowledge] = WeakIdKeyDictionary()
         self._moved_outputs: MutableMapping[torch.Tensor, _Knowledge] = WeakIdKeyDictionary()
         """Tensors of the network whose samples are in another order."""
@@ -112,16 +114,29 @@ class MixedInputs(TorchFunctionMode):
         """The line where earlier samples meet a gradient in this batch."""
         self._meets = False
         """True once samples of this batch meet a gradient."""
-        self._samples = 0
+        self._samples = self._likely_dim = 0
+        self._rows: set[int] = set()
         self._is_on = self._has_told = False
         self.requires_gradient: Callable[[], None] = lambda: None
         """Called where the script has a tensor other than a parameter require a gradient."""
         self._has_told_compiled = False
 
-    def start(self, tensors: Sequence[torch.Tensor], samples: int) -> None:
-        """Begin with the tensors of this rank's part of a batch."""
+    def start(
+        self,
+        tensors: Sequence[torch.Tensor],
+        samples: int,
+        dim: int = 0,
+        rows: Collection[int] = (),
+    ) -> None:
+        """Begin with the tensors of this rank's part of a batch.
+
+        Args:
+            dim: the dimension of samples where several have that size.
+            rows: numbers of rows that all samples together have, such as of boxes.
+        """
         if self._is_on or samples < _LEAST:
             return
+        self._likely_dim, self._rows = dim, {samples, *rows}
         self._samples, self._is_on, self._has_told = samples, True, False
         self._earlier_line, self._meets = "", False
         self._states.update(self._earlier)
@@ -158,6 +173,12 @@ class MixedInputs(TorchFunctionMode):
         """Wrap a function that makes a batch of samples, which may mix them: it is looked at in its
         1st, 2nd, 4th, 8th call and so on."""
         calls = itertools.count(1)
+        told: list[str] = []
+
+        def say_once(text: str) -> None:  # Each batch may draw on other lines.
+            if not told:
+                told.append(text)
+                self._say(text)
 
         @wraps(collate)
         def run(samples: Any) -> Any:
@@ -166,7 +187,8 @@ class MixedInputs(TorchFunctionMode):
             watch = MixedInputs(self._say)  # Of this thread.
             watch.start((), len(samples))
             try:
-                batch = collate(samples)
+                with self._draws.watched(len(samples), say_once):
+                    batch = collate(samples)
                 watch._meets_gradient(list(tensors_of(batch)))
             finally:
                 watch.close()
@@ -236,7 +258,7 @@ class MixedInputs(TorchFunctionMode):
         for x in inputs:
             if x.grad_fn is None or x in self._states:
                 continue
-            if self._samples in x.shape[:2] and not self._is_of_parameters(x):
+            if not self._rows.isdisjoint(x.shape[:2]) and not self._is_of_parameters(x):
                 known.append(_Knowledge(_Kind.SAMPLES))
             elif _joins_samples(x.grad_fn, self._samples):
                 known.append(_Knowledge(_Kind.LOSS, None, operation(x.grad_fn), script_line()))
@@ -301,7 +323,7 @@ class MixedInputs(TorchFunctionMode):
                 return
         order = next((each for each in orders if each is not None), None)
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if order is None and tensor is not None and tensor.grad_fn is not None:
+        if order is None and tensor is not None and (tensor.grad_fn or tensor in self._states):
             order = self._moved(plain, tensor, args, options, results)
         if order is not None and self._samples in results[0].shape[:2]:
             self._moved_outputs[results[0]] = _Knowledge(_Kind.SAMPLES, order, plain)
@@ -357,7 +379,9 @@ class MixedInputs(TorchFunctionMode):
     def _dim(self, shape: Sequence[int]) -> int | None:
         """Return the dimension of samples; None if it cannot be told."""
         dims = [dim for dim, size in enumerate(shape[:2]) if size == self._samples]
-        return dims[0] if len(dims) == 1 else None
+        if len(dims) > 1:
+            return self._likely_dim
+        return dims[0] if dims else None
 
     def _reduces(self, first: torch.Tensor, args: Any, options: dict[str, Any]) -> bool:
         dims = options.get("dim", args[1] if len(args) > 1 else None)

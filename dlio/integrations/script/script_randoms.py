@@ -49,7 +49,9 @@ _LIKE: Final = ("rand_like", "randn_like", "randint_like")
 _IN_PLACE: Final = (
     "normal_ uniform_ bernoulli_ random_ exponential_ log_normal_ geometric_ cauchy_"
 ).split()
-_OF_TENSORS: Final = ("normal", "bernoulli", "multinomial", "poisson")
+_BY_REJECTION: Final = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+"""Functions of torch of which the values of a tensor decide how many numbers are drawn."""
+_OF_TENSORS: Final = ("normal", "bernoulli", "multinomial", *_BY_REJECTION)
 """Functions of torch that draw numbers by the values of a tensor."""
 _DROPS: Final = (
     (torch, "dropout"),
@@ -76,10 +78,7 @@ _GENERATED: Final = (
     "randperm",
     *_BY_SIZE,
     "randint",
-    "normal",
-    "bernoulli",
-    "multinomial",
-    "poisson",
+    *_OF_TENSORS,
 )
 """Functions of torch that take a generator."""
 _OF_POPULATION: Final = ("choice", "dirichlet", "multinomial", "multivariate_normal")
@@ -297,7 +296,7 @@ class ScriptRandoms:
         def draw(*args: Any, **options: Any) -> Any:
             if self._is_worker() and options.get("generator") is None:
                 options["generator"] = self._generators.torch
-            return original(*args, **options)
+            return self._context.collate_draws.call(original, args, options)
 
         return draw
 
@@ -307,7 +306,8 @@ class ScriptRandoms:
         @wraps(original)
         def draw(*args: Any, **options: Any) -> Any:
             if self._is_worker():
-                return getattr(self._generators.bound[module], original.__name__)(*args, **options)
+                own = getattr(self._generators.bound[module], original.__name__)
+                return self._drawn(own, args, options)
             return self._drawn(original, args, options)
 
         return draw
@@ -344,8 +344,10 @@ class ScriptRandoms:
         name = original.__name__
         if name == "seed":
             args, options = self._seeding(args, options)
-        if self._is_left() or name in _STATES or not any(self._context.places()):
+        if name in _STATES:
             return original(*args, **options)
+        if self._is_left() or not any(self._context.places()):
+            return self._context.collate_draws.call(original, args, options)
         self._is_inside = True  # Methods call others.
         try:
             part = self._of_whole(name, original, args, options)
@@ -498,7 +500,10 @@ class ScriptRandoms:
         for name in _OF_TENSORS:
             made[name] = self._by_values(made[name])
         for name in _LIKE:
-            made[name] = self._like(getattr(torch, name))
+            function = getattr(torch, name)
+            # Earlier versions of torch have none of these that takes a generator.
+            takes = "generator" in (function.__doc__ or "")
+            made[name] = self._like(self._by_thread(function) if takes else function)
         for name, function in made.items():
             yield torch, name, function
         for name in _IN_PLACE:
@@ -707,9 +712,11 @@ class ScriptRandoms:
                 return self._part(original(*args, **options), dim, place)
             several = [(x, self._whole_of(x)) for x in tensors]
             dims = {sized[0] - x.dim() for x, sized in several if sized is not None}
+            if original.__name__ == "_sample_dirichlet":
+                dims.discard(-1)  # Parts of a whole.
             if not dims:
                 return self._noted(original(*args, **options))
-            is_counted = original.__name__ != "poisson" and options.get("out") is None
+            is_counted = original.__name__ not in _BY_REJECTION and options.get("out") is None
             is_counted &= len(dims) == 1 and (original.__name__ != "multinomial" or dims == {-2})
             if not is_counted:  # How many numbers it draws depends on values of other ranks.
                 with self._own_state(tensors[0].device):

@@ -27,6 +27,7 @@ from dlio.exchange.tensor_notes import TensorNotes
 from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.batch_tensors import rows_of, sizes_of
+from dlio.integrations.script.collate_draws import CollateDraws
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.joined_rows import joined_rows
@@ -48,7 +49,7 @@ from dlio.integrations.script.script_assigner import (
     ScriptAssignment,
     ScriptBatch,
 )
-from dlio.integrations.script.script_lines import loops_at, script_frames
+from dlio.integrations.script.script_lines import loops_at, script_frames, script_line
 from dlio.loader.contract import CollateFn, Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party import accelerate
@@ -136,7 +137,8 @@ class ScriptContext:
         self.waited: Callable[[], float] = lambda: 0.0
         """Seconds that this rank has waited for others so far."""
         self.assigner = ScriptAssigner(comm)
-        self.mixed_inputs = MixedInputs(self.say)
+        self.collate_draws = CollateDraws()
+        self.mixed_inputs = MixedInputs(self.say, self.collate_draws)
         self.origins = BatchOrigins(self._of_tensor.get)
         self.batches = 0
         """Batches that the script has got."""
@@ -265,7 +267,7 @@ class ScriptContext:
                 self.counts_whole |= use.was_whole
             # Steps 1, 2, 4, 8...: in a `for` loop, whose body opens and closes modes of its own.
             if self._steps[place].bit_count() == 1 and loops_at(*place):
-                self.mixed_inputs.start(tensors, len(batch.place))
+                self.mixed_inputs.start(tensors, len(batch.place), use.plans.dim, batch.rows)
 
     def sizes_in(self, error: Exception) -> str:
         """Return a remark on an error that names the size of a batch, or of the rank's part of
@@ -817,10 +819,16 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
                 drawn = [list(each) for each in sampler]
             lengths = comm.tell([len(each) for each in drawn])
             # An array, not JSON: an epoch has millions of indices.
-            flat = np.zeros(sum(lengths), np.int64)
-            if comm.rank == 0 and drawn:
-                flat[:] = np.concatenate([np.asarray(each) for each in drawn])
+            own = np.asarray([index for each in drawn for index in each], np.int64)
+            flat = own if comm.rank == 0 else np.zeros(sum(lengths), np.int64)
             comm.bcast(flat)
+            if ahead is None and not np.array_equal(own, flat):
+                self._context.say(
+                    f"{script_line()}: a sampler draws another order there on each rank, as where "
+                    "its weights or indices are made of losses of the rank's own samples: rank "
+                    "0's order counts, and it is not that of one process",
+                    any_rank=True,
+                )
             if not lengths:
                 return []
             return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]

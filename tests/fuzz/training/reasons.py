@@ -112,6 +112,12 @@ def _read_assigned(text: str, choices: Choices, script: str, said: Said) -> None
         said.excused.add(WEIGHTS)
 
 
+def _read_terms(text: str, choices: Choices, script: str, said: Said) -> None:
+    """Take the notice that ranks have other terms: a mean over samples is right all the same."""
+    if choices.get("loss") in PAIRS:
+        said.excused.add(WEIGHTS)
+
+
 def is_true_stop(text: str, choices: Choices, script: str) -> bool:
     """True if a script is rightly stopped: its ranks decide by numbers of their own parts, and the
     lines that the error names make the calls that it names."""
@@ -165,9 +171,16 @@ _KNOWN: Final = (
     _Notice(
         re.compile(r"the loss is not a mean over samples \(.*not the gradient of one process"),
         lambda choices: (
-            choices.get("loss") in ("root", "dice", "spread") or choices.get("habit") == "hardest"
+            choices.get("loss") in ("root", "dice", "spread", *PAIRS)
+            or choices.get("habit") == "hardest"
         ),
         (WEIGHTS,),
+    ),
+    _Notice(
+        # As in parts of one sample and of more.
+        re.compile("ranks add up different terms of a loss in one step, as by an `if`, a loop,"),
+        lambda choices: choices.get("loss") in PAIRS or choices.get("several") in LOADERS,
+        reads=_read_terms,
     ),
     _Notice(
         # Such as a last batch that is short, next to one of another loader.
@@ -223,6 +236,7 @@ _KNOWN: Final = (
         lambda choices: (
             choices.get("loss") == "two terms"
             or (choices.get("loss") == "sum" and choices.get("habit") == "learned weight")
+            or (choices.get("several") == "centers" and choices.get("loss", "mean") != "mean")
             or choices.get("gradient") in ("penalty", "two backwards", "list")
             or choices.get("several") in ("teacher", *LOADERS)
         ),

@@ -264,6 +264,15 @@ def test_steps_that_keep_samples_apart_are_not(step: _Step) -> None:
     assert _said(step) == []
 
 
+def test_samples_are_known_where_as_many_features_are_and_a_gradient_is_asked_for() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x @ torch.ones(4, _SAMPLES)  # A square.
+        x.requires_grad_(True)
+        return (x * x[torch.tensor([1, 0, 2, 3, 4, 5])]).sum() / len(y)
+
+    assert any("samples in another order" in each for each in _said(step))
+
+
 def _said(step: _Step) -> list[str]:
     said: list[str] = []
     watch = MixedInputs(said.append)

@@ -216,8 +216,9 @@ def test_buffers_that_hold_a_rank_s_own_part_are_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_STATES)
     said = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr.splitlines()
-    assert len(said) == 1
-    assert said[0].startswith("dlio run: buffer Queue.queue: the values come from each rank's part")
+    assert len(said) == 2
+    assert "script.py:19: samples of a batch meet there (mean over the batch)" in said[0]
+    assert said[1].startswith("dlio run: buffer Queue.queue: the values come from each rank's part")
 
 
 _LOOPS = """
@@ -560,12 +561,21 @@ for a, b in loader:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+def far(out, b):
+    is_far = (out - b).abs() > 0.01  # of each box
+    return ((out - b) * is_far).square().sum() / len(b)
 boxes = [(torch.randn(1 + i % 4, 4), torch.rand(1 + i % 4, 1)) for i in range(40)]
 for a, b in DataLoader(boxes, 8, collate_fn=lambda each: tuple(zip(*each))):
     loss = nn.functional.mse_loss(net(torch.cat(a)), torch.cat(b))  # of all boxes
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+for a, b in DataLoader(boxes, 8, collate_fn=lambda each: tuple(zip(*each))):
+    loss = far(torch.cat([net(each) for each in a]), torch.cat(b))  # the first is of a single row
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.5f}")  # of all boxes of the batch
 print(f"{net.bias.item():.5f}")
 for a, _ in loader:  # It trains nothing: whole batches.
     white(a)

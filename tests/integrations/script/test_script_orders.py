@@ -131,3 +131,31 @@ def test_a_pass_that_draws_samples_again_for_ever_begins_at_once(
     two = mpirun(2, "-m", "dlio.cli", "run", str(script), timeout_s=300)
     assert two.returncode == 0, two.stderr
     assert two.stdout.split() == one.stdout.split()
+
+
+_BY_LOSSES = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 2, torch.arange(24))
+net, losses, kept = nn.Linear(4, 2), torch.ones(24), torch.ones(24)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for epoch in range(2):
+    for weights in (kept, losses):
+        for x, y, which in DataLoader(data, 8, sampler=WeightedRandomSampler(weights, 24)):
+            each = nn.functional.cross_entropy(net(x), y, reduction="none")
+            losses[which] = each.detach()
+            optimizer.zero_grad()
+            each.mean().backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.mpi
+def test_an_order_by_losses_of_a_rank_s_samples_is_told(tmp_path: Path, mpirun: MpiRun) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_BY_LOSSES, encoding="utf-8")
+    said = mpirun(2, "-m", "dlio.cli", "run", str(script)).stderr
+    assert said.count("a sampler draws another order there on each rank") == 1
+    assert "train.py:11: a sampler draws" in said

@@ -3,7 +3,7 @@
 import copy
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import dlio
+from dlio.integrations.script.collate_draws import CollateDraws
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.mixed_inputs import MixedInputs
 from dlio.integrations.script.script_randoms import ScriptRandoms
@@ -31,15 +32,18 @@ class _HalfBatch:
 
     def __init__(self, rank: int, part: int = 4) -> None:
         self._rank, self.part = rank, part
-        self.mixed_inputs, self.batches = MixedInputs(print), 1
         self.notes: list[str] = []
         self.note = self.notes.append
+        self.collate_draws = CollateDraws()
+        self.mixed_inputs = MixedInputs(self.note, self.collate_draws)
+        self.batches = 1
 
     def say(self, text: str, any_rank: bool = False) -> None:
         self.notes.append(f"{text} {any_rank}")
 
     def places(self) -> Iterator[tuple[range, int]]:
-        yield range(self.part * self._rank, self.part * (self._rank + 1)), 2 * self.part
+        if self.part:
+            yield range(self.part * self._rank, self.part * (self._rank + 1)), 2 * self.part
 
 
 def _installed(rank: int, *parameters: torch.Tensor) -> ScriptRandoms:
@@ -445,7 +449,9 @@ class _Drawing(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         numbers = [random.random(), _numpy.rand(), _numpy.normal(), random.choice([1, 2])]
-        return torch.tensor([*numbers, float(torch.rand(1)), float(torch.empty(1).normal_())])
+        numbers += [float(_distributions.Gamma(1.0, 1.0).sample()), float(torch.rand(1))]
+        one = torch.empty(1)
+        return torch.tensor([*numbers, float(torch.rand_like(one)), float(one.normal_())])
 
 
 def test_threads_of_a_loader_do_not_draw_from_the_script_s_states() -> None:
@@ -460,6 +466,59 @@ def test_threads_of_a_loader_do_not_draw_from_the_script_s_states() -> None:
         assert torch.equal(torch.rand(3), expected)
         assert (random.getstate(), _numpy.get_state()[2]) == states
     assert len(set(torch.cat(batches)[:, 0].tolist())) == 24
+
+
+def _is_loop() -> bool:
+    return all(random.random() < 1 for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("draw", "is_told"),
+    [
+        (lambda: _numpy.beta(0.4, 0.4), True),
+        (lambda: random.betavariate(0.4, 0.4), True),
+        (lambda: np.random.default_rng(1).beta(0.4, 0.4), True),
+        (lambda: _distributions.Beta(0.4, 0.4).sample(), True),
+        (lambda: torch.rand(()), True),
+        (lambda: _numpy.permutation(4), True),
+        (lambda: torch.randperm(4), True),
+        (lambda: torch.rand(4, 3) < 0.1, False),
+        (lambda: _numpy.rand(4), False),
+        (_is_loop, False),
+    ],
+)
+def test_numbers_that_make_a_batch_of_samples_are_told_but_not_those_of_each(
+    draw: Callable[[], Any], is_told: bool
+) -> None:
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        draw()
+        return torch.stack(samples)
+
+    randoms, context = _installed_with(0)
+    context.part = 0  # None is computed on while samples are fetched.
+    with randoms.installed():
+        context.mixed_inputs.around_collate(collate)([torch.ones(3)] * 4)
+        draw()
+    assert len(context.notes) == is_told
+    told = r"test_script_randoms.py:\d+: random numbers are drawn there while samples are made"
+    assert all(re.match(told, each) for each in context.notes)
+
+
+def test_weights_of_samples_that_are_drawn_by_values_differ_by_rank() -> None:
+    drawn, notes = [], []
+    for rank in range(2):
+        randoms, context = _installed_with(rank)
+        with randoms.installed():
+            torch.manual_seed(0)
+            one = _distributions.Beta(0.4, 0.4).sample()
+            several = _distributions.Beta(0.4, 0.4).sample((4,))
+            drawn.append((one, several, torch.rand(3)))
+        notes += context.notes
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][1], drawn[1][1])
+    assert torch.equal(drawn[0][2], drawn[1][2])
+    assert len(notes) == 2
+    assert all("draws others on each rank" in each for each in notes)
 
 
 @pytest.mark.parametrize("name", ["random", "shuffle"])
