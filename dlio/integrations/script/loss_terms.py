@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+_number_of: Final = torch.Tensor.tolist
+"""Without what a run of a script puts around it."""
 NEARLY_NONE: Final = 1e-10
 """Stands for no element."""
 
@@ -400,8 +402,9 @@ def count_along(root: torch.Tensor, chain: Sequence[str]) -> float | None:
     last: Any = node
     if last._saved_reduction != 1:
         return None
-    if hasattr(last, "_saved_total_weight"):
-        return float(last._saved_total_weight)
+    weight = getattr(last, "_saved_total_weight", None)
+    if weight is not None:
+        return float(_number_of(weight))
     return float(math.prod(_shape_below(last)))
 
 
