@@ -125,8 +125,11 @@ class ScriptGuard:
         self._views: deque[tuple[torch.Tensor, memoryview[float]]] = deque(maxlen=2)
         """The latest places of the numbers that travel, as an exchange uses the same ones in each
         step: an operation of torch takes 30 us where others have used the caches."""
-        self._departing: list[float | torch.Tensor] | None = None
+        self._departing: list[float | torch.Tensor] = []
         """The losses of the present backward as this rank has computed them."""
+        self._rates: Sequence[float] = ()
+        self._latest_step = ""
+        """The latest step of an optimizer as a call, and its learning rates."""
         self.doubts = (0, 0)
         """Sent to all ranks with the gradients, until they have arrived."""
         self.doubted: Callable[[bool], None] = lambda _: None
@@ -220,7 +223,10 @@ class ScriptGuard:
     def stepped(self, rates: Sequence[float]) -> None:
         """Note a step of an optimizer with some learning rates. After the 1st, 2nd, 4th, 8th and so
         on the weights are compared, too."""
-        self.note(f"optimizer.step with learning rate {', '.join(map(str, rates))}")
+        if rates != self._rates:
+            self._rates = rates
+            self._latest_step = f"optimizer.step with learning rate {', '.join(map(str, rates))}"
+        self.note(self._latest_step)
         self._steps += 1
         if self.active and self._steps & (self._steps - 1) == 0:
             self._weights = self._digest_of_weights()
@@ -266,12 +272,16 @@ class ScriptGuard:
         frames, frame = foreign_frames() if looks else ([], None)
         self.note("backward", frame=frame)
         losses = losses_of(tensors, frames, _LOSSES) if looks else []
-        self._losses, self._means, self._departing = losses, [], None
+        self._losses, self._means = losses, []
+        # Read before backward, which clears the caches, and before sums of exchanges change them.
+        self._departing = [
+            each.detach().reshape(()).clone() if each.is_cuda else _number(each) for each in losses
+        ]
         self.of_loss, self.doubts = 1.0, (0, 0)
         try:
             yield losses
         finally:
-            self._losses = []
+            self._losses, self._departing = [], []
         if self._means:
             ratio = losses[0].detach() / self._means[0]
             ratio = torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
@@ -284,16 +294,10 @@ class ScriptGuard:
 
     def depart(self, into: torch.Tensor, factor: float) -> None:
         # On the host as plain numbers: each operation of torch takes some microseconds.
-        # That of a sample of weight 0 may be NaN.
-        if self._departing is None:
-            # Once a backward: the sum of another exchange may have changed them by now.
-            self._departing = [
-                each.detach().reshape(()) * self.of_loss if each.is_cuda else _number(each)
-                for each in self._losses
-            ]
         numbers: list[float] = [0.0] * _LOSSES
         scale = factor * self.of_loss
         on_device = []
+        # That of a sample of weight 0 may be NaN.
         for place, loss in enumerate(self._departing if factor else ()):
             if isinstance(loss, torch.Tensor):
                 on_device.append((place, loss))
@@ -306,7 +310,7 @@ class ScriptGuard:
             view = self._view(into)
             view[:] = array(view.format, numbers)
         for place, loss in on_device:
-            into[place] = loss * factor  # Without waiting for the device.
+            into[place] = loss * scale  # Without waiting for the device.
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
         numbers = [] if sums.is_cuda else self._view(sums).tolist()
