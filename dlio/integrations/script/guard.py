@@ -69,9 +69,9 @@ _Call = tuple[int, str, str, int]
 """(number, the call, file and line of the script)."""
 _Report = tuple[int, str, str]
 """(number, the call, the script's line), as ranks tell each other."""
-_numbers_of: Final = torch.Tensor.tolist
+_numbers_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.tolist
 """Without what a run of a script puts around it, and without giving the interpreter's lock away."""
-_array_of: Final = torch.Tensor.numpy
+_array_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.numpy
 _digest_of: Final = xxhash.xxh3_64_intdigest
 
 
@@ -116,7 +116,7 @@ class ScriptGuard:
         """Lines for the end."""
         self._steps = self._weights = 0
         """Steps of optimizers, and the digest of the weights that is to travel next; 0 for none."""
-        self._sums: list[torch.Tensor | list[float]] = []
+        self._sums: list[torch.Tensor | Sequence[float]] = []
         """Sums of digests that were not looked at yet, of each exchange."""
         self._of_alike: list[int] = []
         """The sums of the latest numbers that departed, if all ranks have the same ones."""
@@ -313,7 +313,7 @@ class ScriptGuard:
             into[place] = loss * scale  # Without waiting for the device.
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
-        numbers = [] if sums.is_cuda else self._view(sums).tolist()
+        numbers: Sequence[float] = [] if sums.is_cuda else self._view(sums).tolist()
         for place, loss in enumerate(self._losses):
             # Autograd does not have to know: it has computed all gradients of these losses.
             if loss.is_cuda or sums.is_cuda:
@@ -356,7 +356,7 @@ class ScriptGuard:
         weights. Collective then."""
         arrived, self._sums = self._sums, []
         for sums in arrived:
-            numbers = sums if isinstance(sums, list) else _numbers_of(sums)
+            numbers = _numbers_of(sums) if isinstance(sums, torch.Tensor) else sums
             if numbers != self._of_alike or any(self.doubts):
                 self._check(*map(round, numbers))
 

@@ -5,7 +5,7 @@ these, the loss has to be linear for a sum over ranks to equal the value of the 
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-_number_of: Final = torch.Tensor.tolist
+_number_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.tolist
 """Without what a run of a script puts around it."""
 NEARLY_NONE: Final = 1e-10
 """Stands for no element."""
