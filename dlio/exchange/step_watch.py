@@ -32,7 +32,7 @@ _PACKAGES: Final = tuple(
     for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
 )
 """Folders of torch, dlio and Python."""
-_CHUNKS: Final = 2
+PARTS: Final = 2
 """Parts of a digest that travel with a sum of gradients."""
 
 
@@ -43,7 +43,7 @@ class StepWatch:
         named: returns the parameters that all ranks have alike, in the same order, with names.
     """
 
-    count = 1 + 2 * _CHUNKS
+    count = 1 + 2 * PARTS
 
     def __init__(self, comm: Communicator, named: Callable[[], Named]) -> None:
         self._comm, self._named = comm, named
@@ -57,7 +57,7 @@ class StepWatch:
         self._has_told = False
 
     def depart(self, into: torch.Tensor, factor: float) -> None:
-        parts = parts_of(self._digest, self._bits, _CHUNKS)
+        parts = parts_of(self._digest, self._bits)
         into.copy_(torch.tensor([1, *parts], dtype=into.dtype))
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
@@ -126,10 +126,11 @@ def bits_of_parts(ranks: int) -> int:
     return max(1, (EXACT_BITS - math.ceil(math.log2(max(1, ranks)))) // 2)
 
 
-def parts_of(digest: int, bits: int, chunks: int) -> list[int]:
-    """Return parts of a digest, each with its square; `are_same` tells from their sums."""
-    parts = [digest >> (bits * k) & ((1 << bits) - 1) for k in range(chunks)]
-    return [number for part in parts for number in (part, part * part)]
+def parts_of(digest: int, bits: int) -> list[int]:
+    """Return `PARTS` of a digest, each with its square; `are_same` tells from their sums."""
+    mask = (1 << bits) - 1
+    low, high = digest & mask, digest >> bits & mask
+    return [low, low * low, high, high * high]
 
 
 def are_same(sums: Sequence[float]) -> bool:

@@ -2,7 +2,7 @@
 
 PART `train` saves a checkpoint of each framework after 32 samples, and `resume` continues it; as
 one process, or as ranks of mpirun. Each rank writes the samples of each epoch to
-FOLDER/PART-FRAMEWORK-RANKS-RANK.json.
+FOLDER/PART-FRAMEWORK-RANKS-RANK.json. The variable LOADER names the class of the loader.
 """
 
 # ruff: noqa: E402
@@ -54,7 +54,9 @@ class Net(nn.Module):
 
 
 def loader() -> dlio.DataLoader:
-    return dlio.DataLoader(Numbers(), _BATCH, shuffle=True, seed=5)
+    kind = getattr(dlio, os.environ.get("LOADER", "DataLoader"))
+    made: dlio.DataLoader = kind(Numbers(), _BATCH, shuffle=True, seed=5)
+    return made
 
 
 def with_lightning(folder: Path, resumes: bool) -> Seen:

@@ -59,6 +59,32 @@ def test_a_resumed_epoch_is_the_rest_once(mpirun: MpiRun, tmp_path: Path, ranks:
         assert rest["2"] == everything, framework
 
 
+@pytest.mark.mpi
+@pytest.mark.nightly
+@pytest.mark.usefixtures("open_mpi_segments")
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, FRAMEWORKS)), reason="pip install 'dlio[dev]'"
+)
+@pytest.mark.parametrize("loader", ["DataLoader", "StatefulDataLoader"])
+def test_the_rest_is_each_sample_once_where_ranks_do_not_divide_it(
+    mpirun: MpiRun, tmp_path: Path, loader: str
+) -> None:
+    frameworks = FRAMEWORKS[:2]  # Trainer resumes after whole steps alone.
+    for count, part in ((2, "train"), (3, "resume")):
+        argv = [BODY, str(tmp_path), part, ",".join(frameworks)]
+        done = mpirun(count, *argv, env={"LOADER": loader}, timeout_s=800)
+        assert done.returncode == 0, done.stderr[-4000:]
+    everything = list(range(24))
+    for framework in frameworks:
+        before = set(_seen(tmp_path, "train", framework, 2)["1"])
+        rest = _seen(tmp_path, "resume", framework, 3)
+        assert len(before) == 8, framework
+        assert sorted(before ^ set(rest["1"])) == everything, framework
+        # Of 4 samples in the last step one rank has none: it computes on two that count nothing.
+        assert len(rest["1"]) == 16 + 2, framework
+        assert rest["2"] == everything, framework
+
+
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install 'dlio[dev]'")
 def test_lightning_resumes_each_loader_with_the_batches_of_a_whole_training(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -14,15 +14,18 @@ import math
 import os
 import sys
 import threading
-import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain
+from types import FrameType
 from typing import Any, Final
 
 import numpy as np
 import torch
+import xxhash
 
 from dlio.comm import Communicator
 from dlio.comm.comm_protocol import Request
@@ -30,6 +33,7 @@ from dlio.comm.deadlines import leave, looking_on
 from dlio.comm.survival.recovery import uniform
 from dlio.errors import UsageError
 from dlio.exchange.step_watch import (
+    PARTS,
     ROUNDING,
     bits_of_parts,
     digest_of,
@@ -41,8 +45,6 @@ from dlio.integrations.script.script_losses import losses_of
 
 _LOSSES: Final = 4
 """Most losses of a backward that become means."""
-_CHUNKS: Final = 2
-"""Parts of the digest that travel with a sum of gradients."""
 _DOUBTS: Final = 2
 _OF_SIZES: Final = 3
 """Numbers that tell whether the parts of a batch have the same sizes."""
@@ -67,9 +69,10 @@ _Call = tuple[int, str, str, int]
 """(number, the call, file and line of the script)."""
 _Report = tuple[int, str, str]
 """(number, the call, the script's line), as ranks tell each other."""
-_numbers_of: Final = torch.Tensor.tolist
+_numbers_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.tolist
 """Without what a run of a script puts around it, and without giving the interpreter's lock away."""
-_array_of: Final = torch.Tensor.numpy
+_array_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.numpy
+_digest_of: Final = xxhash.xxh3_64_intdigest
 
 
 class ScriptGuard:
@@ -79,7 +82,7 @@ class ScriptGuard:
     compared.
     """
 
-    count = _LOSSES + 1 + _DOUBTS + 4 * _CHUNKS + _OF_SIZES
+    count = _LOSSES + 1 + _DOUBTS + 4 * PARTS + _OF_SIZES
 
     def __init__(self, comm: Communicator, active: bool = True) -> None:
         self._comm = comm
@@ -113,15 +116,20 @@ class ScriptGuard:
         """Lines for the end."""
         self._steps = self._weights = 0
         """Steps of optimizers, and the digest of the weights that is to travel next; 0 for none."""
-        self._sums: list[torch.Tensor | list[float]] = []
+        self._sums: list[torch.Tensor | Sequence[float]] = []
         """Sums of digests that were not looked at yet, of each exchange."""
+        self._of_alike: list[int] = []
+        """The sums of the latest numbers that departed, if all ranks have the same ones."""
         self.of_loss = 1.0
         """Factor of this rank's losses in those of the whole batch, in the present backward."""
-        self._arrays: deque[tuple[torch.Tensor, np.ndarray[Any, Any]]] = deque(maxlen=2)
+        self._views: deque[tuple[torch.Tensor, memoryview[float]]] = deque(maxlen=2)
         """The latest places of the numbers that travel, as an exchange uses the same ones in each
         step: an operation of torch takes 30 us where others have used the caches."""
-        self._departing: list[float | torch.Tensor] | None = None
+        self._departing: list[float | torch.Tensor] = []
         """The losses of the present backward as this rank has computed them."""
+        self._rates: Sequence[float] = ()
+        self._latest_step = ""
+        """The latest step of an optimizer as a call, and its learning rates."""
         self.doubts = (0, 0)
         """Sent to all ranks with the gradients, until they have arrived."""
         self.doubted: Callable[[bool], None] = lambda _: None
@@ -157,9 +165,9 @@ class ScriptGuard:
                 self._talk.close()
             self._talk = None
 
-    def note(self, call: str, more: str = "") -> None:
+    def note(self, call: str, more: str = "", frame: FrameType | None = None) -> None:
         """Note a call of the script; all ranks make the same ones in the same order. `more` is told
-        if the call is one that differs, and may differ itself.
+        if the call is one that differs, and may differ itself. `frame` is the script's, if known.
 
         Calls of other threads than the main one, such as those that take batches ahead, come at
         other moments on each rank: they are not compared.
@@ -167,8 +175,8 @@ class ScriptGuard:
         # In a step between large operations all of this is out of the caches: each line counts.
         if threading.get_ident() != self._main:
             return
-        self._digest = zlib.crc32(call.encode(), self._digest)
-        frame = script_frame()
+        self._digest = _digest_of(call.encode(), self._digest)
+        frame = script_frame() if frame is None else frame
         file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         self._calls.append((self._made, call + more, file, line))
         self._made += 1
@@ -177,14 +185,14 @@ class ScriptGuard:
         """Add something to the latest call, in which ranks may differ."""
         if threading.get_ident() != self._main:
             return
-        self._digest = zlib.crc32(more.encode(), self._digest)
+        self._digest = _digest_of(more.encode(), self._digest)
         number, call, file, line = self._calls[-1]
         self._calls[-1] = number, call + more, file, line
 
     @property
     def line(self) -> str:
         """The script's line of the latest call."""
-        return _line_of(self._calls[-1])
+        return _line(*self._calls[-1][2:])
 
     @property
     def place(self) -> tuple[str, int]:
@@ -215,7 +223,10 @@ class ScriptGuard:
     def stepped(self, rates: Sequence[float]) -> None:
         """Note a step of an optimizer with some learning rates. After the 1st, 2nd, 4th, 8th and so
         on the weights are compared, too."""
-        self.note(f"optimizer.step with learning rate {', '.join(map(str, rates))}")
+        if rates != self._rates:
+            self._rates = rates
+            self._latest_step = f"optimizer.step with learning rate {', '.join(map(str, rates))}"
+        self.note(self._latest_step)
         self._steps += 1
         if self.active and self._steps & (self._steps - 1) == 0:
             self._weights = self._digest_of_weights()
@@ -257,16 +268,20 @@ class ScriptGuard:
 
         Raises UsageError if ranks do different things. Collective then.
         """
-        self.note("backward")
-        losses: list[torch.Tensor] = []
-        if self.active and not keeps_graph:
-            losses = losses_of(tensors, foreign_frames(), _LOSSES)
-        self._losses, self._means, self._departing = losses, [], None
+        looks = self.active and not keeps_graph
+        frames, frame = foreign_frames() if looks else ([], None)
+        self.note("backward", frame=frame)
+        losses = losses_of(tensors, frames, _LOSSES) if looks else []
+        self._losses, self._means = losses, []
+        # Read before backward, which clears the caches, and before sums of exchanges change them.
+        self._departing = [
+            each.detach().reshape(()).clone() if each.is_cuda else _number(each) for each in losses
+        ]
         self.of_loss, self.doubts = 1.0, (0, 0)
         try:
             yield losses
         finally:
-            self._losses = []
+            self._losses, self._departing = [], []
         if self._means:
             ratio = losses[0].detach() / self._means[0]
             ratio = torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
@@ -279,65 +294,71 @@ class ScriptGuard:
 
     def depart(self, into: torch.Tensor, factor: float) -> None:
         # On the host as plain numbers: each operation of torch takes some microseconds.
-        # That of a sample of weight 0 may be NaN.
-        if self._departing is None:
-            # Once a backward: the sum of another exchange may have changed them by now.
-            self._departing = [
-                each.detach().reshape(()) * self.of_loss if each.is_cuda else _number(each)
-                for each in self._losses
-            ]
-        counted = self._departing if factor else []
+        numbers: list[float] = [0.0] * _LOSSES
         scale = factor * self.of_loss
-        losses = [0.0 if isinstance(each, torch.Tensor) else each * scale for each in counted]
-        losses += [0.0] * (_LOSSES - len(losses))
-        numbers = [*losses, *self._numbers()]
+        on_device = []
+        # That of a sample of weight 0 may be NaN.
+        for place, loss in enumerate(self._departing if factor else ()):
+            if isinstance(loss, torch.Tensor):
+                on_device.append((place, loss))
+            else:
+                numbers[place] = loss * scale
+        numbers += self._numbers()
         if into.is_cuda:
             into.copy_(torch.tensor(numbers, dtype=into.dtype))
         else:
-            self._array(into)[:] = numbers
-        for place, loss in enumerate(counted):
-            if isinstance(loss, torch.Tensor):
-                into[place] = loss * factor  # Without waiting for the device.
+            view = self._view(into)
+            view[:] = array(view.format, numbers)
+        for place, loss in on_device:
+            into[place] = loss * scale  # Without waiting for the device.
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
-        numbers = [] if sums.is_cuda else self._array(sums).tolist()
+        numbers: Sequence[float] = [] if sums.is_cuda else self._view(sums).tolist()
         for place, loss in enumerate(self._losses):
             # Autograd does not have to know: it has computed all gradients of these losses.
             if loss.is_cuda or sums.is_cuda:
                 loss.data.copy_((sums[place] * factor).reshape(loss.shape))
-            elif float(factor) > _WEIGHTLESS:
-                loss.data.fill_(math.nan)  # A mean over no element.
-            else:
-                loss.data.fill_(numbers[place] * float(factor))
+                continue
+            mean = _numbers_of(factor) if isinstance(factor, torch.Tensor) else factor
+            # Of no element at all it is not a number.
+            loss.data.fill_(math.nan if mean > _WEIGHTLESS else numbers[place] * mean)
         if len(self._losses) > 1:
             self._means = [loss.detach().clone() for loss in self._losses]
         self._sums.append(sums[_LOSSES:].clone() if sums.is_cuda else numbers[_LOSSES:])
 
-    def _array(self, of: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Return a tensor on the host as an array that shares its memory."""
-        for tensor, array in self._arrays:
+    def _view(self, of: torch.Tensor) -> "memoryview[float]":
+        """Return the memory of a tensor on the host."""
+        for tensor, view in self._views:
             if tensor is of:
-                return array
-        array = _array_of(of)
-        self._arrays.append((of, array))
-        return array
+                return view
+        view = memoryview(_array_of(of))
+        self._views.append((of, view))
+        return view
 
     def _numbers(self) -> list[int]:
         """Return numbers whose sums over ranks tell whether all have the same digests."""
-        numbers = [1, *self.doubts]
-        for digest in (self._digest, self._weights):
-            numbers += parts_of(digest, self._bits, _CHUNKS)
-        self._weights = 0
         sizes = self.sizes & self._mask
-        return [*numbers, int(self.sizes > 0), sizes, sizes * sizes]
+        numbers = [
+            1,
+            *self.doubts,
+            *parts_of(self._digest, self._bits),
+            *parts_of(self._weights, self._bits),
+            int(self.sizes > 0),
+            sizes,
+            sizes * sizes,
+        ]
+        self._weights = 0
+        self._of_alike = [self._comm.size * each for each in numbers]
+        return numbers
 
     def check(self) -> None:
         """Raise UsageError on all ranks if they have called different things, or have other
         weights. Collective then."""
         arrived, self._sums = self._sums, []
         for sums in arrived:
-            numbers = sums if isinstance(sums, list) else _numbers_of(sums)
-            self._check(*map(round, numbers))
+            numbers = _numbers_of(sums) if isinstance(sums, torch.Tensor) else sums
+            if numbers != self._of_alike or any(self.doubts):
+                self._check(*map(round, numbers))
 
     def _check(self, ranks: int, doubts: int, wrongs: int, *numbers: int) -> None:
         if doubts:
@@ -347,14 +368,14 @@ class ScriptGuard:
         pairs = zip(digests[::2], digests[1::2], strict=True)
         # By Cauchy and Schwarz equal only if all are.
         same = [ranks * square == total * total for total, square in pairs]
-        if not all(same[:_CHUNKS]):
+        if not all(same[:PARTS]):
             reports = self._comm.allgather(self._reported())
             raise UsageError(
                 _difference(reports)
                 or "the ranks of the script have done different things for a while: now "
                 f"{_latest(reports)}. {_REMEDY}"
             )
-        if not all(same[_CHUNKS:]):
+        if not all(same[PARTS:]):
             self._compare_weights()
         if parts * squares != size * size:
             batch = next((each for each in reversed(self._calls) if each[1] == _BATCH), None)
@@ -468,7 +489,11 @@ def _number(loss: torch.Tensor) -> float:
 
 
 def _line_of(call: _Call) -> str:
-    file, number = call[2:]
+    return _line(*call[2:])
+
+
+@cache
+def _line(file: str, number: int) -> str:
     return f"{os.path.basename(file)}:{number}" if file else "the end of the script"
 
 

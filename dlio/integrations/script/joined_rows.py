@@ -21,11 +21,13 @@ def joined_rows(
 ) -> Any:
     """Return the rows of a divided batch, in its order, where `mine` is a tensor or a list of as
     many rows for each sample of this rank's part. Anything else is returned as it is, and told if
-    it has rows. `batches` are those that the rows may be of, the likeliest first. Collective.
+    it has rows. `batches` are those that the rows may be of, the likeliest first: of one that every
+    rank has whole, as in an evaluation, they are complete. Collective.
     """
     is_list = isinstance(mine, list | tuple)
+    is_whole = not batches or not batches[0].divided
     batches = [each for each in batches if each.divided]
-    if not batches or not (is_list or (isinstance(mine, torch.Tensor) and mine.ndim)):
+    if is_whole or not (is_list or (isinstance(mine, torch.Tensor) and mine.ndim)):
         return mine
     guard.meet("accelerator.gather")
     is_text = is_list and all(isinstance(row, str | int | float | None) for row in mine)

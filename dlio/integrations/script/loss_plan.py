@@ -152,9 +152,9 @@ class LossPlan:
             factors.append(relative)
         return PlannedStep(weight, factors, self._of_loss(parts, ratio), odd or wrong, wrong)
 
-    def quick_step(self, root: torch.Tensor, samples: float) -> PlannedStep | None:
-        """Return what `step` does, without a search for the terms of a loss; None if it takes
-        one."""
+    def quick_weight(self, root: torch.Tensor, samples: float) -> float | None:
+        """Return the weight that `step` does, without a search for the terms of a loss; None if it
+        takes one."""
         if not (self.chain and samples and self.is_settled):
             return None
         count, use = count_along(root, self.chain), self.uses[0]
@@ -162,7 +162,7 @@ class LossPlan:
             return None
         weight = count / use.per_sample
         is_usual = abs(weight - samples) <= 1e-9 * samples
-        return PlannedStep(weight, (1.0,)) if is_usual or use.masks else None
+        return weight if is_usual or use.masks else None
 
     def _of_loss(self, parts: LossTerms, ratio: float) -> float | None:
         sums = [use.divisor is None for use in self.uses]

@@ -5,7 +5,7 @@ these, the loss has to be linear for a sum over ranks to equal the value of the 
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+_number_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.tolist
+"""Without what a run of a script puts around it."""
 NEARLY_NONE: Final = 1e-10
 """Stands for no element."""
 
@@ -400,8 +402,9 @@ def count_along(root: torch.Tensor, chain: Sequence[str]) -> float | None:
     last: Any = node
     if last._saved_reduction != 1:
         return None
-    if hasattr(last, "_saved_total_weight"):
-        return float(last._saved_total_weight)
+    weight = getattr(last, "_saved_total_weight", None)
+    if weight is not None:
+        return float(_number_of(weight))
     return float(math.prod(_shape_below(last)))
 
 

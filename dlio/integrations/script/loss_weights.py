@@ -199,9 +199,9 @@ class ScriptLossWeights:
         line = self._context.guard.line
         whole = len(batch.samples) if self._context.batch == "global" else batch.weight
         self._context.part = batch.weight / whole if whole else 0.0
-        step = self._quick(roots, batch, line)
-        if step is not None:
-            self._knows_part(step, batch)
+        quick = self._quick(roots, batch, line)
+        if quick is not None:
+            self._knows_part(quick, batch)
             yield self._whole_loss(roots[0], None)
             return
         loops = batch.of.use.plans.loops.setdefault(line, set())
@@ -218,7 +218,7 @@ class ScriptLossWeights:
             step = self._planned(parts, batch, line)
             if step is not None:
                 weight, factors = step.weight, step.factors
-                self._knows_part(step, batch)
+                self._knows_part(step.weight, batch)
                 if step.of_loss is not None:
                     self._context.guard.of_loss = step.of_loss
                     loss = self._whole_loss(roots[0], None)
@@ -271,8 +271,8 @@ class ScriptLossWeights:
         finally:
             self.is_inside = False
 
-    def _knows_part(self, step: PlannedStep, batch: ScriptBatch) -> None:
-        if abs(step.weight - batch.weight) > 1e-9 * batch.weight:
+    def _knows_part(self, weight: float, batch: ScriptBatch) -> None:
+        if abs(weight - batch.weight) > 1e-9 * batch.weight:
             self._context.part = None  # The weights of the other ranks are not known yet.
 
     def _weigh(self, exchanges: Iterable[Exchange], weight: float) -> None:
@@ -280,22 +280,22 @@ class ScriptLossWeights:
         for exchange in exchanges:
             exchange.weigh(weight)
 
-    def _quick(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, line: str
-    ) -> PlannedStep | None:
-        """Weigh a loss that is a single mean, as nearly all are, at a glance."""
+    def _quick(self, roots: Sequence[torch.Tensor], batch: ScriptBatch, line: str) -> float | None:
+        """Weigh a loss that is a single mean, as nearly all are, at a glance. Returns the weight,
+        None if that takes more."""
         guard, plan = self._context.guard, batch.of.use.plans.quick(line)
         if plan is None or len(roots) != 1 or not (self._context.is_alone and guard.active):
             return None
         exchanges = self._exchanges()
-        if not exchanges or not all(each.alike for each in exchanges):
-            return None
-        step = plan.quick_step(roots[0], batch.weight)
-        if step is not None:
+        for each in exchanges:
+            if not each.alike:
+                return None
+        weight = plan.quick_weight(roots[0], batch.weight) if exchanges else None
+        if weight is not None:
             self._plan = plan
             guard.add(f" of {plan.terms}")
-            self._weigh(exchanges, step.weight)
-        return step
+            self._weigh(exchanges, weight)
+        return weight
 
     def _planned(self, parts: LossTerms, batch: ScriptBatch, line: str) -> PlannedStep | None:
         """Return the weights of a backward if they are known without a message."""
@@ -764,7 +764,7 @@ class ScriptLossWeights:
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _WholeLoss:
     """A loss that the script may print or decide by after backward."""
 

@@ -42,13 +42,10 @@ def is_script(file: str) -> bool:
     return not path.startswith(_ROOTS)
 
 
-def script_frame() -> FrameType | None:
-    """Return the innermost frame of the user's files that is running, None if there is none."""
-    return _script_frame(sys._getframe(1))
-
-
-def _script_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost one from a frame on, outwards."""
+def script_frame(frame: FrameType | None = None) -> FrameType | None:
+    """Return the innermost frame of the user's files that is running, from one on outwards; None
+    if there is none."""
+    frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         code = frame.f_code
         if is_script(code.co_filename):
@@ -72,25 +69,28 @@ def script_frames(most: int) -> list[FrameType]:
     """Return at most `most` frames of the user's files that are running, the innermost first: none
     of what started dlio."""
     frames: list[FrameType] = []
-    frame = _script_frame(sys._getframe(1))
+    frame = script_frame(sys._getframe(1))
     while frame is not None and len(frames) < most:
         frames.append(frame)
-        frame = _script_frame(frame.f_back)
+        frame = None if frame.f_back is None else script_frame(frame.f_back)
     return frames
 
 
-def foreign_frames() -> list[FrameType]:
+def foreign_frames() -> tuple[list[FrameType], FrameType | None]:
     """Return the frames of frameworks and of the user that are running, from the innermost one to
-    the first of the user's files."""
+    the first of the user's files, and this one; None if there is none."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_foreign(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if is_foreign(file):
             frames.append(frame)
-        if is_script(frame.f_code.co_filename):
-            break
+            if is_script(file):
+                break
+        elif frame.f_code.co_name == _RUNS and file.startswith(_HERE):
+            return frames, None
         frame = frame.f_back
-    return frames
+    return frames, frame
 
 
 @cache

@@ -27,8 +27,9 @@ def losses_of(tensors: Any, frames: Sequence[FrameType], most: int) -> list[torc
     scalars = {id(tensors): tensors}
     for frame in frames:
         for each in frame.f_locals.values():
-            # A call takes longer than to look at the type of each variable.
-            if type(each) is torch.Tensor and _is_scalar(each):
+            # A call takes longer than these looks at each variable.
+            is_tensor = type(each) is torch.Tensor and each is not tensors
+            if is_tensor and each.requires_grad and each.numel() == 1 and _is_scalar(each):
                 scalars.setdefault(id(each), each)
     losses = list(scalars.values())
     if len(losses) > 1:  # In most scripts there is one, and its graph need not be walked.

@@ -433,3 +433,37 @@ def _alone(folder: Path) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     return one.stdout
+
+
+_EVALUATED = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+x = torch.randn(24, 3)
+net = torch.nn.Linear(3, 1)
+several = DataLoader(TensorDataset(x), 8), DataLoader(TensorDataset(x[:16]), 8)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+model, optimizer, train, test = accelerator.prepare(net, optimizer, *several)
+for epoch in range(2):
+    for (inputs,) in train:
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    gathered = []
+    for (inputs,) in test:  # As Trainer does: with gradients but for the predictions.
+        with torch.no_grad():
+            outputs = model(inputs)
+        gathered.append(accelerator.gather_for_metrics(outputs))
+    print("rows", [len(each) for each in gathered])
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="pip install 'dlio[dev]'")
+def test_rows_of_an_evaluation_that_every_rank_has_whole_are_gathered_once(tmp_path: Path) -> None:
+    done = _run(tmp_path, _EVALUATED)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "rows" in line] == ["rows [8, 8]"] * 2
+    assert "gather" not in done.stderr
