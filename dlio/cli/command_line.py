@@ -118,10 +118,10 @@ def _exit(code: object, ends: bool) -> NoReturn:
             signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
         # NumPy cannot be imported again after an interruption that has ended its import.
         places = sys.modules.get("dlio.comm.launch_environment")
-        if places is not None and (places.under_mpi() or places.under_torch()):
-            from dlio.comm.world import membership
-
-            if membership() is not None:
+        is_found = places is not None and (places.under_mpi() or places.under_torch())
+        if is_found or LAUNCHER in os.environ:
+            world = sys.modules.get("dlio.comm.world")
+            if world is not None and world.membership() is not None:
                 die()  # Others that may go on are told of a signal, and never of an exit code.
             os._exit(INTERRUPTED)  # An ordinary exit would wait in MPI for the other ranks.
         sys.stderr.write("dlio: interrupted\n")

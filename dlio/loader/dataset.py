@@ -135,6 +135,7 @@ def open_dataset(
         split: the one of several splits to read, such as `train` or `val`; `all` for all of them.
         options: of the reader; `dlio ls` names the format:
             coco: `pictures`, `masks`, `keypoints`, `crowds`, `labels`, `outside`.
+            arrow, hdf5, mds, parquet, tables, tar, tfrecord, zarr: `label`, the field that is it.
             folder: `layout`, `table`, `label`.
             hdf5: `select` (a slab of every sample), `samples` (the axis that counts them).
             masks: `images`, `masks`, `mask_suffix`.

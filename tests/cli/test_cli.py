@@ -154,7 +154,7 @@ def test_files_do_not_take_the_place_of_standard_streams_that_are_closed(
     pictures: Path, tmp_path: Path
 ) -> None:
     text = (
-        "import os, sys; from dlio.cli import guarded; "
+        "import os, sys; from dlio.cli.command_line import guarded; "
         "guarded(lambda: sys.stdout.write('') and None or os.write(int(sys.argv[1]), "
         "b'%d' % os.open('/', os.O_RDONLY)))"
     )

@@ -72,7 +72,7 @@ def test_batches_of_every_format_are_the_same(
         ("plain", "none", 96),  # Shards are read where they lie.
         ("lz4", "none", 96),
         ("rows-lz4", "none", 192),
-        ("plain", "ram:48KiB", 96),
+        ("plain", "ram:48KiB", 80),  # Some are asked for while their block comes or goes.
         ("pictures", "ram:48KiB", 1),  # Half of them have room.
         ("pictures", "{disk}:8MiB", 48),
         ("pictures", "ram:48KiB,{disk}:8MiB", 48),

@@ -148,7 +148,7 @@ def test_tars_and_tables_are_decompressed(
     monkeypatch.setattr("dlio.util.limits.usable_memory", lambda: 0)
     monkeypatch.setattr("dlio.util.limits._FREE_BYTES", 1000)
     (tmp_path / ("z.tar" + suffix)).write_bytes(packed(tar))
-    with pytest.raises(SourceError, match="kept in memory: decompress them"):
+    with pytest.raises(SourceError, match=r"kept in memory.*decompress them"):
         open_reader(str(tmp_path / ("z.tar" + suffix)))
 
 
