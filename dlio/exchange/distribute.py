@@ -512,6 +512,7 @@ class ExchangeHandle(Closable):
         self.finish()
         if self._watch is not None:
             tell_position(None)
+            self._watch.close()
         self._weigh_no_more()
         self._leave_out(False)
         for hook in self._hooks:

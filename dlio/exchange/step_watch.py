@@ -20,6 +20,7 @@ import xxhash
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import uniform
 from dlio.exchange.buckets import Named, broadcast_tensors
+from dlio.exchange.step_rows import StepRows
 from dlio.util.printable import log_line
 from dlio.util.units import counted
 
@@ -34,6 +35,8 @@ _PACKAGES: Final = tuple(
 """Folders of torch, dlio and Python."""
 PARTS: Final = 2
 """Parts of a digest that travel with a sum of gradients."""
+_NAMED_RANKS: Final = 3
+"""Other ranks whose steps the error of a deadline names."""
 
 
 class StepWatch:
@@ -47,6 +50,8 @@ class StepWatch:
 
     def __init__(self, comm: Communicator, named: Callable[[], Named]) -> None:
         self._comm, self._named = comm, named
+        self._rows = StepRows(comm)
+        self._rows.write("no step")
         self._bits = bits_of_parts(comm.size)
         self._digest = self._steps = 0
         self._rates: dict[int, list[float]] = {}
@@ -67,6 +72,7 @@ class StepWatch:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that an optimizer has made."""
         self._steps += 1
+        self._rows.write(f"{counted(self._steps, 'step')}, the latest at{_line_of_script()}")
         if self._has_told:
             return
         number = self._order.setdefault(id(optimizer), len(self._order))
@@ -79,17 +85,19 @@ class StepWatch:
 
     def position(self) -> str:
         """Tell how far this rank has come."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-            frame = frame.f_back
-        where = " its end"
-        if frame is not None:
-            where = f" {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        rows = self._rows.read()
+        mine = rows.get(self._comm.rank)
+        theirs = [f"; rank {k} has made {row}" for k, row in rows.items() if row != mine]
         return (
             f"Rank {self._comm.rank} has made {counted(self._steps, 'step')} of its optimizers and "
-            f"waits at{where}: ranks that call backward or step another number of "
-            "times, as with loaders of unlike lengths, wait for each other so"
+            f"waits at{_line_of_script()}{''.join(theirs[:_NAMED_RANKS])}: ranks that call "
+            "backward or step another number of times, as with loaders of unlike lengths, wait "
+            "for each other so"
         )
+
+    def close(self) -> None:
+        """Tell other ranks no more how far this one has come."""
+        self._rows.close()
 
     def check(self) -> None:
         """Say if ranks have parted, as the sums that have arrived tell. Collective then."""
@@ -119,6 +127,16 @@ class StepWatch:
             f"size after {counted(self._steps, 'step')}: something other than the averaged "
             "gradients changes them on each rank, such as its own samples or random numbers"
         )
+
+
+def _line_of_script() -> str:
+    """Return where the script has called, or that it has ended."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    if frame is None:
+        return " its end"
+    return f" {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def bits_of_parts(ranks: int) -> int:

@@ -1,5 +1,7 @@
 """A rank that waits in vain tells how far it has come, and where."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,20 @@ from dlio.comm.deadlines import tell_position, wait_all
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import CommTimeout
 from dlio.exchange.step_watch import StepWatch
+from tests.conftest import MpiRun
+
+_PARTED = """
+import torch
+import dlio
+from mpi4py import MPI
+net = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+dlio.distribute(net, optimizer)
+for turn in range(3):
+    if MPI.COMM_WORLD.rank == 0 or turn != 1:
+        net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+"""
 
 
 class _NeverDone:
@@ -30,6 +46,19 @@ def test_a_deadline_names_the_steps_and_the_line_of_the_script() -> None:
             wait_all([_NeverDone()], "gradients", 0.01, "rank 0")
     finally:
         tell_position(None)
+        watch.close()
     with pytest.raises(CommTimeout) as error:
         wait_all([_NeverDone()], "gradients", 0.01, "rank 0")
     assert "has made" not in str(error.value)
+
+
+@pytest.mark.mpi
+def test_a_deadline_names_the_steps_of_ranks_that_called_backward_more_seldom(
+    mpirun: MpiRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_TIMEOUT", "3")
+    script = tmp_path / "parted.py"
+    script.write_text(_PARTED)
+    error = mpirun(2, str(script)).stderr
+    assert "Rank 0 has made 2 steps of its optimizers and waits at parted.py:10; " in error
+    assert "rank 1 has made 3 steps, the latest at parted.py:11: ranks that" in error

@@ -108,8 +108,9 @@ class Readings:
             self._context.say(
                 f"{_several(sizes)}: the size of a training batch, such as len(data), is there "
                 f"that of rank 0's part ({part} of the last one), and a loss is that of the whole "
-                f"batch: means over the samples counted so are about right{but}; counts, sums over "
-                "len(dataset) and summed losses over such a size are not"
+                f"batch once backward was called: means over the samples counted so are about "
+                f"right{but}; counts, sums over len(dataset) and summed losses over such a size "
+                "are not"
             )
         if not lines:
             return

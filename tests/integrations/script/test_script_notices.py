@@ -328,6 +328,8 @@ def test_means_are_right_or_told_to_be_about_so(tmp_path: Path) -> None:
     ranks = _run(*run)
     # The ranks' parts differ in the first two batches, by which constants are known.
     assert float(ranks.stdout) == pytest.approx(float(_run(str(script)).stdout), rel=0.05)
+    # A loss that is read earlier is that of rank 0's part.
+    assert "whole batch once backward was called: means" in ranks.stderr
     assert "are about right; counts" in ranks.stderr
     # The loop has its batches of a generator, as of a loader that fetches one ahead.
     assert re.search(r"script\.py:2\d, script\.py:2\d: the size of", _run(*run, "pass").stderr)
