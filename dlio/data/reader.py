@@ -37,6 +37,7 @@ from dlio.data.labels import (
     is_number,
     label_candidates,
     label_names,
+    likely_label,
     several_labels,
 )
 from dlio.data.links import following_links, opened_by_user
@@ -225,11 +226,13 @@ def _tell_of_labels(reader: Reader, kind: object) -> None:
         is_wide = reader.format in _TABLES and len(kinds) > _FEW_COLUMNS
         able = label_candidates({name: kind.text for name, kind in kinds.items()}, is_wide)
         if able and not reader.labels.any():
-            which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
+            best = able[0] if likely_label(able[:1]) else able[-1]  # Mostly the last column.
+            some = able if len(able) <= _MOST_CANDIDATES else [*able[: _MOST_CANDIDATES - 1], best]
+            which = some[0] if len(some) == 1 else f"one of {', '.join(dict.fromkeys(some))}"
             remedy = "name it label in the source"
             if callable(kind) and "label" in inspect.signature(kind).parameters:
-                word = shlex.quote(f"label={able[0]}")
-                remedy = f"choose it, such as label={able[0]!r} (`--reader-option {word}`)"
+                word = shlex.quote(f"label={best}")
+                remedy = f"choose it, such as label={best!r} (`--reader-option {word}`)"
             text = (
                 f"none of its fields has a label's name; if {which} is it, {remedy}: `targets` "
                 "are 0"

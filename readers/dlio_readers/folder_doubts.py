@@ -32,9 +32,10 @@ _MASK: Final = re.compile(
     r"(.+?)[-_. ]?(?:mask|masks|seg|segmentation|label|labels|labelids|gt|trimap|annotation)",
     re.IGNORECASE,
 )
-_MASK_FOLDER: Final = re.compile(
+MASK_FOLDER: Final = re.compile(
     r"mask|segm|label|annot|truth|(?<![a-z])gts?(?![a-z])", re.IGNORECASE
 )
+"""Names of folders that may hold masks."""
 _FEW_FOLDERS: Final = 8
 """Folders that may be pictures and their masks, at most."""
 _WORDS: Final = re.compile(r"(.*?[^-_. (0-9].*?|[0-9]+(?=[-_. (]))[-_. (]*[0-9]+\)?", re.DOTALL)
@@ -188,11 +189,11 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
     if masks and not parts:
         words.append(doubt_of_masks(masks))
     twins_of = {name: [n for n in own if n != name] for own in alike.values() for name in own}
-    for name, twins in twins_of.items():
-        other = next((n for n in twins if _MASK_FOLDER.search(n)), next(iter(twins), ""))
-        signs = (name.lower() in CONTAINERS, bool(_MASK_FOLDER.search(other)))
+    for name, alikes in twins_of.items():
+        other = next((n for n in alikes if MASK_FOLDER.search(n)), next(iter(alikes), ""))
+        signs = (name.lower() in CONTAINERS, bool(MASK_FOLDER.search(other)))
         # Where several folders have the same names, as 0.jpg, the folders' names must all say so.
-        if any(signs) if len(twins) == 1 and not _MASK_FOLDER.search(name) else all(signs):
+        if any(signs) if len(alikes) == 1 and not MASK_FOLDER.search(name) else all(signs):
             words.append(
                 f"{name} and {other} hold the same names, as pictures and their masks do: "
                 f"format='masks', images={name!r}, masks={other!r} reads them so"
@@ -214,7 +215,7 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
             )
     parted = [name for name in classes if _says_split(name)]
     # Several are of one kind, such as steam_train and freight_train.
-    if len(parted) == 1:
+    if len(parted) == 1 < len(classes):
         words.append(
             f"{parted[0]} says a split by its name, and is read as a class: open that folder if it "
             "is one"
@@ -249,7 +250,7 @@ def _says_split(name: str) -> bool:
     if not word or word == name:
         return False
     rest = name.rpartition(word)[2].strip(_SPACE).lower()
-    return not rest or rest in CONTAINERS or bool(_MASK_FOLDER.fullmatch(rest.removesuffix("s")))
+    return not rest or rest in CONTAINERS or bool(MASK_FOLDER.fullmatch(rest.removesuffix("s")))
 
 
 def _are_pairs(files: Sequence[str], others: Sequence[str]) -> bool:

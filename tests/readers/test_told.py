@@ -148,7 +148,7 @@ def test_tars_and_tables_are_decompressed(
     monkeypatch.setattr("dlio.util.limits.usable_memory", lambda: 0)
     monkeypatch.setattr("dlio.util.limits._FREE_BYTES", 1000)
     (tmp_path / ("z.tar" + suffix)).write_bytes(packed(tar))
-    with pytest.raises(SourceError, match="kept in memory: decompress them"):
+    with pytest.raises(SourceError, match="kept in memory become .* decompress them"):
         open_reader(str(tmp_path / ("z.tar" + suffix)))
 
 
@@ -319,6 +319,17 @@ def test_a_table_without_a_column_of_labels_names_those_that_may_be(
     (warning,) = _open(tmp_path / f"a.{suffix}", caplog)[1]
     assert "if one of Pclass, Survived, Sex, valid is it, choose it" in warning
     assert "label='Pclass' (`--reader-option label=Pclass`)" in warning
+
+
+def test_the_last_column_is_the_example_of_a_label_where_no_name_says_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns: dict[str, list[Any]] = {f"flag {k}": [0, 1, 1] for k in range(12)}
+    _write_table(
+        tmp_path / "a.csv", columns | {"tenure": [0.5, 2.5, 3.5], "Churn": ["n", "y", "n"]}
+    )
+    (warning,) = _open(tmp_path / "a.csv", caplog)[1]
+    assert "flag 6, Churn is it, choose it, such as label='Churn' (" in warning
 
 
 @pytest.mark.parametrize(
