@@ -68,7 +68,13 @@ from dlio_readers.picture_lists import (
     has_lists,
     names_of_lists,
 )
-from dlio_readers.unread_labels import files_of_labels, labels_beside, unread_labels, write_them
+from dlio_readers.unread_labels import (
+    files_of_labels,
+    labels_beside,
+    lists_classes,
+    unread_labels,
+    write_them,
+)
 
 _LISTING_THREADS: Final = 32
 _FEW: Final = 8
@@ -420,6 +426,7 @@ def plan_of(
         some = some or _further_in(source, folders)
         above = files_of_labels(source, "", some, is_strict=True)
         above = [name for name in above if name != table and not name.lower().endswith(".csv")]
+        above = [name for name in above if not lists_classes(source, name, folders)]
         if above:
             others.append(f"{named_files(above)}, which may hold labels: folders' names are taken")
     fit = Fit(

@@ -64,7 +64,8 @@ def test_pictures_with_other_suffixes_are_counted(
         for k in range(4):
             (data / "labels" / f"{k}.txt").write_text("0 0.5 0.5 0.2 0.2\n")
     lost = 2 * len(folders[kind])
-    for _ in range(2):  # Also when the listing comes from the cache.
+    for _ in range(2):  # Also when the listing comes from the cache, in another process.
+        monkeypatch.setattr("dlio.util.printable._told", set())
         count, logged = _open(data, caplog)
         assert count == (4 if kind == "classes" else 2)
         assert (
@@ -148,7 +149,7 @@ def test_tars_and_tables_are_decompressed(
     monkeypatch.setattr("dlio.util.limits.usable_memory", lambda: 0)
     monkeypatch.setattr("dlio.util.limits._FREE_BYTES", 1000)
     (tmp_path / ("z.tar" + suffix)).write_bytes(packed(tar))
-    with pytest.raises(SourceError, match="kept in memory become .* decompress them"):
+    with pytest.raises(SourceError, match=r"kept in memory become .* decompress them"):
         open_reader(str(tmp_path / ("z.tar" + suffix)))
 
 
@@ -255,6 +256,7 @@ def test_unfinished_downloads_and_sounds_are_counted_next_to_pictures(
     text = "\n".join(logged)
     assert "leaves out 1 picture, such as a/1.gif" in text
     assert "leaves out 3 files next to its pictures, such as a/2.png.part" in text
+    assert _open(tmp_path / "data", caplog) == (1, [])
 
 
 @pytest.mark.parametrize(
