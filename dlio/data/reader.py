@@ -673,5 +673,8 @@ def _fitting(name: str, value: object, hint: object) -> object:
         if not (several or value is None):
             raise UsageError(f"{named(name, value)}: give a list of names, such as ['a', 'b']")
     elif str in hints and not isinstance(value, str | None):
-        raise UsageError(f"{named(name, value)}: give text")
+        words = "give text"
+        if isinstance(value, int | float):  # Such as the name of a column on a command line.
+            words += f", such as {name}='{value}' (`--reader-option '{name}=\"{value}\"'`)"
+        raise UsageError(f"{named(name, value)}: {words}")
     return value
