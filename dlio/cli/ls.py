@@ -91,7 +91,7 @@ def describe(path: str, **options: object) -> DatasetDescription:
     from dlio.loader.planned_engine import native_pool
     from dlio.storage.file_system_kind import file_system_of
 
-    reader, reading = open_reading(path, follow_links=None, trust=None, **options)
+    reader, reading = open_reading(path, follow_links=None, trust=None, tells=False, **options)
     layout = reader.layout
     size = data_bytes(reader)
     labels = reader.labels

@@ -37,6 +37,7 @@ from dlio.data.labels import (
     is_number,
     label_candidates,
     label_names,
+    likely_label,
     several_labels,
 )
 from dlio.data.links import following_links, opened_by_user
@@ -104,7 +105,7 @@ def open_reader(
     **options: object,
 ) -> Reader:
     """Find the reader that fits `path` best, and open it; see `open_reading`."""
-    return open_reading(path, follow_links=follow_links, trust=trust, **options)[0]
+    return open_reading(path, follow_links=follow_links, trust=trust, tells=True, **options)[0]
 
 
 def open_split(path: object, split: str | None, others: Sequence[str] = ()) -> Reader:
@@ -119,6 +120,7 @@ def open_reading(
     *,
     follow_links: bool | None = None,
     trust: bool | None = None,
+    tells: bool = True,
     **options: object,
 ) -> tuple[Reader, Interpretation]:
     """Find the reader that fits `path` best, open it, and return it with how `path` is understood.
@@ -131,6 +133,7 @@ def open_reading(
         follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
             None for DLIO_FOLLOW_LINKS.
         trust: lift the guards against strangers; None for DLIO_TRUST. See `dlio.util.limits`.
+        tells: False for a caller that shows the files left out and the doubts itself.
         options: for the reader, such as `select` for HDF5 and Zarr. For all readers there are
             `format`, the name of the reader of a folder that several fit, and `split`, the one of
             several splits to read: `train` or `val`, or `all` for all as one data set.
@@ -183,7 +186,8 @@ def open_reading(
             if kind is None:
                 raise _unknown(f"this {type(path).__name__}", reasons, named=False)
             reading = Interpretation(name, kind, path, options)
-        reading.tell()
+        if tells:
+            reading.tell()
         if lone is not None and split is None and not reading.split:
             words = words_of_splits(lone)
             if words:
@@ -217,7 +221,7 @@ def _tell_of_labels(reader: Reader, kind: object) -> None:
     elif (
         len(reader.classes)
         and all(is_number(each.replace(",", ".", 1)) for each in reader.classes)
-        and not all(each.isdecimal() for each in reader.classes)
+        and not all(each.lstrip("+-").isdecimal() for each in reader.classes)
     ):
         count = counted(len(reader.classes), "class")
         text = f"its labels are numbers with fractions, and are {count}"
@@ -225,11 +229,13 @@ def _tell_of_labels(reader: Reader, kind: object) -> None:
         is_wide = reader.format in _TABLES and len(kinds) > _FEW_COLUMNS
         able = label_candidates({name: kind.text for name, kind in kinds.items()}, is_wide)
         if able and not reader.labels.any():
-            which = able[0] if len(able) == 1 else f"one of {', '.join(able[:_MOST_CANDIDATES])}"
+            best = able[0] if likely_label(able[:1]) else able[-1]  # Mostly the last column.
+            some = able if len(able) <= _MOST_CANDIDATES else [*able[: _MOST_CANDIDATES - 1], best]
+            which = some[0] if len(some) == 1 else f"one of {', '.join(dict.fromkeys(some))}"
             remedy = "name it label in the source"
             if callable(kind) and "label" in inspect.signature(kind).parameters:
-                word = shlex.quote(f"label={able[0]}")
-                remedy = f"choose it, such as label={able[0]!r} (`--reader-option {word}`)"
+                word = shlex.quote(f"label={best}")
+                remedy = f"choose it, such as label={best!r} (`--reader-option {word}`)"
             text = (
                 f"none of its fields has a label's name; if {which} is it, {remedy}: `targets` "
                 "are 0"
@@ -398,6 +404,8 @@ def _of_folder(
             made.left_out = [*outer, *made.left_out]
             tell_once(f"{url} holds samples in {below} alone, which is read")
             return made
+        if reading is None:
+            _check_files(url, kinds)
         if reading is None or (path_rules_of(reading.kind).is_fallback and not reading.weight):
             _check_several(url, kinds)
             check_folder(url)
@@ -467,6 +475,20 @@ def _lone_data(url: str, fields: str, kinds: Kinds, has_data: bool) -> str | Non
             return lone
         lone = lone_folder(lone, has_data=has_data)
     return None
+
+
+def _check_files(url: str, kinds: Kinds) -> None:
+    """Raise UsageError for a folder with files of a format whose files are opened by their names,
+    such as nanoGPT's `train.bin` and `val.bin`."""
+    names = [name for name, folder in Source(url).names() if not folder]
+    for form, kind in kinds:
+        owns = path_rules_of(kind).owns
+        own = [name for name in names if owns is not None and owns(name.lower())]
+        if own and _reason(kind, inside(url, own[0])) is None:
+            raise UsageError(
+                f"{url} holds {named_files(own)} of {form}, which are not opened by their folder: "
+                f"open {inside(url, own[0])}, or several by a list or a pattern"
+            )
 
 
 def _check_several(url: str, kinds: Kinds) -> None:
@@ -651,5 +673,8 @@ def _fitting(name: str, value: object, hint: object) -> object:
         if not (several or value is None):
             raise UsageError(f"{named(name, value)}: give a list of names, such as ['a', 'b']")
     elif str in hints and not isinstance(value, str | None):
-        raise UsageError(f"{named(name, value)}: give text")
+        words = "give text"
+        if isinstance(value, int | float):  # Such as the name of a column on a command line.
+            words += f", such as {name}='{value}' (`--reader-option '{name}=\"{value}\"'`)"
+        raise UsageError(f"{named(name, value)}: {words}")
     return value

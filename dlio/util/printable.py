@@ -38,13 +38,16 @@ _heard: Final[ContextVar[list[str] | None]] = ContextVar("heard", default=None)
 
 @contextmanager
 def hearing() -> Iterator[list[str]]:
-    """Yield a list that gets whatever `tell_once` is given in the block."""
+    """Yield a list that gets whatever `tell_once` is given in the block; one around it, too."""
+    outer = _heard.get()
     heard: list[str] = []
     token = _heard.set(heard)
     try:
         yield heard
     finally:
         _heard.reset(token)
+        if outer is not None:
+            outer += heard
 
 
 def tell_once(text: str, kind: str = "") -> None:

@@ -426,7 +426,8 @@ def _has_boxes(source: Source, name: str) -> bool:
         head = source.read(name, 0, _HEAD).lstrip()
     except SourceError:
         return False
-    return head.startswith(b"{") and b'"bbox"' in head
+    keys = (b'"images"', b'"annotations"')
+    return head.startswith(b"{") and b'"bbox"' in head and any(key in head for key in keys)
 
 
 def _annotation_file(path: str, split: str | None) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular
 from dlio.util.memory import new_memory
 from dlio.util.parallel import each_of
-from dlio.util.printable import log_warning
+from dlio.util.printable import tell_once
 from dlio.util.units import counted
 
 # Data sets of two folders side by side, with a file in the second for each picture in the first
@@ -413,7 +413,7 @@ class ListedReader:
         head = json.loads(index["head"].tobytes())
         self.classes, self.fingerprint = head["classes"], head["fingerprint"]
         if head["left_out"]:
-            log_warning("%s %s", source.path(), head["left_out"])
+            tell_once(f"{source.path()} {head['left_out']}")
         self._sets = [FileSet(source, index, prefix) for prefix in self.prefixes]
         self._files = self._sets[0]
         return index, head

@@ -18,7 +18,6 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.foreign_formats import words_of
 from dlio.data.index import Arrays, Names
 from dlio.data.interpretation import counted_below, named_files
 from dlio.data.labels import (
@@ -61,6 +60,7 @@ from dlio_readers.folder_doubts import (
     number_labels,
 )
 from dlio_readers.foreign_labels import check_downloads, foreign_words
+from dlio_readers.hollow_folders import remedy_of_hollow
 from dlio_readers.label_tables import TABLES, read_table
 from dlio_readers.picture_lists import (
     PictureLists,
@@ -68,7 +68,13 @@ from dlio_readers.picture_lists import (
     has_lists,
     names_of_lists,
 )
-from dlio_readers.unread_labels import files_of_labels, labels_beside, unread_labels, write_them
+from dlio_readers.unread_labels import (
+    files_of_labels,
+    labels_beside,
+    lists_classes,
+    unread_labels,
+    write_them,
+)
 
 _LISTING_THREADS: Final = 32
 _FEW: Final = 8
@@ -267,7 +273,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
         if not count:
             raise SourceError(
                 f"{source.path(name)} is a class folder without images "
-                f"({', '.join(PICTURES)}): {_remedy(source, name)}"
+                f"({', '.join(PICTURES)}): {remedy_of_hollow(source, name, classes)}"
             )
         parts += own
         own.clear()
@@ -275,41 +281,6 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
     index = _index_of(parts, labels, IMAGE_LABEL.overhead)
     return index, {"classes": list(classes), "labelled": True, "folders": folders}
-
-
-def _remedy(source: Source, folder: str, depth: int = 6) -> str:
-    """Return advice on a folder without pictures: others' data, such as the cache of the Hub with
-    its `snapshots/`, are not to be removed."""
-    at = folder
-    for _ in range(depth):
-        entries = sorted(source.names(at))
-        files = [name for name, is_folder in entries if not is_folder]
-        if files and all(name.lower().endswith(".xml") for name in files):
-            return (
-                "it holds XML, such as Pascal VOC's boxes, which is read next to a folder "
-                "JPEGImages, or where both are called images and annotations: rename them, or open "
-                "the folder of pictures alone"
-            )
-        if words := foreign_words(source, [f"{at}/{name}" for name in files]):
-            return f"it holds {words}"
-        if files and all(name.lower().endswith(".txt") for name in files):
-            return (
-                "it holds texts, which are read as a column of a CSV or Parquet file: write them "
-                "to one, next to a column label"
-            )
-        if len(files) == 1 and files[0].lower().endswith((".csv", ".tsv")):
-            return f"it holds a table: choose it with table={f'{at}/{files[0]}'!r} if it has labels"
-        if files and (words := words_of(files[0])):
-            return f"{files[0]} in {source.path(at)} is {words}"
-        if files:
-            return (
-                f"it holds other files, such as {files[0]} in {source.path(at)}: name the folder "
-                "of the data"
-            )
-        if not entries:
-            break
-        at = f"{at}/{entries[0][0]}"
-    return "fill it, or remove it"
 
 
 def _index_of(parts: list[_FolderFiles], labels: npt.NDArray[np.int64], overhead: int) -> Arrays:
@@ -377,7 +348,10 @@ def plan_of(
         if lists is not None:
             return _list_plan(source, lists)
         if not explains:  # It may be the label of another reader's.
-            raise UsageError(f"label={label!r}: {source.path()} has no list of its pictures")
+            raise UsageError(
+                f"label={label!r}: {source.path()} has no list of its pictures: leave label= out, "
+                "or name a table of theirs with table="
+            )
     here = [name for name, folder in rows if not folder and name.lower().endswith(PICTURES)]
     folders = [name for name, folder in rows if folder]
     if layout == "names":
@@ -452,6 +426,7 @@ def plan_of(
         some = some or _further_in(source, folders)
         above = files_of_labels(source, "", some, is_strict=True)
         above = [name for name in above if name != table and not name.lower().endswith(".csv")]
+        above = [name for name in above if not lists_classes(source, name, folders)]
         if above:
             others.append(f"{named_files(above)}, which may hold labels: folders' names are taken")
     fit = Fit(

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import Final
 
 import xxhash
@@ -32,9 +32,10 @@ _MASK: Final = re.compile(
     r"(.+?)[-_. ]?(?:mask|masks|seg|segmentation|label|labels|labelids|gt|trimap|annotation)",
     re.IGNORECASE,
 )
-_MASK_FOLDER: Final = re.compile(
+MASK_FOLDER: Final = re.compile(
     r"mask|segm|label|annot|truth|(?<![a-z])gts?(?![a-z])", re.IGNORECASE
 )
+"""Names of folders that may hold masks."""
 _FEW_FOLDERS: Final = 8
 """Folders that may be pictures and their masks, at most."""
 _WORDS: Final = re.compile(r"(.*?[^-_. (0-9].*?|[0-9]+(?=[-_. (]))[-_. (]*[0-9]+\)?", re.DOTALL)
@@ -187,11 +188,12 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
         )
     if masks and not parts:
         words.append(doubt_of_masks(masks))
-    twin_of = {name: [n for n in own if n != name][:1] for own in alike.values() for name in own}
-    for name in counts:
-        other = next(iter(twin_of[name]), None)
-        are_named = name.lower() in CONTAINERS or (other and _MASK_FOLDER.search(other))
-        if other is not None and are_named:
+    twins_of = {name: [n for n in own if n != name] for own in alike.values() for name in own}
+    for name, alikes in twins_of.items():
+        other = next((n for n in alikes if MASK_FOLDER.search(n)), next(iter(alikes), ""))
+        signs = (name.lower() in CONTAINERS, bool(MASK_FOLDER.search(other)))
+        # Where several folders have the same names, as 0.jpg, the folders' names must all say so.
+        if any(signs) if len(alikes) == 1 and not MASK_FOLDER.search(name) else all(signs):
             words.append(
                 f"{name} and {other} hold the same names, as pictures and their masks do: "
                 f"format='masks', images={name!r}, masks={other!r} reads them so"
@@ -205,13 +207,15 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
                 f"{other} holds the names of {name} with {end}, as masks do: format='masks', "
                 f"images={name!r}, masks={other!r} reads them so"
             )
-        if {name.lower(), other.lower()} in _PAIRS:
+    for name, other in combinations(counts, 2) if len(classes) == 2 else ():
+        if {name.lower(), other.lower()} in _PAIRS and _are_pairs(folders[name], folders[other]):
             words.append(
-                f"{name} and {other} hold the same names, as two pictures of each sample do, and "
-                "are read as classes: open them one by one if they are none"
+                f"{name} and {other} hold files named alike, as two pictures of each sample do, "
+                "and are read as classes: open them one by one if they are none"
             )
-    parted = [n for n in classes if (word := split_word(n)) and word != n]
-    if parted:
+    parted = [name for name in classes if _says_split(name)]
+    # Several are of one kind, such as steam_train and freight_train.
+    if len(parted) == 1 < len(classes):
         words.append(
             f"{parted[0]} says a split by its name, and is read as a class: open that folder if it "
             "is one"
@@ -238,6 +242,24 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
             "without labels"
         )
     return words
+
+
+def _says_split(name: str) -> bool:
+    """True for a name such as `bounding_box_train` and `train_images`, but not `test_tube`."""
+    word = split_word(name)
+    if not word or word == name:
+        return False
+    rest = name.rpartition(word)[2].strip(_SPACE).lower()
+    return not rest or rest in CONTAINERS or bool(MASK_FOLDER.fullmatch(rest.removesuffix("s")))
+
+
+def _are_pairs(files: Sequence[str], others: Sequence[str]) -> bool:
+    """True if the files of two folders have the same names, or longer ones (`0001x2.png`)."""
+    left, right = sorted(map(_stem, files)), sorted(map(_stem, others))
+    return len(left) == len(right) and all(
+        long.startswith(short) or short.startswith(long)
+        for long, short in zip(left, right, strict=True)
+    )
 
 
 def _end_of_masks(pictures: Sequence[str], others: Sequence[str]) -> str:

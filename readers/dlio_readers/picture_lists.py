@@ -25,6 +25,7 @@ from typing import Final
 from dlio.data.labels import (
     LABEL_NAMES,
     LabelEncoding,
+    check_label,
     encode_labels,
     is_number,
     likely_label,
@@ -61,6 +62,8 @@ _BOXES: Final = (
 )
 # fmt: on
 """Columns of boxes, which tables of labels may have."""
+_RUN_LENGTHS: Final = re.compile(r"(?:^|[-_ ])rles?(?:$|[-_ ])|encoded[-_ ]?pixels", re.IGNORECASE)
+"""A column of masks as Kaggle has them, in runs of pixels."""
 MAX_TABLE: Final = 128 << 20
 DESCRIPTIONS: Final = "metadata."
 """Beginning of the names of tables that describe pictures: their label is called so, or they have
@@ -195,7 +198,7 @@ def find_lists(
                 for name, picture in _keys(source, top, each.rows).items():
                     keys.setdefault(name, picture)
         nested = any("/" in name[len(folder) + 1 if folder else 0 :] for name in keys.values())
-        if not each.has_labels and each.columns and not nested:
+        if not each.has_labels and each.columns and (label is not None or not nested):
             unclear.append((each, folder))
             continue
         if not each.has_labels and each.columns:
@@ -211,9 +214,17 @@ def find_lists(
         unlisted |= set(keys.values())
     if unclear and not made:
         first, folder = unclear[0]
+        check_label(source.path(first.file), first.columns, label)
         if known_words := foreign_words(source, [first.file]):
             raise UsageError(
                 f"{source.path()}: {known_words}; layout='flat' reads the pictures without them"
+            )
+        masks = next(filter(_RUN_LENGTHS.search, first.columns), None)
+        if masks is not None:
+            raise UsageError(
+                f"{source.path(first.file)}: its {masks} are masks by their runs of pixels, which "
+                "are read from pictures: draw each into a folder masks, as 0.png of images/0.jpg, "
+                f"or read the pictures without them: {source.path(folder)}, layout='flat'"
             )
         likely = likely_label(first.columns) or first.columns[0]
         raise UsageError(
@@ -385,8 +396,8 @@ def _read(source: Source, file: str, label: str | None, is_named: bool = False) 
     if is_named and label is not None and not has_header:
         raise UsageError(f"label={label!r}: {where} has no header: leave label= out")
     made = _parsed(file, data, label, where)
-    if is_named and label is not None and not made.has_labels:
-        raise UsageError(f"label={label!r}: {where} has {', '.join(made.columns)}")
+    if is_named and not made.has_labels:
+        check_label(where, made.columns, label)
     return made
 
 

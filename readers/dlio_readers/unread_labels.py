@@ -82,6 +82,16 @@ def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, .
     return tuple(words), [*kept, *own]
 
 
+def lists_classes(source: Source, name: str, folders: Sequence[str]) -> bool:
+    """True for a text that names the class folders, a line each, and so labels no picture."""
+    try:
+        lines = source.read(name, 0, _HEAD).decode("utf-8", "replace").splitlines()
+    except SourceError:
+        return False
+    named = {line.strip() for line in lines} - {""}
+    return named == set(folders)
+
+
 def _some_stems(pictures: Iterable[str]) -> list[bytes]:
     """Return the first names of pictures, without their suffixes, in alphabetical order."""
     stems = (os.path.splitext(name)[0] for name in pictures)

@@ -23,6 +23,7 @@ from dlio.errors import (
     UsageError,
     printable,
     redact,
+    shortened,
 )
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.arguments import PathText, path_in
@@ -31,7 +32,7 @@ from dlio.util.limits import is_plausible
 from dlio.util.link_free import READING, open_unlinked
 from dlio.util.options import Option
 from dlio.util.parallel import SourceThread
-from dlio.util.printable import print_line
+from dlio.util.printable import hearing, print_line
 from dlio.util.trusted_files import closing_descriptor, open_file
 from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import open_folder
@@ -411,8 +412,8 @@ def _group(
 
 @contextmanager
 def _noting(lines: list[str]) -> Iterator[None]:
-    """Add to `lines` the warnings that are logged in the block, each once; but those about
-    pictures, which are counted."""
+    """Add to `lines` the warnings that are logged in the block, or would be, had this process not
+    told them before, each once; but those about pictures, which are counted."""
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -423,6 +424,9 @@ def _noting(lines: list[str]) -> Iterator[None]:
     handler, log = Notes(logging.WARNING), logging.getLogger("dlio")
     log.addHandler(handler)
     try:
-        yield
+        with hearing() as heard:
+            yield
     finally:
         log.removeHandler(handler)
+    told = dict.fromkeys(shortened(printable(text)) for text in heard)
+    lines += [line for line in told if line not in lines]

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 import dlio
 from dlio.cli.ls import describe
 from dlio.data.reader import open_reader
+from dlio.data.splits import reading_options
 from dlio.errors import SourceError, UsageError
 from dlio.util import printable
 from dlio.util.settings import REHEARSAL
@@ -430,3 +431,16 @@ def test_numbers_that_are_written_in_several_ways_are_told_to_be_names(
     with caplog.at_level(logging.WARNING, "dlio"):
         assert open_labels(str(tmp_path / "a.csv")) == (["01", "1", "2"], [0, 1, 2])
     assert "such as 01 and 1, are taken for names of classes" in caplog.text
+
+
+def test_a_number_as_a_label_is_refused_with_the_text_to_give(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"3": [0.5, 1.5], "4": ["cat", "dog"]}), tmp_path / "a.parquet")
+    path = str(tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match=r"label=4: give text, such as label='4'") as caught:
+        open_reader(path, label=4)
+    word = 'label="4"'
+    assert f"(`--reader-option '{word}'`)" in str(caught.value)
+    chosen = reading_options(None, None, [word])
+    assert list(open_reader(path, label=chosen["label"]).classes) == ["cat", "dog"]
+    with pytest.raises(UsageError, match=r"give text$"):
+        open_reader(path, label=["4"])

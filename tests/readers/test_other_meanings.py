@@ -14,6 +14,7 @@ from PIL import Image
 from pyarrow import feather
 from pyarrow import parquet as pq
 
+from dlio.cli.ls import describe
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.util.settings import REHEARSAL
@@ -239,7 +240,17 @@ def test_labels_in_attributes_are_told(
     [
         (("LR", "HR"), "as two pictures of each sample do"),
         (("bounding_box_train", "query"), "bounding_box_train says a split by its name"),
+        (("train_images", "query"), "train_images says a split by its name"),
+        (("face", "mask"), "as pictures and their masks do"),
+        (("photos", "truth", "edges"), "as pictures and their masks do"),
         (("cat", "dog"), ""),
+        (("low", "medium", "high"), ""),
+        (("test_tube", "beaker"), ""),
+        (("train_station", "test_lab"), ""),
+        (("freight_train", "steam_train", "bus"), ""),
+        (("mask", "no_mask"), ""),
+        (("images", "paintings", "drawings"), ""),
+        (("barcode", "label", "stamp"), ""),
     ],
 )
 def test_folders_that_may_be_no_classes_are_told(
@@ -250,7 +261,17 @@ def test_folders_that_may_be_no_classes_are_told(
     with caplog.at_level(logging.WARNING, "dlio"):
         assert list(open_reader(str(tmp_path)).classes) == sorted(folders)
     assert told in caplog.text
-    assert bool(caplog.text) == bool(told)
+    assert len(caplog.records) == bool(told)
+
+
+def test_class_folders_of_files_named_otherwise_are_no_pairs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "low", ["17.png", "31.png"])
+    _pictures(tmp_path / "high", ["20.png", "44.png"])
+    with caplog.at_level(logging.WARNING, "dlio"):
+        assert list(open_reader(str(tmp_path)).classes) == ["high", "low"]
+    assert not caplog.text
 
 
 def _split_folders(root: Path) -> None:
@@ -290,3 +311,48 @@ def test_pictures_of_a_column_that_are_paths_alone_are_named(tmp_path: Path) -> 
     pq.write_table(pa.table({"image": image, "label": ["b"]}), tmp_path / "a.parquet")
     with pytest.raises(SourceError, match="its column 'image' has paths of files and no bytes"):
         open_reader(str(tmp_path / "a.parquet"))
+
+
+def test_a_text_of_the_classes_is_not_told_as_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in ("ant", "bee"):
+        _pictures(tmp_path / folder, ["0.png", "1.png"])
+    (tmp_path / "labels.txt").write_text("bee\nant\n")
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(tmp_path)).close()
+        assert not caplog.text
+        (tmp_path / "labels.txt").write_text("bee\nwasp\n")
+        open_reader(str(tmp_path)).close()
+    assert "1 file (labels.txt), which may hold labels" in caplog.text
+
+
+def test_class_folders_of_negative_numbers_are_not_called_fractions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in ("-1", "0", "1"):
+        _pictures(tmp_path / folder, ["0.png", "1.png"])
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(tmp_path)).close()
+    assert "fractions" not in caplog.text
+
+
+def test_doubts_are_told_in_one_place_of_dlio_ls(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "tumor", ["a.png", "b.png"])
+    with caplog.at_level(logging.WARNING, "dlio"):
+        (doubt,) = describe(str(tmp_path))["doubts"]
+        assert doubt.startswith("tumor is the only class, so all labels are 0")
+        assert not caplog.text
+        open_reader(str(tmp_path)).close()
+    assert doubt in caplog.text
+
+
+@pytest.mark.parametrize("other", ["", "meta.pkl", "input.txt"])
+def test_files_of_tokens_in_a_folder_are_named(other: str, tmp_path: Path) -> None:
+    for name in filter(None, ("train.bin", "val.bin", other)):
+        (tmp_path / name).write_bytes(b"\0" * 64)
+    words = r"2 files \(train.bin, val.bin\) of tokens, .* open .*/train.bin, or several by a list"
+    with pytest.raises(UsageError, match=words):
+        open_reader(str(tmp_path))

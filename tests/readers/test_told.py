@@ -64,7 +64,8 @@ def test_pictures_with_other_suffixes_are_counted(
         for k in range(4):
             (data / "labels" / f"{k}.txt").write_text("0 0.5 0.5 0.2 0.2\n")
     lost = 2 * len(folders[kind])
-    for _ in range(2):  # Also when the listing comes from the cache.
+    for _ in range(2):  # Also when the listing comes from the cache, in another process.
+        monkeypatch.setattr("dlio.util.printable._told", set())
         count, logged = _open(data, caplog)
         assert count == (4 if kind == "classes" else 2)
         assert (
@@ -255,6 +256,7 @@ def test_unfinished_downloads_and_sounds_are_counted_next_to_pictures(
     text = "\n".join(logged)
     assert "leaves out 1 picture, such as a/1.gif" in text
     assert "leaves out 3 files next to its pictures, such as a/2.png.part" in text
+    assert _open(tmp_path / "data", caplog) == (1, [])
 
 
 @pytest.mark.parametrize(
@@ -319,6 +321,17 @@ def test_a_table_without_a_column_of_labels_names_those_that_may_be(
     (warning,) = _open(tmp_path / f"a.{suffix}", caplog)[1]
     assert "if one of Pclass, Survived, Sex, valid is it, choose it" in warning
     assert "label='Pclass' (`--reader-option label=Pclass`)" in warning
+
+
+def test_the_last_column_is_the_example_of_a_label_where_no_name_says_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns: dict[str, list[Any]] = {f"flag {k}": [0, 1, 1] for k in range(12)}
+    _write_table(
+        tmp_path / "a.csv", columns | {"tenure": [0.5, 2.5, 3.5], "Churn": ["n", "y", "n"]}
+    )
+    (warning,) = _open(tmp_path / "a.csv", caplog)[1]
+    assert "flag 6, Churn is it, choose it, such as label='Churn' (" in warning
 
 
 @pytest.mark.parametrize(
