@@ -183,12 +183,19 @@ def run_function(name: str, function: CommandFunction, tokens: Sequence[str]) ->
         sys.exit(2)
 
 
-def _app(name: str, text: str, examples: Sequence[str] = (), hidden: str = "", **more: Any) -> App:
+def _app(
+    name: str,
+    text: str,
+    examples: Sequence[str] = (),
+    hidden: str = "",
+    arguments: Sequence[str] = (),
+    **more: Any,
+) -> App:
     return App(
         name=name,
         help=text,
         help_format="plaintext",
-        help_formatter=TwoColumns(examples, hidden),
+        help_formatter=TwoColumns(examples, hidden, arguments),
         help_flags=["--help", "-h"],
         **{"version_flags": [], **more},
     )
@@ -225,8 +232,12 @@ def _of_function(name: str, function: CommandFunction, rest: Sequence[str], brie
         examples = examples[:_BRIEF_EXAMPLES]
         options = counted(len(Command(name, function).shown_fields), "option")
         hidden = f"`dlio {name} --help-all` shows all {options}"
-    app = _app(name.rpartition(" ")[2], text, examples, hidden)
     command = Command(name, function, brief)
+    arguments: list[str] = []
+    if is_command(function):
+        positional = [each for each in command.fields if each.option.positional]
+        arguments = [each.flag + "..." * each.many for each in positional]
+    app = _app(name.rpartition(" ")[2], text, examples, hidden, arguments)
     app.default(command.callable(rest) if is_command(function) else function)
     return app
 

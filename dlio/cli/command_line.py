@@ -186,13 +186,13 @@ def _run_with_umask(tokens: list[str]) -> None:
     is_of_user = tokens[:1] in (["run"], ["launch"])
     os.umask(before if is_of_user else before | 0o002)
     try:
+        if tokens and not tokens[0].startswith("-"):
+            _check_folder()  # torch's libraries end the process there, in words of their own.
         with contextlib.nullcontext() if is_of_user else escaping_libraries():
             run_command(tokens)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not error.filename and not _has_folder():
-            raise UsageError(
-                "the current folder has been removed: change to another one (cd)"
-            ) from error
+        if isinstance(error, FileNotFoundError) and not error.filename:
+            _check_folder()
         if is_of_user or error.errno not in FULL or isinstance(error, DlioError):
             raise
         raise unwritable(str(error.filename or "standard output, or a file,"), error) from error
@@ -200,13 +200,14 @@ def _run_with_umask(tokens: list[str]) -> None:
         os.umask(before)
 
 
-def _has_folder() -> bool:
-    """True if the current folder is there."""
+def _check_folder() -> None:
+    """Raise UsageError if the current folder has been removed."""
     try:
         os.getcwd()
-    except FileNotFoundError:
-        return False
-    return True
+    except FileNotFoundError as error:
+        raise UsageError(
+            "the current folder has been removed: change to another one (cd)"
+        ) from error
 
 
 def run_command(tokens: list[str]) -> None:

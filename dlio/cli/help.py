@@ -16,10 +16,14 @@ _NAMES_WIDTH: Final = 28
 class TwoColumns:
     """A help formatter of cyclopts that prints examples of command lines below the description."""
 
-    def __init__(self, examples: "Sequence[str]" = (), more: str = "") -> None:
+    def __init__(
+        self, examples: "Sequence[str]" = (), more: str = "", arguments: "Sequence[str]" = ()
+    ) -> None:
         self._examples = examples
         self._more = more
         """Last line of a help that does not show all options."""
+        self._arguments = arguments
+        """Names of the arguments, in order."""
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
         """Print a panel: its title and one row per command or option."""
@@ -38,6 +42,10 @@ class TwoColumns:
     def render_usage(self, console: "Console", options: "ConsoleOptions", usage: object) -> None:
         """Print the usage line."""
         text = getattr(usage, "plain", str(usage)).strip()
+        head, optional, _ = text.partition("[ARGS")  # cyclopts' word for all that are optional.
+        if optional and self._arguments:
+            required = head.split()
+            text = head + " ".join(f"[{each}]" for each in self._arguments if each not in required)
         self._print(console, f"Usage: {text.removeprefix('Usage: ')}")
 
     def render_description(

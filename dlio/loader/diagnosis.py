@@ -113,8 +113,11 @@ def _remedy(stage: str, stats: PassStats, cores: int) -> str:
     threads = stats["threads"]
     fewer = threads < cores
     size = _sample_bytes(stats)
-    # For tiny samples the cost is that of each call, so faster storage would not help.
-    if stage in _MOVING and size is not None and size < _SMALL_SAMPLE and not stats.get("images"):
+    # For tiny samples the cost is that of each call, so faster storage would not help; while tiers
+    # fill, whole blocks are waited for.
+    fills = stage == "source" and any(stats.get("bytes", {}).get(tier) for tier in ("ram", "disk"))
+    is_slow = stage in _MOVING and not fills and not stats.get("images")
+    if is_slow and size is not None and size < _SMALL_SAMPLE:
         return (
             f"a larger batch_size: samples of {format_bytes(size)} take longer to handle than to "
             "read or decode"

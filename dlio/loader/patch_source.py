@@ -1,5 +1,6 @@
 """Patches as samples: chunks are read through tiers of their own, and patches cut out of them."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,13 +107,7 @@ class PatchSource:
             np.empty(cut.shape, dtype) if inner == cut.shape else np.full(cut.shape, cut.pad, dtype)
         )
         touched = list(array.touched(cut.box))
-        numbers = [cut.first + chunk for chunk, _ in touched]
-        # Several at a time over a network alone: elsewhere a chunk is there before a thread wakes.
-        threads = min(self._at_a_time, len(numbers))
-        if threads > 1:
-            parts = each_of(self._chunk, numbers, threads, self.chunks.path)
-        else:
-            parts = [self._chunk(number) for number in numbers]
+        parts = self._chunks([cut.first + chunk for chunk, _ in touched])
         for (_, whole), data in zip(touched, parts, strict=True):
             shape = tuple(side.stop - side.start for side in whole)
             held = np.frombuffer(data, array.dtype.newbyteorder("<")).reshape(shape)
@@ -124,21 +119,45 @@ class PatchSource:
             out[tuple(given)] = held[tuple(taken)]
         return out[0] if cut.row else out
 
-    def _chunk(self, sample: int) -> Buffer:
+    def _chunks(self, numbers: Sequence[int]) -> list[Buffer]:
+        """Read chunks, and note the time by the place that was waited for."""
+        if not numbers:
+            return []
+        counters = None if self._mount is None else self._mount.hierarchy.counters
+        earlier = {} if counters is None else counters.take_waits()
+        began = time.perf_counter()
+        # Several at a time over a network alone: elsewhere a chunk is there before a thread wakes.
+        threads = min(self._at_a_time, len(numbers))
+        if threads > 1:
+            parts = each_of(self._chunk, numbers, threads, self.chunks.path)
+        else:
+            parts = [self._chunk(number) for number in numbers]
+        if counters is not None:
+            places = [place for _, place in parts]
+            now = "source" if "source" in places else places[0]
+            for place, seconds in (*earlier.items(), (now, time.perf_counter() - began)):
+                counters.waited(place, seconds)
+        return [data for data, _ in parts]
+
+    def _chunk(self, sample: int) -> tuple[Buffer, str]:
+        """Read a chunk; return it and the place that was waited for."""
+        place = "source"
         if self._mount is None:
             data: Buffer = self.chunks.read(np.array([sample], np.int64))[0]
         else:
             hierarchy = self._mount.hierarchy
-            data, origin = hierarchy.read_one(sample)
-            if origin != "source":  # Reads of the source are counted where they happen.
-                hierarchy.counters.add_bytes(origin, len(data))
+            data, place = hierarchy.read_one(sample)
+            if place != "source":  # Reads of the source are counted where they happen.
+                hierarchy.counters.add_bytes(place, len(data))
+            if hierarchy.counters.take_waits():
+                place = "source"  # A tier was filled first.
         wanted = int(self.chunks.sizes[sample])
         if len(data) != wanted:
             raise SourceError(
                 f"{self.chunks.path}: {self.chunks.name(sample)} has {len(data)} bytes instead of "
                 f"{wanted}: the source has changed since it was opened; open it again"
             )
-        return data
+        return data, place
 
 
 class PatchRecipe(Recipe):

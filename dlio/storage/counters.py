@@ -56,6 +56,21 @@ class Counters:
     by_source: Callable[[], dict[str, int]] | None = field(default=None, repr=False)
     """Returns the payload bytes read from each source of a mixture."""
     _lock: threading.Lock = field(default_factory=new_lock, repr=False)
+    _waits: threading.local = field(default_factory=threading.local, repr=False)
+
+    def waited(self, place: str, seconds: float) -> None:
+        """Note the time of a read within another piece of work of this thread, for `take_waits`."""
+        waits = self._waits.__dict__
+        waits[place] = waits.get(place, 0.0) + seconds
+
+    def take_waits(self) -> dict[str, float]:
+        """Return the seconds that this thread has waited for places since the last call."""
+        waits = self._waits.__dict__
+        if not waits:
+            return {}
+        taken = dict(waits)
+        waits.clear()
+        return taken
 
     def add_bytes(self, place: str, count: int) -> None:
         """Add payload bytes that were read from one of PLACES."""

@@ -12,6 +12,7 @@ pinned block from the source once. `dlio.storage` says which of two paths brings
     SampleLocator  where the samples of a batch lie, as arrays, for reads outside of Python
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
@@ -320,7 +321,11 @@ class TierReads:
         # The other samples of a streamed block are needed soon.
         if targets.is_pinned(block) and self._may_read_alone(sample, block):
             return place
-        return home if blocks.fill(block) else place
+        began = time.perf_counter()
+        has_come = blocks.fill(block)
+        # Of the source: the tier that the sample is then read from did not take this time.
+        self._counters.waited("source", time.perf_counter() - began)
+        return home if has_come else place
 
     def _may_read_alone(self, sample: int, block: int) -> bool:
         size = int(self._reader.sizes[sample])

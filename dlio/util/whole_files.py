@@ -210,7 +210,9 @@ def unwritable(path: str, error: OSError) -> UsageError:
 
 def not_written(path: str, error: OSError) -> str:
     """Return a sentence about a file or folder that cannot be written, with the remedy."""
-    remedy = _REMEDIES.get(error.errno or 0, "name another place")
+    remedy = _REMEDIES.get(error.errno or 0, _ELSEWHERE)
+    if error.errno == errno.ENOENT and os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        remedy = _ELSEWHERE  # Such as /proc, in which nothing can be made.
     return f"{path} cannot be written: {error.strerror}; {remedy}"
 
 
@@ -230,6 +232,7 @@ def check_folder(folder: str, option: str = "") -> None:
         raise unwritable(f"{option}{folder}", OSError(number, os.strerror(number)))
 
 
+_ELSEWHERE: Final = "name another place"
 _REMEDIES: Final = {
     errno.ENOSPC: "free some space there, or inodes (df -i), or name another place",
     errno.EDQUOT: "the quota is used up: free some space there, or name another place",

@@ -65,6 +65,10 @@ class _ArrayLimits:
             return None
         return next((row[0] for row in self._arrays if key.startswith(row[0])), None)
 
+    def witnesses(self, array: str) -> list[str]:
+        """Return the keys of which an array that is there has one at least."""
+        return [f"{folder}{name}" for folder in dict.fromkeys((array, "")) for name in METADATA]
+
     def most(self, key: str) -> int:
         """Return the most bytes that may be stored under a key."""
         return next((row[1] for row in self._arrays if key.startswith(row[0])), _MAX_METADATA)
@@ -157,14 +161,9 @@ class LocalFiles(LocalStore):
         disk is unmounted: it would be read as fill values."""
         array = self.limits.array_of(key)
         if array is not None and not any(
-            os.path.lexists(self.source.path(f"{folder}{name}"))
-            for folder in (array, "")
-            for name in METADATA
+            os.path.lexists(self.source.path(each)) for each in self.limits.witnesses(array)
         ):
-            raise SourceError(
-                f"{self.source.path(array.rstrip('/'))} is not there any more: restore it, or "
-                "mount its disk again"
-            )
+            raise _gone(self.source, array)
 
 
 class RemoteFiles(FsspecStore):
@@ -175,6 +174,8 @@ class RemoteFiles(FsspecStore):
     """The store's place."""
     archived: bool
     """True for a store in a zip archive."""
+    seen: dict[str, str]
+    """Of each array with missing chunks, the key that was there when one was looked for."""
 
     @classmethod
     def at(cls, source: Source) -> Self:
@@ -182,7 +183,7 @@ class RemoteFiles(FsspecStore):
         options = web_options(source.url)
         store: Any = cls.from_url(source.url, storage_options=options, read_only=True)
         store.limits, store.archive = _ArrayLimits(), source
-        store.archived = source.url.startswith("zip://")
+        store.archived, store.seen = source.url.startswith("zip://"), {}
         return cast("Self", store)
 
     async def get(
@@ -211,9 +212,28 @@ class RemoteFiles(FsspecStore):
             data = await super().get(key, prototype, byte_range)
         if data is None:
             self.limits.check_absent(key, key)
+            await self._check_there(key)
             return None
         self.limits.check(key, data.to_bytes())
         return data
+
+    async def _check_there(self, key: str) -> None:
+        """Do as `LocalFiles._check_there`, mostly with one request."""
+        array = self.limits.array_of(key)
+        if array is None:
+            return
+        for each in filter(None, (self.seen.get(array), *self.limits.witnesses(array))):
+            if await self.exists(each):
+                self.seen[array] = each
+                return
+        raise _gone(self.archive, array)
+
+
+def _gone(source: Source, array: str) -> SourceError:
+    return SourceError(
+        f"{source.path(array.rstrip('/'))} is not there any more: restore it, or mount its disk "
+        "again"
+    )
 
 
 def _span(part: Any, size: int) -> tuple[int, int]:

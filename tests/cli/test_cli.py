@@ -179,11 +179,12 @@ def test_files_do_not_take_the_place_of_standard_streams_that_are_closed(
 
 
 @pytest.mark.cold
-def test_a_current_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["ls some/where", "eval /data --weights /weights.pt"])
+def test_a_current_folder_that_is_gone_is_named(command: str, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     done = subprocess.run(
-        ["sh", "-c", f'rmdir "{gone}" && "{sys.executable}" -m dlio.cli ls some/where'],
+        ["sh", "-c", f'rmdir "{gone}" && "{sys.executable}" -m dlio.cli {command}'],
         cwd=gone,
         env={**os.environ, "PYTHONPATH": SOURCES},
         stderr=subprocess.PIPE,

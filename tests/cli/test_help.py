@@ -96,6 +96,7 @@ def test_h_is_help(
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
     assert "Usage: dlio" in shown[0]
+    assert "ARGS" not in shown[0].splitlines()[0]
     assert all(len(line) <= 80 for line in shown[0].splitlines())
 
 

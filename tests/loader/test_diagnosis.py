@@ -1,11 +1,17 @@
 """The diagnosis of a pass names remedies that fit the data, and none where nothing is wrong."""
 
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import dlio
+from dlio.comm import world
+from dlio.data.patches import PatchOptions
+from dlio.data.reader import open_parts
 from dlio.loader.diagnosis import diagnose
+from dlio.loader.patch_source import open_patches
 from dlio.loader.stats import PassStats
 
 
@@ -106,6 +112,16 @@ def test_it_does_not_say_that_a_loader_keeps_up_which_was_waited_for(given: dict
             ["source", "954 MiB", "larger tiers"],
             ["--resize"],
         ),
+        (
+            {
+                "images": False,
+                "bytes": _bytes(source=24 * 1000, ram=24 * 1000),
+                "thread_s": {"source": 18.0},
+            },
+            2,
+            ["source", "dlio stage"],
+            ["batch_size"],
+        ),
         # The network is named only where much comes from it.
         (
             {"bytes": _bytes(ram=10**9, peer=10**9), "thread_s": {"peer": 1.0}},
@@ -149,3 +165,16 @@ def test_remedies_fit_the_data(
         assert word in line
     for word in silent:
         assert word not in line
+
+
+def test_the_time_in_which_a_tier_fills_is_the_sources(tmp_path: Path) -> None:
+    np.arange(5000, dtype=np.uint16).tofile(tmp_path / "t.bin")
+    readers = open_parts(str(tmp_path / "t.bin"), dtype="uint16")
+    source = open_patches([readers], PatchOptions((8,), stride=(8,), leading=True), {})
+    counters = source.mount("ram:8MiB", world(), None, None).hierarchy.counters
+    source.cut(0, 0, 0)
+    assert list(counters.take_waits()) == ["source"]
+    source.cut(0, 0, 0)
+    assert list(counters.take_waits()) == ["ram"]
+    source.unmount()
+    source.close()

@@ -166,3 +166,21 @@ def test_a_store_that_is_gone_is_not_read_as_fill_values(tmp_path: Path, layout:
     with pytest.raises(SourceError, match=r"a\.zarr/images is not there any more"):
         reader.read(np.array([5]))
     reader.close()
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_a_remote_store_that_is_gone_is_not_read_as_fill_values(
+    tmp_path: Path, layout: str
+) -> None:
+    path, url = tmp_path / "a.zarr", f"memory://{tmp_path.name}/a.zarr"
+    _write(str(path), 8, layout)
+    files = fsspec.filesystem("memory")
+    files.put(str(path), url, recursive=True)
+    reader = open_reader(url)
+    for each in files.find(url):
+        if each.rpartition("/")[2] not in METADATA:
+            files.rm(each)
+    assert set(bytes(reader.read(np.array([5]))[0])) == {0}
+    files.rm(url, recursive=True)
+    with pytest.raises(SourceError, match=r"a\.zarr/images is not there any more"):
+        reader.read(np.array([5]))

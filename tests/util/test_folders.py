@@ -35,6 +35,7 @@ from dlio.util.whole_files import (
     check_writable,
     move_file,
     name_partial,
+    not_written,
     open_partial,
     write_json,
     write_whole,
@@ -404,3 +405,9 @@ def test_errors_name_a_folder_as_its_user_does(tmp_path: Path) -> None:
         assert "mine" in str(caught.value)
         assert "/proc/self/fd/11/" not in str(caught.value)
     assert "unlike /proc/self/fd/110/y" in str(errors[0])
+
+
+def test_a_place_in_which_nothing_can_be_made_is_not_told_to_be_created(tmp_path: Path) -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory")
+    assert "create its folder" in not_written(str(tmp_path / "a" / "b"), missing)
+    assert not_written("/proc/dlio-0", missing).endswith("directory; name another place")

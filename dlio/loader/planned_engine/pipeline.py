@@ -511,6 +511,7 @@ class Pipeline:
                 del batch  # An idle thread that held it would keep its memory, and its errors.
                 self._hurry.wait()
                 continue
+            self._hierarchy.counters.take_waits()  # Of other work of this thread.
             began = time.perf_counter()
             spent: _StageSeconds = defaultdict(float)
             if work is _Work.FIND:
@@ -591,7 +592,7 @@ class Pipeline:
                 transforming = builder.make_many(there, payloads)
             except BaseException as error:
                 batch.failed.update(dict.fromkeys(there, error))
-            spent["decode"] += time.perf_counter() - began - transforming
+            self._spend("decode", time.perf_counter() - began - transforming, spent)
             if transforming:
                 spent["transform"] += transforming
 
@@ -636,8 +637,15 @@ class Pipeline:
             )
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))
-        spent[place] += time.perf_counter() - began
+        self._spend(place, time.perf_counter() - began, spent)
         return payload
+
+    def _spend(self, stage: str, seconds: float, spent: _StageSeconds) -> None:
+        """Count a piece of work, without the reads within it: these are of other stages."""
+        for place, waited_s in self._hierarchy.counters.take_waits().items():
+            spent[place] += waited_s
+            seconds -= waited_s
+        spent[stage] += seconds
 
     def _sent(self, step: StepSamples, slot: int) -> Buffer | None:
         """Return the payload that a peer sent; None if it was damaged or given up."""
@@ -663,7 +671,7 @@ class Pipeline:
             return
         if place != "source":
             hierarchy.counters.add_bytes(place, count)
-        spent[place] += time.perf_counter() - began
+        self._spend(place, time.perf_counter() - began, spent)
 
     def _finish(self, batch: Batch) -> None:
         """Make the batch of its slots, and mark it as done."""
