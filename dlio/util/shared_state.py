@@ -10,6 +10,7 @@ call, in functions and classes that are not a library's.
 """
 
 import dis
+import io
 import mmap
 import os
 import sys
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 from dlio.util.called_code import CalledCode, codes_of, package_of
 from dlio.util.copied_classes import is_library
+from dlio.util.copied_files import opening_again
 
 _SEEDS: Final = frozenset(
     "seed manual_seed setstate set_state set_rng_state fork_rng seed_everything set_seed "
@@ -113,6 +115,14 @@ def _is_for_one_thread(value: object) -> bool:
     return name.partition(".")[0] in _ONE_THREAD
 
 
+def _is_open(value: object) -> bool:
+    """True for an open file, picture or database, with a place that its users share."""
+    is_cursor = (type(value).__module__, type(value).__name__) == ("sqlite3", "Cursor")
+    if isinstance(value, io.TextIOBase | io.BufferedWriter):
+        return isinstance(value, io.TextIOWrapper) and not value.closed and value.readable()
+    return is_cursor or opening_again(value) is not None
+
+
 def _use_of(value: object) -> str:
     """Return what calling a library's function does to the process; "" if nothing."""
     name = getattr(value, "__name__", "")
@@ -149,7 +159,10 @@ class _CodeLook:
         if self._may_seed or not _OF_WORKERS.keys().isdisjoint(names):
             return True
         return not _STORES.isdisjoint(self._code.co_code[::2]) or any(
-            _is_for_one_thread(known.get(name)) or _use_of(known.get(name)) for name in names
+            _is_for_one_thread(known.get(name))
+            or _is_open(known.get(name))
+            or _use_of(known.get(name))
+            for name in names
         )
 
     def found(self) -> SharedState | None:
@@ -189,6 +202,8 @@ class _CodeLook:
             return _OF_WORKERS.get(each.argval, "")
         if each.opname in _GLOBALS:
             value = self._known.get(each.argval)
+            if _is_open(value):
+                return f"uses the open file or database {each.argval} of a global variable"
             return f"uses {each.argval}" if _is_for_one_thread(value) else _use_of(value)
         if each.opname in ("STORE_SUBSCR", "STORE_SLICE"):
             return self._item_set()

@@ -6,6 +6,8 @@ import io
 import os
 import random
 import signal
+import sqlite3
+import sys
 import threading
 import types
 from collections import deque, namedtuple
@@ -35,6 +37,7 @@ from tests.util.seeding_code import (
     seeded,
 )
 
+_opened: Any = None
 _seed_by_alias = random.seed
 _steps = torch.nn.Sequential(torch.nn.Identity())
 _settings: dict[str, float] = {}
@@ -261,6 +264,15 @@ def _sets_environment(_: object, index: int) -> str:
 def _is_quiet(_: object, index: int) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         return index
+
+
+def test_an_open_file_of_a_global_variable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    database = sqlite3.connect(":memory:")
+    for opened in (io.BytesIO(b"a"), database, database.cursor()):
+        monkeypatch.setattr(sys.modules[__name__], "_opened", opened)
+        found = str(shared_state_of(_Rows(lambda _, i: (_opened, i))))
+        assert "uses the open file or database _opened of a global variable" in found
+    database.close()
 
 
 @pytest.mark.parametrize(
