@@ -127,7 +127,7 @@ class CalledCode:
         for name, is_called in _globals_of(code).items():
             self._value(known.get(name), names, is_called)
         if _IMPORTS in code.co_code[::2]:
-            for module in imported(names, known):
+            for module in _imported(names, known):
                 self._value(module, names, True)
 
     def _value(self, value: Any, names: set[str], is_called: bool, depth: int = 0) -> None:
@@ -158,10 +158,10 @@ class CalledCode:
                     self._queue += _functions_of(value)
 
 
-def package_of(held: Any) -> str:
+def package_of(held: object) -> str:
     """Return the name of the package of a class, function or module."""
     is_module = isinstance(held, types.ModuleType)
-    name: object = held.__name__ if is_module else getattr(held, "__module__", None)
+    name: object = getattr(held, "__name__" if is_module else "__module__", None)
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
@@ -173,7 +173,7 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from codes_of(inner)
 
 
-def imported(names: Iterable[str], known: dict[str, Any]) -> list[types.ModuleType]:
+def _imported(names: Iterable[str], known: dict[str, Any]) -> list[types.ModuleType]:
     """Return modules that code with these names may import, as far as they are in memory."""
     package = known.get("__package__") or ""
     found = [sys.modules.get(n) or sys.modules.get(f"{package}.{n}") for n in names if n]

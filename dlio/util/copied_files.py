@@ -88,11 +88,12 @@ def _picture_again(held: Any) -> Any:
             return held
         if held.filename:
             file: Any = os.fdopen(open_regular(os.path.abspath(held.filename)), "rb")
+        elif type(packed) is io.BytesIO:
+            file = io.BytesIO(packed.getvalue())
+        elif type(packed) is not io.BufferedReader or packed.closed:
+            return held
         else:
-            open_again = opening_again(packed)
-            file = packed if open_again is None else open_again(packed)
-            if file is packed:
-                return held
+            file = os.fdopen(open_regular(path_of(packed.fileno())), "rb")
         made = Image.open(file, formats=[held.format])
         made.filename = held.filename
         made.seek(held.tell())
