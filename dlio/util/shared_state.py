@@ -57,7 +57,14 @@ _PLACES: Final = frozenset(("read", "readline", "read_byte"))
 """Methods of a memory map that go on from its place."""
 _STORES: Final = frozenset(
     dis.opmap[name]
-    for name in ("STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "IMPORT_FROM")
+    for name in (
+        "STORE_GLOBAL",
+        "STORE_DEREF",
+        "STORE_ATTR",
+        "STORE_SUBSCR",
+        "STORE_SLICE",
+        "IMPORT_FROM",
+    )
     if name in dis.opmap
 )
 _SHARED: Final = (type, types.ModuleType)
@@ -85,9 +92,8 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
     walk = CalledCode(held)
     first: SharedState | None = None
     for function in walk:
-        of_global = id(function) in walk.of_globals
         for code in codes_of(function.__code__):
-            found = _CodeLook(code, function.__globals__, walk, of_global).found()
+            found = _CodeLook(code, function, walk).found()
             if found is not None and found.seeds:
                 return found
             reads = not found and not _PLACES.isdisjoint(code.co_names)
@@ -132,14 +138,15 @@ def _use_of(value: object) -> str:
 
 
 class _CodeLook:
-    """One look at the instructions of some code; `known` are its global variables. With
-    `is_of_global` it is a method of an object that is one."""
+    """One look at the instructions of a function, or of code in it."""
 
     def __init__(
-        self, code: types.CodeType, known: dict[str, Any], walk: CalledCode, is_of_global: bool
+        self, code: types.CodeType, function: types.FunctionType, walk: CalledCode
     ) -> None:
-        self._code, self._known, self._walk = code, known, walk
-        self._is_of_global = is_of_global
+        self._code, self._known, self._walk = code, function.__globals__, walk
+        known = self._known
+        self._is_of_global = id(function) in walk.of_globals
+        self._is_outer = code is function.__code__
         names = set(code.co_names)
         self._aliases = {name for name in names if _is_seeding(known.get(name))}
         self._makes_own = not _GENERATORS.isdisjoint(names)
@@ -198,6 +205,9 @@ class _CodeLook:
         is not for threads; "" if nothing."""
         if each.opname == "STORE_GLOBAL":
             return f"sets the global variable {each.argval}"
+        if each.opname == "STORE_DEREF":
+            is_kept = self._is_outer and each.argval in self._code.co_freevars
+            return f"sets {each.argval} of the function around it" if is_kept else ""
         if each.opname == "IMPORT_FROM":
             return _OF_WORKERS.get(each.argval, "")
         if each.opname in _GLOBALS:

@@ -241,6 +241,17 @@ class _Typed(_Rows):
         return self.now
 
 
+def _counting() -> Callable[[Any, int], object]:
+    at = 0
+
+    def keep(_: object, index: int) -> int:
+        nonlocal at
+        at = index
+        return at
+
+    return keep
+
+
 def _sets_entry(_: object, index: int) -> float:
     _settings["flip"] = random.random()
     return _settings["flip"] + index
@@ -281,6 +292,7 @@ def test_an_open_file_of_a_global_variable_is_found(monkeypatch: pytest.MonkeyPa
         (_Typed(lambda *_: 0), "sets the attribute now of a class"),
         (_Rows(lambda _, i: _Reader.keep(i)), "sets the attribute last of a class"),
         (_Rows(lambda _, i: _reader.get(i)), "sets the attribute last of an object that is a"),
+        (_Rows(_counting()), "sets at of the function around it"),
         (_Rows(_sets_entry), "sets an entry of the global variable _settings"),
         (_Rows(_sets_buffer), "sets an entry of the global variable _buffer"),
         (_Rows(_sets_space), "sets an attribute of the global variable _space"),
