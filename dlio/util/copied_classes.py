@@ -20,11 +20,13 @@ _HEAP: Final = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: classes that Python code defines."""
 
 
-def is_library(kind: type | types.FunctionType) -> bool:
-    """True for a class or function of an installed package, or of Python's own library."""
-    if kind.__module__ == "__main__":
+def is_library(held: type | types.FunctionType | types.ModuleType) -> bool:
+    """True for an installed package's, or Python's own, module, and for a class or function in
+    one."""
+    name = held.__name__ if isinstance(held, types.ModuleType) else held.__module__
+    if name == "__main__":
         return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    file = getattr(sys.modules.get(name), "__file__", None)
     return file is None or file.startswith(_HOMES)
 
 

@@ -1,18 +1,18 @@
 """Files, connections and arrays of a user's objects, anew for another thread."""
 
+import bz2
+import gzip
 import io
+import lzma
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from dlio.util.limits import open_regular
 from dlio.util.trusted_files import path_of
-
-if TYPE_CHECKING:
-    pass
 
 MOST_BYTES: Final = 4 << 20
 """Of an array that is copied: a buffer. Larger ones are data."""
@@ -38,6 +38,26 @@ def _opened_again(file: Any) -> Any:
     return again
 
 
+def _unpacked_again(held: Any) -> Any:
+    """Do `_opened_again` for a compressed file, at the same place of what is in it."""
+    try:
+        packed = held.fileobj if isinstance(held, gzip.GzipFile) else held._fp
+        if held.closed or held.writable() or type(packed) is not io.BufferedReader:
+            return held
+        again = _opened_again(packed)
+        if again is packed:
+            return held
+        again.seek(0)
+        is_gzip = isinstance(held, gzip.GzipFile)
+        made: Any = gzip.GzipFile(fileobj=again) if is_gzip else type(held)(again)
+        # Whoever closes it closes the file beneath, as if it had been opened by name.
+        setattr(made, *(("myfileobj", again) if is_gzip else ("_closefp", True)))
+        made.seek(held.tell())
+    except (OSError, ValueError, EOFError, AttributeError, lzma.LZMAError):
+        return held
+    return made
+
+
 def _lines_again(held: Any) -> Any:
     """Do `_opened_again` for a text; the same one if how it was opened decides what its lines are,
     which cannot be asked."""
@@ -60,11 +80,20 @@ def _picture_again(held: Any) -> Any:
     """Return an open picture of Pillow's, at the frame of the other; the same one if its pixels are
     in memory alone."""
     from PIL import Image
+    from PIL._util import DeferredError
 
     try:
-        if held.fp is None or not held.filename:
+        packed = getattr(held, "_fp", None) or held.fp
+        if held.fp is None or isinstance(packed, DeferredError):
             return held
-        file = os.fdopen(open_regular(os.path.abspath(held.filename)), "rb")
+        if held.filename:
+            file: Any = os.fdopen(open_regular(os.path.abspath(held.filename)), "rb")
+        elif type(packed) is io.BytesIO:
+            file = io.BytesIO(packed.getvalue())
+        elif type(packed) is not io.BufferedReader or packed.closed:
+            return held
+        else:
+            file = os.fdopen(open_regular(path_of(packed.fileno())), "rb")
         made = Image.open(file, formats=[held.format])
         made.filename = held.filename
         made.seek(held.tell())
@@ -91,6 +120,9 @@ _FILES: Final[dict[type, Callable[[Any], Any]]] = {
     io.TextIOWrapper: _lines_again,
     io.BytesIO: _in_memory_again,
     io.StringIO: _in_memory_again,
+    gzip.GzipFile: _unpacked_again,
+    bz2.BZ2File: _unpacked_again,
+    lzma.LZMAFile: _unpacked_again,
 }
 
 
@@ -105,15 +137,18 @@ def opening_again(held: object) -> Callable[[object], object] | None:
 
 
 def _connected_again(held: Any) -> Any:
-    """Return another connection to a file of SQLite's; the same one to any other place."""
+    """Return another connection to a file of SQLite's, or to a copy of what is in memory; the same
+    one to any other place."""
     sqlite = sys.modules["sqlite3"]
     try:
         places = [row[2] for row in held.cursor().execute("pragma database_list")]
-        if len(places) != 1 or not places[0] or held.in_transaction:
+        if len(places) != 1 or (places[0] and held.in_transaction):
             return held
         made = sqlite.connect(
-            places[0], check_same_thread=False, isolation_level=held.isolation_level
+            places[0] or ":memory:", check_same_thread=False, isolation_level=held.isolation_level
         )
+        if not places[0]:
+            made.deserialize(held.serialize())
     except sqlite.Error:
         return held
     made.row_factory, made.text_factory = held.row_factory, held.text_factory

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final
@@ -11,45 +12,56 @@ import numpy as np
 _MOST_OBJECTS: Final = 2000
 _MOST_ITEMS: Final = 200
 """Of a list or dictionary, that are looked at: longer ones are data."""
-_DEPTH: Final = 6
+_DEPTH: Final = 24
+_LISTS: Final[tuple[Any, ...]] = (list, tuple, set, deque)
+_SHORT: Final = 16
+"""Items of a list in which steps of a transform are, at most; those of longer ones come last."""
 
 
-def reachable(held: object) -> Iterator[object]:
-    """Yield an object and those that it holds, with the functions of their classes.
+def reachable(held: object, code: bool = True) -> Iterator[object]:
+    """Yield an object and those that it holds; with `code`, also the functions of their classes,
+    and global ones that functions name.
 
     Classes of torch and numpy are passed over, and so is everything beyond 2,000
     objects, or 200 of one list.
     """
     seen: set[int] = set()
-    queue: list[tuple[Any, int]] = [(held, 0)]
-    while queue and len(seen) < _MOST_OBJECTS:
-        each, depth = queue.pop(0)
+    near, far = deque[tuple[Any, int]]([(held, 0)]), deque[tuple[Any, int]]()
+    while (near or far) and len(seen) < _MOST_OBJECTS:
+        queue = near or far
+        each, depth = queue.popleft()
         if id(each) in seen or isinstance(each, str | bytes | int | float | np.ndarray):
             continue
         seen.add(id(each))
         yield each
         if depth < _DEPTH:
-            queue += [(inner, depth + 1) for inner in _held(each)]
+            inner = _held(each, code)
+            is_data = isinstance(each, (dict, *_LISTS)) and len(inner) > _SHORT
+            (far if is_data else queue).extend((one, depth + 1) for one in inner)
 
 
-def _held(each: Any) -> list[Any]:
+def _held(each: Any, code: bool) -> list[Any]:
     if isinstance(each, types.ModuleType | type | types.CodeType):
         return []
     if isinstance(each, types.FunctionType):
         cells = [cell.cell_contents for cell in each.__closure__ or () if _is_full(cell)]
-        called = [each.__globals__.get(name) for name in each.__code__.co_names]
+        called = [each.__globals__.get(name) for name in each.__code__.co_names if code]
         return cells + [inner for inner in called if isinstance(inner, types.FunctionType)]
     if isinstance(each, types.MethodType):
         return [each.__func__, each.__self__]
     if isinstance(each, functools.partial):
         return [each.func, each.args, each.keywords]
-    if isinstance(each, dict):
-        return list(islice(each.values(), _MOST_ITEMS))
-    if isinstance(each, list | tuple | set):
-        return list(islice(each, _MOST_ITEMS))
     held = list(getattr(each, "__dict__", {}).values())
+    if isinstance(each, dict):
+        held += islice(dict.values(each), _MOST_ITEMS)
+    for base in _LISTS:
+        if isinstance(each, base):
+            held += islice(base.__iter__(each), _MOST_ITEMS)
     for kind in type(each).__mro__:
-        if kind.__module__.split(".")[0] not in ("builtins", "torch", "typing", "numpy"):
+        if "__slots__" in vars(kind):
+            slots = [one for one in vars(kind).values() if type(one) is types.MemberDescriptorType]
+            held += [one.__get__(each) for one in slots if _is_set(one, each)]
+        if code and kind.__module__.split(".")[0] not in ("builtins", "torch", "typing", "numpy"):
             held += [own for own in vars(kind).values() if isinstance(own, types.FunctionType)]
     return held
 
@@ -58,4 +70,11 @@ def _is_full(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:
+        return False
+
+
+def _is_set(slot: types.MemberDescriptorType, held: object) -> bool:
+    try:
+        return slot.__get__(held) is not None
+    except AttributeError:
         return False

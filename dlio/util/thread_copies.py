@@ -237,10 +237,9 @@ class _CopyWalk:
                 return made
         if sqlite is not None and type(held) is sqlite.Cursor:
             connection = self.copied(held.connection, depth + 1)
-            if connection is not held.connection:
-                made = self._note(held, connection.cursor())
-                made.row_factory, made.arraysize = held.row_factory, held.arraysize
-                return made
+            made = self._note(held, connection.cursor())
+            made.row_factory, made.arraysize = held.row_factory, held.arraysize
+            return made
         return held
 
     def _function(self, held: Any, depth: int) -> Any:
