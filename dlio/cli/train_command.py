@@ -140,10 +140,7 @@ def _is_finished(config: TrainConfig) -> bool:
 
 
 def train_rank(config: TrainConfig) -> None:
-    """Train as this rank; rank 0 prints the report.
-
-    Raises SystemExit if the last checkpoint is missing.
-    """
+    """Train as this rank; rank 0 prints the report."""
     from dlio.comm import world
     from dlio.comm.launch_environment import under_mpi, under_torch
     from dlio.comm.survival.membership import RankLeft
@@ -162,16 +159,12 @@ def train_rank(config: TrainConfig) -> None:
         tells = world().rank == 0
     if tells:
         report.print()
-    # The loss of a rank may cost a checkpoint, and is told.
-    if report.checkpoints and report.checkpoints["lacks_last"] and not report.losses:
-        from dlio.comm.survival.recovery import uniform
-        from dlio.train.checkpoint.checkpoint_store import without_last
+        # The loss of a rank may cost a checkpoint, and is told.
+        if report.checkpoints and report.checkpoints["lacks_last"] and not report.losses:
+            from dlio.train.checkpoint.checkpoint_store import without_last
 
-        if tells:
             said = without_last(report.checkpoints["written"])
-            sys.stderr.write(f"dlio: error: --checkpoint {config.checkpoints.checkpoint}: {said}\n")
-        uniform(world(), world().barrier)  # The first that ends may end the others.
-        raise SystemExit(2)
+            sys.stderr.write(f"dlio: --checkpoint {config.checkpoints.checkpoint}: {said}\n")
 
 
 def _start_again(

@@ -243,11 +243,10 @@ def test_a_run_whose_last_checkpoint_found_no_room_says_so(
         workers=1,
         batch_size=4,
     )
-    with full_disk(500), pytest.raises(SystemExit) as ended:
+    with full_disk(500):
         train_rank(config)
-    assert ended.value.code == 2
     out, said = capsys.readouterr()
-    assert f"dlio: error: --checkpoint {folder}: the last checkpoint was not written; " in said
+    assert f"dlio: --checkpoint {folder}: the last checkpoint was not written; this run has" in said
     assert f"{folder} cannot be written: File too large; raise the limit of file sizes" in said
     assert "Wrote 0 checkpoints" in out
     assert [path.name for path in folder.iterdir()] == [".lock"]
