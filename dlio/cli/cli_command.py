@@ -313,8 +313,8 @@ def _taken(stated: Iterable[tuple[str, object]]) -> str:
     """Return `; PATH is the value of --option` of an option whose value is a file or folder, which
     may be meant for an argument that is missing; an empty string if there is none."""
     paths = [(name, value) for name, value in stated if isinstance(value, str)]
-    found = [f"; {value} is the value of {name}" for name, value in paths if os.path.exists(value)]
-    return found[-1] if found else ""
+    hints = [f"; {value} is the value of {name}" for name, value in paths if os.path.exists(value)]
+    return hints[-1] if hints else ""
 
 
 def describe(

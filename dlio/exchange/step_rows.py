@@ -27,7 +27,7 @@ class StepRows:
         os.pwrite(self._file, text.encode(errors="replace")[:_BYTES].ljust(_BYTES), 0)
 
     def read(self) -> dict[int, str]:
-        """Return what ranks of this machine have said, by rank; nothing after a loss, which gives
+        """Return the rows of ranks of this machine, by rank; nothing after a loss, which gives
         ranks other numbers."""
         said: dict[int, str] = {}
         if self._comm.size != len(self._rows):

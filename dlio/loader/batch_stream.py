@@ -113,7 +113,7 @@ class LoaderIterator(Iterator[BatchData]):
         self._num_workers = len(begun.workers)
         self._theirs = begun.iterator
         self._ended_by = ""
-        """What has ended the pass before its last batch; "" if nothing has."""
+        """Cause that has ended the pass before its last batch; "" without one."""
         self.before_first: Callable[[LoaderIterator], None] | None = None
         """Called once, before the first batch."""
 

@@ -231,7 +231,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
         self._place = LoaderPosition()
         self._data: Dataset | None = None
         self._contents: tuple[object, ...] | None = None
-        """What the data set was when dlio first read it, if it is of another library."""
+        """State of the data set when dlio first read it, if it is of another library."""
         self._engines = Engines()
         self._stats = PassCounters()
         self.plan: EpochPlan | None = None
@@ -855,7 +855,7 @@ class EpochLink:
 
 
 def _tell_of_shared_state(options: LoaderOptions, in_threads: bool) -> None:
-    """Say once that worker processes make the samples, or that threads share what they use."""
+    """Say once that worker processes make the samples, or that threads share state."""
     state = options.shared_state if options.num_workers else None
     if state is None or (not in_threads and holds_own(options.dataset)):
         return  # Of samples of `dlio.open` the engine's reason tells.

@@ -259,7 +259,7 @@ class LoaderOptions:
 
     @property
     def shared_state(self) -> SharedState | None:
-        """What code that makes samples or batches does to state of the process; None if nothing
+        """Use of state of the process by code that makes samples or batches; None if nothing
         is found."""
         return None if self.iterable else shared_state_of((self.dataset, self.collate_fn))
 

@@ -11,7 +11,7 @@
 | `input_files` | files that users name, and state, read within bounds |
 | `limits`, `decompression_limits`, `printable` | data and names that are not trusted |
 | `shared_folders`, `reaper` | folders in shared memory that end with their job |
-| `kept_memory` | what compressed files become, counted together |
+| `kept_memory` | memory of decompressed files, counted together |
 | `memory`, `buffer_pool`, `heap` | memory that is used again |
 | `threads`, `forks` | threads that are joined; locks in forked children |
 | `parallel` | calls that wait for a source, many at a time |

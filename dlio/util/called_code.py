@@ -32,7 +32,7 @@ class CalledCode:
     """A walk over functions of the user's, beginning with those of an object that make samples.
     Objects in a tuple are looked at alike.
 
-    It follows what functions name: other functions, methods, classes and objects, of their own
+    It follows the names in functions: other functions, methods, classes and objects, of their own
     module and of others. Code of libraries is left out, but for the data set's own package.
     """
 
@@ -84,7 +84,7 @@ class CalledCode:
         return package not in _PASSED_OVER and (package in self._packages or not is_library(held))
 
     def _add(self, held: object, is_global: bool = False) -> None:
-        """Note what an object holds: functions are called, methods if their name is."""
+        """Note all that an object holds: functions are called, methods if their name is."""
         if held is None or id(held) in self._seen:
             return
         for each in reachable(held, code=False):
@@ -117,7 +117,7 @@ class CalledCode:
                         self.of_globals.add(id(function))
 
     def _follow(self, code: types.CodeType, known: dict[str, Any]) -> None:
-        """Note what some code names."""
+        """Note the names in some code."""
         names = set(code.co_names)
         if "getattr" in names:
             names.update(each for each in code.co_consts if isinstance(each, str))
@@ -176,8 +176,8 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 def _imported(names: Iterable[str], known: dict[str, Any]) -> list[types.ModuleType]:
     """Return modules that code with these names may import, as far as they are in memory."""
     package = known.get("__package__") or ""
-    found = [sys.modules.get(n) or sys.modules.get(f"{package}.{n}") for n in names if n]
-    return [each for each in found if each is not None]
+    modules = [sys.modules.get(n) or sys.modules.get(f"{package}.{n}") for n in names if n]
+    return [each for each in modules if each is not None]
 
 
 def _may_hold_code(value: Any) -> bool:
@@ -190,14 +190,16 @@ def _may_hold_code(value: Any) -> bool:
 
 def _globals_of(code: types.CodeType) -> dict[str, bool]:
     """Return the global variables that some code names, and whether it calls them."""
-    found: dict[str, bool] = {}
+    called: dict[str, bool] = {}
     extended = 0
     for name, given in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         at = extended | given
         extended = at << 8 if name == _EXTENDED else 0
         if name == _GLOBAL:
-            found[code.co_names[at >> 1]] = bool(at & 1) or found.get(code.co_names[at >> 1], False)
-    return found
+            called[code.co_names[at >> 1]] = bool(at & 1) or called.get(
+                code.co_names[at >> 1], False
+            )
+    return called
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:

@@ -1,4 +1,4 @@
-"""What the classes of a user's objects allow: which are copied for each thread, and how."""
+"""Rules for the classes of a user's objects: which are copied for each thread, and how."""
 
 import sys
 import sysconfig
@@ -44,7 +44,7 @@ def attributes_of(held: object) -> dict[str, object]:
 
 
 def class_attributes_of(kind: type) -> dict[str, object]:
-    """Return what classes of a user's own hold for all their objects, but for methods and names."""
+    """Return attributes of a user's own classes that all their objects share, but for methods."""
     held: dict[str, object] = {}
     for each in reversed(kind.__mro__[:-1]):
         if not is_library(each):
@@ -111,7 +111,7 @@ def is_step(module: object, nn: types.ModuleType) -> bool:
 
 
 def without_end(kind: type) -> type:
-    """Return a class without its `__del__`, which would end what the original goes on using."""
+    """Return a class without its `__del__`, which would end parts of the original."""
     if not hasattr(kind, "__del__"):
         return kind
     own = {"__slots__": (), "__del__": lambda _: None, "__module__": kind.__module__}

@@ -39,7 +39,7 @@ def _opened_again(file: Any) -> Any:
 
 
 def _unpacked_again(held: Any) -> Any:
-    """Do `_opened_again` for a compressed file, at the same place of what is in it."""
+    """Do `_opened_again` for a compressed file, at the same place of its contents."""
     try:
         packed = held.fileobj if isinstance(held, gzip.GzipFile) else held._fp
         if held.closed or held.writable() or type(packed) is not io.BufferedReader:
@@ -59,7 +59,7 @@ def _unpacked_again(held: Any) -> Any:
 
 
 def _lines_again(held: Any) -> Any:
-    """Do `_opened_again` for a text; the same one if how it was opened decides what its lines are,
+    """Do `_opened_again` for a text; the same one if how it was opened decides about its lines,
     which cannot be asked."""
     try:
         if type(held.buffer) is not io.BufferedReader or held.closed:
@@ -137,7 +137,7 @@ def opening_again(held: object) -> Callable[[object], object] | None:
 
 
 def _connected_again(held: Any) -> Any:
-    """Return another connection to a file of SQLite's, or to a copy of what is in memory; the same
+    """Return another connection to a file of SQLite's, or to a copy of one in memory; the same
     one to any other place."""
     sqlite = sys.modules["sqlite3"]
     try:

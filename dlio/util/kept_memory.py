@@ -2,8 +2,8 @@
 
 A file that allows no random access is decompressed as a whole, and stays so as long as its data set
 is open. One file may become as much as `dlio.util.limits` says; of a folder of a hundred, each may.
-So what is kept has one account, from the first file that is looked at to the reader that is
-returned, and what is let go meanwhile is taken off again.
+So kept memory has one account, from the first file that is looked at to the reader that is
+returned, and memory that is freed meanwhile is taken off again.
 """
 
 import weakref
@@ -46,8 +46,8 @@ _account: Final[ContextVar[_Account | None]] = ContextVar("kept", default=None)
 
 @contextmanager
 def counted_together() -> Iterator[None]:
-    """Count what is kept in the block, by this thread and those that it asks, as one. Inside of
-    another such block, with that."""
+    """Count memory that is kept in the block, by this thread and those that it asks, as one.
+    Inside of another such block, with that."""
     token = _account.set(_account.get() or _Account())
     try:
         yield
@@ -56,7 +56,7 @@ def counted_together() -> Iterator[None]:
 
 
 class KeptMemory:
-    """What one file becomes, counted while it is decompressed; see `keeping`."""
+    """The bytes of one file, counted while it is decompressed; see `keeping`."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -82,14 +82,14 @@ class KeptMemory:
         return owner.data
 
     def drop(self) -> None:
-        """Take off what has not been held."""
+        """Take off all that has not been held."""
         self._account.take_off(self._bytes)
         self._bytes = 0
 
 
 @contextmanager
 def keeping(where: str) -> Iterator[KeptMemory]:
-    """Count what a file becomes; what it does not `hold` at the end of the block is taken off."""
+    """Count the bytes of a file; those not in `hold` at the end of the block are taken off."""
     kept = KeptMemory(where)
     try:
         yield kept

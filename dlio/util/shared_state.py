@@ -5,8 +5,8 @@ seed by the number of the sample, or keep an open file in a global variable. Thr
 between the seed and the draws of one come those of others, and the mask is changed otherwise than
 its picture. Processes have states of their own.
 
-Code is looked at and not run: what a data set's, a transform's or a collate function's methods may
-call, in functions and classes that are not a library's.
+Code is looked at and not run: all that a data set's, a transform's or a collate function's methods
+may call, in functions and classes that are not a library's.
 """
 
 import dis
@@ -40,7 +40,7 @@ _OF_WORKERS: Final = {
     "alarm": "sets an alarm",
     "setitimer": "sets an alarm",
 }
-"""Functions that give numbers by which workers are to differ, or set what a process has once."""
+"""Functions by which workers are to differ, or that set things of which a process has one."""
 _ONE_THREAD: Final = frozenset(("netCDF4", "tables"))
 """Packages that one thread of a process may call at a time."""
 _HANDLES: Final = {
@@ -75,7 +75,7 @@ _ATTRIBUTES: Final = frozenset("LOAD_METHOD LOAD_ATTR".split())
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """What code does to state of the process, and where, as `train.py:41`."""
+    """A use of state of the process, and its place, as `train.py:41`."""
 
     where: str
     what: str
@@ -88,18 +88,18 @@ class SharedState:
 
 def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | None:
     """Return the first use of state that threads would share, by code with which an object makes
-    samples; None if nothing is found. Objects in a tuple are looked at alike."""
+    samples; None if there is none. Objects in a tuple are looked at alike."""
     walk = CalledCode(held)
     first: SharedState | None = None
     for function in walk:
         for code in codes_of(function.__code__):
-            found = _CodeLook(code, function, walk).found()
-            if found is not None and found.seeds:
-                return found
-            reads = not found and not _PLACES.isdisjoint(code.co_names)
+            use = _CodeLook(code, function, walk).first_use()
+            if use is not None and use.seeds:
+                return use
+            reads = not use and not _PLACES.isdisjoint(code.co_names)
             if reads and any(type(each) is mmap.mmap for each in walk.objects):
-                found = SharedState("it", "reads at the place of a memory map", seeds=False)
-            first = first or found
+                use = SharedState("it", "reads at the place of a memory map", seeds=False)
+            first = first or use
     for each in walk.objects:
         package = package_of(type(each))
         if package in _HANDLES and _HANDLES[package] == type(each).__name__:
@@ -130,7 +130,7 @@ def _is_open(value: object) -> bool:
 
 
 def _use_of(value: object) -> str:
-    """Return what calling a library's function does to the process; "" if nothing."""
+    """Return the effect of a library's function on the process; "" if nothing."""
     name = getattr(value, "__name__", "")
     if name not in _OF_WORKERS or (isinstance(value, types.FunctionType) and not is_library(value)):
         return ""
@@ -158,7 +158,7 @@ class _CodeLook:
         self._before: list[dis.Instruction] = []
         """The instructions so far."""
         self._is_constant = False
-        """True if what comes before the chain is a constant."""
+        """True if a constant comes before the chain."""
 
     def _may_be_found(self) -> bool:
         """False for code whose names and instructions cannot be a use: most, in a short time."""
@@ -172,7 +172,7 @@ class _CodeLook:
             for name in names
         )
 
-    def found(self) -> SharedState | None:
+    def first_use(self) -> SharedState | None:
         """Return the first use of shared state; a seed if there is one."""
         if not self._may_be_found():
             return None
@@ -201,7 +201,7 @@ class _CodeLook:
         return first
 
     def _used(self, each: dis.Instruction) -> str:
-        """Return what is done to a global variable or an attribute of a class, or to a library that
+        """Return the use of a global variable or an attribute of a class, or to a library that
         is not for threads; "" if nothing."""
         if each.opname == "STORE_GLOBAL":
             return f"sets the global variable {each.argval}"
@@ -231,7 +231,7 @@ class _CodeLook:
 
     def _attribute_set(self, each: dis.Instruction, root: dis.Instruction) -> str:
         value = self._value_of(root)
-        # Setting a module's switch to what it is each time is for all.
+        # A module's switch that is set alike each time is for all.
         if isinstance(value, types.ModuleType) and self._is_constant:
             return ""
         names = self._code.co_varnames
@@ -250,7 +250,7 @@ class _CodeLook:
         return ""
 
     def _item_set(self) -> str:
-        """Return what is done to a global dictionary or array of which an entry by a constant, or
+        """Return the use of a global dictionary or array of which an entry by a constant, or
         a slice, is set. Entries by variables are a cache's, which threads may share."""
         at = len(self._before) - 1
         while at >= 0 and self._before[at].opname in ("LOAD_CONST", "BUILD_SLICE"):
@@ -267,7 +267,7 @@ class _CodeLook:
         return f"sets an entry of the global variable {self._before[at].argval}"
 
     def _seeds(self, each: dis.Instruction) -> bool:
-        """True if the seeding method of what a chain of attributes leads to is called, and that is
+        """True if the seeding method of the end of a chain of attributes is called, and that is
         not a generator that the code has made, nor an object of the user's own."""
         if each.opname == "IMPORT_FROM" and each.argval in _SEEDS:
             module = self._before[-1].argval if self._before[-1].opname == "IMPORT_NAME" else ""

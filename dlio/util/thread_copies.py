@@ -56,7 +56,7 @@ _here = threading.local()
 def own_copy(held: T) -> T:
     """Return an object as another thread is to have it; the same one if all of it is shared.
 
-    In a tuple they are copied together: what several of them hold stays one object.
+    In a tuple they are copied together: an object that several of them hold stays one.
 
     No code of the object's is called. Generators of random numbers stay the same objects.
     """
@@ -109,7 +109,7 @@ class _CopyWalk:
         self.arrays: dict[int, Any] = {}
 
     def copied(self, held: Any, depth: int) -> Any:
-        """Return the copy of what an object holds in an attribute."""
+        """Return the copy of the value of an attribute."""
         kind = type(held)
         if kind in _PLAIN:
             return held
@@ -276,8 +276,8 @@ class _CopyWalk:
         return made
 
     def _closed_over(self, held: Any, depth: int) -> Any:
-        """Return what a function uses. Lists and dictionaries in which it collects stay those of
-        the code around it."""
+        """Return a value that a function uses. Lists and dictionaries in which it collects stay
+        those of the code around it."""
         if id(held) not in self._made and type(held) in _CONTAINERS:
             return self._container(held, depth, may_keep=True)
         return self.copied(held, depth + 1)

@@ -445,20 +445,20 @@ class TarReader(PathReader):
 
     def _members_of(self, samples: npt.NDArray[np.int64]) -> dict[int, list[_Members]]:
         """Return where the fields of samples lie, by the numbers of their files."""
-        found: dict[int, list[_Members]] = {}
+        members: dict[int, list[_Members]] = {}
         files = np.searchsorted(self._firsts, samples, side="right") - 1
         rows = samples - self._firsts[files]
         if len(samples) < _FEW:  # Arrays would take longer.
             places = zip(files.tolist(), rows.tolist(), strict=True)
             for slot, (number, row) in enumerate(places):
                 begins, sizes = self._parts[number].place(row)
-                found.setdefault(number, []).append((begins, sizes, slot, row))
-            return found
+                members.setdefault(number, []).append((begins, sizes, slot, row))
+            return members
         for number in np.unique(files).tolist():
             slots = np.flatnonzero(files == number)
             columns = (*self._parts[number].places(rows[slots]), slots, rows[slots])
-            found[number] = list(zip(*(each.tolist() for each in columns), strict=True))
-        return found
+            members[number] = list(zip(*(each.tolist() for each in columns), strict=True))
+        return members
 
     def _read_file(
         self, number: int, members: list[_Members], payloads: list[bytes | memoryview]

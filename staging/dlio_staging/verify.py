@@ -428,5 +428,5 @@ def _noting(lines: list[str]) -> Iterator[None]:
             yield
     finally:
         log.removeHandler(handler)
-    told = dict.fromkeys(shortened(printable(text)) for text in heard)
-    lines += [line for line in told if line not in lines]
+    words = dict.fromkeys(shortened(printable(text)) for text in heard)
+    lines += [line for line in words if line not in lines]

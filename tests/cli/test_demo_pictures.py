@@ -87,7 +87,7 @@ def test_the_demo_makes_fewer_passes_over_more_pictures_than_it_draws(
         train_command, "run", lambda config, _: seen.append(config.optimizer.epochs)
     )
     demo.command(demo.DemoOptions(data=str(pictures), folder=str(tmp_path / "a")))
-    told = f"3 passes over {count} images take about " in capsys.readouterr().out
-    assert told == (share == 0.1)
+    is_said = f"3 passes over {count} images take about " in capsys.readouterr().out
+    assert is_said == (share == 0.1)
     demo.command(demo.DemoOptions(data=str(pictures), folder=str(tmp_path / "b"), epochs=5))
     assert seen == [passes, 5]

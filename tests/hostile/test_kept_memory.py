@@ -1,4 +1,4 @@
-"""What compressed files become, and what is kept of it, is bounded for a data set, not a file."""
+"""Memory of decompressed files is bounded for a data set, not a file."""
 
 import gc
 import gzip

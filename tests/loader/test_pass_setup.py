@@ -81,7 +81,7 @@ def test_the_set_up_of_a_pass_is_the_way_that_is_documented(pictures: Path) -> N
     from dlio.loader.planned_engine.pipeline import Pipeline
 
     with dlio.open(str(pictures), image_size=32, tiers="ram:32MiB") as data:
-        list(dlio.DataLoader(data, 4, shuffle=True, num_workers=2))  # Imports are no part of it.
+        list(dlio.DataLoader(data, 4, shuffle=True, num_workers=2))  # Imports come first.
     with (
         dlio.open(str(pictures), image_size=32, tiers="ram:32MiB", seed=0) as data,
         dlio.DataLoader(data, 4, shuffle=True, num_workers=2) as loader,

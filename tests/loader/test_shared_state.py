@@ -32,7 +32,7 @@ def _drawn(_: object) -> torch.Tensor:
 
 
 def _alike(value: Any) -> torch.Tensor:
-    """What a transform makes of a picture and of its mask, called with one seed."""
+    """Results of a transform for a picture and for its mask, called with one seed."""
     seed = int(np.random.randint(1 << 31))  # noqa: NPY002
     made = []
     for _ in range(2):

@@ -323,7 +323,7 @@ def test_a_label_that_is_not_there_is_refused_with_the_names_that_are(
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "feather", "npz", "h5", "zarr", "tfrecord"])
 def test_the_chosen_label_takes_the_name_of_no_other_field(suffix: str, tmp_path: Path) -> None:
-    """Of two, the one that is left out of the names to read gives it up."""
+    """A label that is left out of the names to read gives its name up to the chosen one."""
     path = str(tmp_path / f"a.{suffix}")
     columns: dict[str, list[Any]] = {
         "x": [0.5, 0.5],

@@ -281,8 +281,8 @@ def test_an_open_file_of_a_global_variable_is_found(monkeypatch: pytest.MonkeyPa
     database = sqlite3.connect(":memory:")
     for opened in (io.BytesIO(b"a"), database, database.cursor()):
         monkeypatch.setattr(sys.modules[__name__], "_opened", opened)
-        found = str(shared_state_of(_Rows(lambda _, i: (_opened, i))))
-        assert "uses the open file or database _opened of a global variable" in found
+        state = str(shared_state_of(_Rows(lambda _, i: (_opened, i))))
+        assert "uses the open file or database _opened of a global variable" in state
     database.close()
 
 

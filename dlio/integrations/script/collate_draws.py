@@ -2,7 +2,7 @@
 
 A number for each sample is the sample's own, as those that a data set draws. One for all of them,
 such as the weight by which mixup adds samples up, is drawn by each rank for its part of a batch:
-what is made of it is no part of what one process makes, and what NumPy computes is not looked at.
+its results differ from those of one process. Computations of NumPy's are not looked at.
 """
 
 import sys

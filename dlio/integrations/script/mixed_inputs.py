@@ -173,11 +173,11 @@ class MixedInputs(TorchFunctionMode):
         """Wrap a function that makes a batch of samples, which may mix them: it is looked at in its
         1st, 2nd, 4th, 8th call and so on."""
         calls = itertools.count(1)
-        told: list[str] = []
+        texts: list[str] = []
 
         def say_once(text: str) -> None:  # Each batch may draw on other lines.
-            if not told:
-                told.append(text)
+            if not texts:
+                texts.append(text)
                 self._say(text)
 
         @wraps(collate)

@@ -148,15 +148,15 @@ def test_equal_digests_pass_and_a_different_one_ends_the_script() -> None:
 
 def test_doubts_that_all_ranks_have_are_no_equal_digests_that_pass_unseen() -> None:
     guard = _guard(2, ["backward"])
-    told: list[bool] = []
-    guard.doubted = told.append
+    asked: list[bool] = []
+    guard.doubted = asked.append
     for doubts in ((0, 0), (1, 0), (1, 1)):
         guard.doubts = doubts
         sums = torch.zeros(guard.count)
         guard.depart(sums, 1.0)
         guard.arrive(2 * sums, 1.0)
         guard.check()
-    assert told == [False, True]
+    assert asked == [False, True]
 
 
 def _sizes(batch: object, samples: int) -> int:

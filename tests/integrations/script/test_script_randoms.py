@@ -500,8 +500,8 @@ def test_numbers_that_make_a_batch_of_samples_are_told_but_not_those_of_each(
         context.mixed_inputs.around_collate(collate)([torch.ones(3)] * 4)
         draw()
     assert len(context.notes) == is_told
-    told = r"test_script_randoms.py:\d+: random numbers are drawn there while samples are made"
-    assert all(re.match(told, each) for each in context.notes)
+    line = r"test_script_randoms.py:\d+: random numbers are drawn there while samples are made"
+    assert all(re.match(line, each) for each in context.notes)
 
 
 def test_weights_of_samples_that_are_drawn_by_values_differ_by_rank() -> None:
