@@ -128,7 +128,7 @@ def _on_cpu(args: tuple[Any, ...], given: dict[str, Any]) -> bool:
 def _shared(draws: KeyedRandom, held: Sequence[Any]) -> Iterator[None]:
     """Set shared generators to states of a sample; put the global ones back afterwards."""
     before = random.getstate(), np.random.get_state()  # noqa: NPY002 - the function's choice
-    of_torch = torch.get_rng_state()
+    of_torch = torch.get_rng_state() if torch.default_generator in held else None
     random.seed(draws.word())
     np.random.seed(draws.word() & _MASK_32)  # noqa: NPY002
     for each in held:
@@ -138,7 +138,7 @@ def _shared(draws: KeyedRandom, held: Sequence[Any]) -> Iterator[None]:
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])  # noqa: NPY002
-        if torch.default_generator in held:
+        if of_torch is not None:
             torch.set_rng_state(of_torch)
 
 

@@ -98,9 +98,9 @@ class Engines:
                 "batch_size=None"
             )
         engine, reason = choose_engine(options, data)
-        shown = type(options.dataset).__name__
         if reason and not self._has_warned and holds_own(options.dataset):
             self._has_warned = True  # Said once for samples of `dlio.open`.
+            shown = type(options.dataset).__name__
             log_warning("%s: read by the engine '%s', since %s", shown, engine, reason)
         if options.decode == "device" and engine != "planned":
             raise UsageError(

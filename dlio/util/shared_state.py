@@ -201,8 +201,8 @@ class _CodeLook:
         return first
 
     def _used(self, each: dis.Instruction) -> str:
-        """Return the use of a global variable or an attribute of a class, or to a library that
-        is not for threads; "" if nothing."""
+        """Return the use of a global variable, an attribute of a class, or a library that is not
+        for threads; "" if there is none."""
         if each.opname == "STORE_GLOBAL":
             return f"sets the global variable {each.argval}"
         if each.opname == "STORE_DEREF":
