@@ -33,9 +33,9 @@ import torch
 
 import dlio
 from dlio.data.schema import Schema
+from dlio.image.native import pool_library
 from dlio.image.native.build import compiler
 from dlio.loader.contract import Sample
-from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.native_pool import NativeRecipe
 from dlio.util.units import counted
 from dlio_bench.bench_processes import one_thread
@@ -138,7 +138,7 @@ class NativeThreads(_Pictures):
     title = "dlio.DataLoader, native threads"
 
     def missing(self) -> str | None:
-        return None if native_pool.find() is not None else native_pool.name()
+        return None if pool_library.find() is not None else pool_library.name()
 
     @contextmanager
     def open(self, emulated: EmulatedCores) -> Iterator[Iterator[int]]:

@@ -88,7 +88,7 @@ def describe(path: str, **options: object) -> DatasetDescription:
     from dlio.data.reader import open_reading
     from dlio.data.reader_contract import data_bytes
     from dlio.image import native
-    from dlio.loader.planned_engine import native_pool
+    from dlio.image.native import pool_library
     from dlio.storage.file_system_kind import file_system_of
 
     reader, reading = open_reading(path, follow_links=None, trust=None, tells=False, **options)
@@ -141,7 +141,7 @@ def describe(path: str, **options: object) -> DatasetDescription:
         },
         "fingerprint": reader.fingerprint,
         "decoder": native.name(),
-        "batches": native_pool.name(),
+        "batches": pool_library.name(),
     }
 
 

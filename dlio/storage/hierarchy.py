@@ -26,10 +26,11 @@ from dlio.data.reader_contract import Reader, abilities_of, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.storage.block import PayloadScratch, scatter
-from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
+from dlio.storage.block_fetcher import BlockFetcher, Fetcher
 from dlio.storage.counters import Counters, RunNotes
 from dlio.storage.sample_fetcher import SampleFetcher
 from dlio.storage.sample_locations import SampleLocations, SampleLocator
+from dlio.storage.source_requests import SourceRequests
 from dlio.storage.tier import Tier, TierTargets
 from dlio.util.closable import Closable
 from dlio.util.forks import new_lock

@@ -34,7 +34,6 @@ from dlio.storage.block_fetcher import (
     IN_FLIGHT_BYTES,
     BlockFiller,
     Filler,
-    SourceRequests,
     blocks_in_order,
     filler_threads,
 )
@@ -45,6 +44,7 @@ from dlio.storage.file_system_kind import FileSystemKind, file_system_of
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.inventory import DatasetUse, StoredDataset, make_room, remember_root, stored_data
 from dlio.storage.sample_fetcher import SampleFiller
+from dlio.storage.source_requests import SourceRequests
 from dlio.storage.tier import LostTier, Tier, TierView
 from dlio.storage.tier_spec import (
     Tiers,

@@ -34,9 +34,10 @@ from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.plan.order import Order
-from dlio.storage.block_fetcher import BlockFetcher, Fetcher, Filler, SourceRequests, members
+from dlio.storage.block_fetcher import BlockFetcher, Fetcher, Filler
 from dlio.storage.counters import RunNotes
 from dlio.storage.partial_blocks import PartialBlocks
+from dlio.storage.source_requests import SourceRequests, members
 from dlio.storage.tier import Tier, TierTargets
 from dlio.util.folders import file_sizes
 from dlio.util.forks import new_lock

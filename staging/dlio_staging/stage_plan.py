@@ -10,9 +10,9 @@ import numpy.typing as npt
 from dlio.data.reader_contract import Reader, data_bytes
 from dlio.data.splits import FormatChoice, ReaderChoices, SplitChoice
 from dlio.errors import UsageError
-from dlio.storage.block_fetcher import piece_bytes
 from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.mount import Layout, Mount
+from dlio.storage.source_requests import piece_bytes
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import counted, exact_bytes, format_bytes, parse_bytes

@@ -176,8 +176,8 @@ def _heal(
     Raises SourceError when the source is unknown or another data set than the one staged.
     """
     from dlio.data.reader import open_reader
-    from dlio.storage.block_fetcher import SourceRequests
     from dlio.storage.file_system_kind import file_system_of
+    from dlio.storage.source_requests import SourceRequests
     from dlio.storage.tier import Tier
     from dlio.storage.tier_spec import TierSpec
 

@@ -11,8 +11,8 @@ import pytest
 import dlio
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
+from dlio.image.native import pool_library
 from dlio.image.native.build import compiler
-from dlio.loader.planned_engine import native_pool
 from dlio_bench import loader_cores, loader_rows, loader_small
 from dlio_bench.bench_data import draw_small_pictures
 from dlio_bench.bench_processes import cores_for
@@ -225,14 +225,14 @@ def test_small_pictures_are_drawn_into_their_classes(tmp_path: Path) -> None:
         assert data.classes == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("is_built", [True, False] if native_pool.find() else [False])
+@pytest.mark.parametrize("is_built", [True, False] if pool_library.find() else [False])
 def test_cores_are_emulated_by_threads_that_sleep(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_built: bool
 ) -> None:
     monkeypatch.setattr(loader_cores, "_PICTURES", 40)
     if not is_built:
         monkeypatch.setattr(loader_cores, "compiler", lambda: None)
-        monkeypatch.setattr(native_pool, "find", lambda: None)
+        monkeypatch.setattr(pool_library, "find", lambda: None)
     report: dict[str, Any] = cores(1, 4, 2, decode_ms=0.5, seconds=0.05)
     assert report["ideal"] == pytest.approx(4_000)
     names = ["python", "prototype", "native"] if is_built else ["python"]

@@ -15,7 +15,7 @@ import torch
 
 import dlio
 from dlio.comm import world
-from dlio.loader.planned_engine import native_pool
+from dlio.image.native import pool_library
 from dlio.loader.planned_engine.native_pool import NativeJob, NativePool
 
 
@@ -76,7 +76,7 @@ def check_same(
     """Compare the batches of native threads with those of Python's."""
     made = batches_of(path, opened, loaded, view)
     with monkeypatch.context() as patched:
-        patched.setattr(native_pool, "find", lambda: None)
+        patched.setattr(pool_library, "find", lambda: None)
         wanted = batches_of(path, opened, loaded, view)
     assert len(made) == len(wanted)
     for batch, other in zip(made, wanted, strict=True):

@@ -13,12 +13,13 @@ import torch
 
 import dlio
 from dlio.errors import SourceError
-from dlio.loader.planned_engine import engine, native_pool
+from dlio.image.native import pool_library
+from dlio.loader.planned_engine import engine
 from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.loader.planned_engine.native_pool import NativeJob, NativePool, NativeRecipe
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 
-pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
+pytestmark = pytest.mark.skipif(pool_library.find() is None, reason=pool_library.name())
 
 COUNT, BATCH = 600, 10
 VALUES = np.random.default_rng(0).random((COUNT, 16), np.float32)
@@ -108,6 +109,7 @@ def _lose(folder: Path, data: dlio.Dataset, monkeypatch: pytest.MonkeyPatch) -> 
         raise SourceError("it is gone")
 
     monkeypatch.setattr(type(data.reader), "read", gone)
+    monkeypatch.setattr("dlio.storage.source_requests.can_read_payloads", lambda: False)
 
 
 @pytest.mark.parametrize("on_error", ["skip", "stop"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dlio
-from dlio.loader.planned_engine import native_pool
+from dlio.image.native import pool_library
 from dlio.loader.planned_engine.pipeline import Pipeline
 from tests.conftest import in_time
 
@@ -42,7 +42,7 @@ def test_one_thread_works_while_half_of_the_batches_are_complete(
         make(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Pipeline, "_make", noted)
-    monkeypatch.setattr(native_pool, "find", lambda: None)  # Of Python's threads.
+    monkeypatch.setattr(pool_library, "find", lambda: None)  # Of Python's threads.
     with (
         dlio.open(Numbers(), tiers="ram:16MiB") as data,
         dlio.DataLoader(data, batch_size=1, num_workers=4, prefetch_factor=4) as loader,

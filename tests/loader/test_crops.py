@@ -16,9 +16,8 @@ from dlio.errors import UsageError
 from dlio.image import decoder
 from dlio.image.crop import DRAWS, Box, Crop
 from dlio.image.decoder import Decoder
-from dlio.image.native import NativeCrop, NativeLibrary
+from dlio.image.native import NativeCrop, NativeLibrary, pool_library
 from dlio.image.random_source import KeyedRandom, stream_of
-from dlio.loader.planned_engine import native_pool
 from tests.loader.augmented_checks import MEAN, STD, users_own
 from tests.loader.test_gallery import parsed, pixels_of
 
@@ -162,7 +161,7 @@ def test_evaluation_decodes_the_part_that_is_shown_in_one_call(
         return crops_before(library, crops)
 
     crops_before = NativeLibrary.crops
-    monkeypatch.setattr(native_pool, "find", lambda: None)
+    monkeypatch.setattr(pool_library, "find", lambda: None)
     monkeypatch.setattr(decoder, "_decode_jpeg", counting)
     monkeypatch.setattr(NativeLibrary, "crops", counting_crops)
     steps: list[Any] = [T.Resize(256), T.CenterCrop(224), T.ToTensor(), T.Normalize(MEAN, STD)]

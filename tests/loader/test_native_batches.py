@@ -25,8 +25,8 @@ from dlio.data.schema import Schema
 from dlio.errors import DecodeError, UsageError
 from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import decode_whole
+from dlio.image.native import pool_library
 from dlio.image.png_library import pixels_of, use_png
-from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.batch_builders import PixelNumbers
 from dlio.loader.planned_engine.native_pool import (
     NativeArrays,
@@ -43,7 +43,7 @@ from tests.conftest import in_time
 from tests.image.jpegs import drawn
 from tests.loader.native_checks import Spy, check_same
 
-pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
+pytestmark = pytest.mark.skipif(pool_library.find() is None, reason=pool_library.name())
 
 CROPS = {
     "training": Crop(32, True),

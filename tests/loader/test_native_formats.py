@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from dlio.loader.planned_engine import native_pool
+from dlio.image.native import pool_library
 from dlio_staging.pack_folder import pack
 from tests.conftest import MpiRun
 from tests.loader.native_checks import Spy, check_same
 
-pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
+pytestmark = pytest.mark.skipif(pool_library.find() is None, reason=pool_library.name())
 
 BODY = str(Path(__file__).with_name("native_checks.py"))
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import dlio
-from dlio.loader.planned_engine import native_pool
+from dlio.image.native import pool_library
 
 pytestmark = [
-    pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name()),
+    pytest.mark.skipif(pool_library.find() is None, reason=pool_library.name()),
     pytest.mark.skipif(sys.platform != "linux", reason="files are read in place on Linux alone"),
 ]
 
@@ -96,7 +96,7 @@ print(made(pool)[0])
 def test_parts_of_a_chunk_that_is_known_to_be_intact_are_no_zeros(cut: int, tmp_path: Path) -> None:
     """No checksum of such a chunk is compared again: zeros behind its end are not taken for it."""
     what = f"""
-from dlio.loader.planned_engine.native_pool import PIECE
+from dlio.image.native.pool_library import PIECE
 size = columns * 8
 
 

@@ -11,13 +11,13 @@ import zarr
 import dlio
 from dlio.data.patches import PatchReader
 from dlio.errors import SourceError
-from dlio.loader.planned_engine import native_pool
+from dlio.image.native import pool_library
 from dlio.loader.planned_engine.patch_tables import tables_of
 from dlio.storage.tier import Tier
 from tests.loader.native_checks import Spy, check_same
 from tests.loader.volumes import CHUNKS, PATCH, SHAPE, drawn
 
-pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
+pytestmark = pytest.mark.skipif(pool_library.find() is None, reason=pool_library.name())
 
 
 @pytest.fixture

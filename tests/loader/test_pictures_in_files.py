@@ -13,14 +13,13 @@ import pytest
 import dlio
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
-from dlio.image.native import listed_files
-from dlio.loader.planned_engine import native_pool
+from dlio.image.native import listed_files, pool_library
 from dlio.util.link_free import opens_at_once
 from tests.image.jpegs import drawn
 from tests.loader.native_checks import Spy, check_same
 
 pytestmark = pytest.mark.skipif(
-    native_pool.find() is None or not opens_at_once(), reason=native_pool.name()
+    pool_library.find() is None or not opens_at_once(), reason=pool_library.name()
 )
 COUNT = 250
 NAMES = ("plain.jpg", "with space.JPEG", "Bär-ü.jpg", "x" * 240 + ".jpg", "\udcff\udcfe.jpg")

@@ -14,11 +14,11 @@ import pytest
 
 import dlio
 from dlio.errors import SourceError
-from dlio.loader.planned_engine import native_pool
+from dlio.image.native import pool_library
 from tests.image.jpegs import drawn
 from tests.loader.native_checks import Spy, check_same
 
-pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
+pytestmark = pytest.mark.skipif(pool_library.find() is None, reason=pool_library.name())
 COUNT = 4000
 
 

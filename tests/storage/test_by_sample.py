@@ -13,8 +13,8 @@ from dlio.data.flow import Flow
 from dlio.data.open_files import open_ranges
 from dlio.data.reader import open_reader
 from dlio.storage import block_fetcher, mount
-from dlio.storage.block_fetcher import SourceRequests
 from dlio.storage.file_system_kind import FileSystemKind
+from dlio.storage.source_requests import SourceRequests
 
 NETWORK = FileSystemKind("", "fuse", "fuse", "/")
 DISK = FileSystemKind("", "disk", "ext4", "/")
@@ -23,7 +23,7 @@ DISK = FileSystemKind("", "disk", "ext4", "/")
 @pytest.fixture
 def networked(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
-        "dlio.storage.block_fetcher",
+        "dlio.storage.source_requests",
         "dlio.storage.mount",
         "dlio_readers.path_reader",
     ):

@@ -16,8 +16,9 @@ from dlio.data.schema import IMAGE_LABEL
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block_fetcher import BlockFetcher, BlockFiller, SourceRequests, blocks_in_order
+from dlio.storage.block_fetcher import BlockFetcher, BlockFiller, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy
+from dlio.storage.source_requests import SourceRequests
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from tests.conftest import in_time

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dlio.data.reader import open_reader
-from dlio.storage.block_fetcher import SourceRequests, piece_bytes
 from dlio.storage.file_system_kind import FileSystemKind
+from dlio.storage.source_requests import SourceRequests, piece_bytes
 from dlio_staging.pack_folder import pack
 
 
@@ -36,7 +36,7 @@ def test_on_lustre_no_request_touches_two_stripes(
     pack(str(tmp_path / "volumes.npy"), str(tmp_path / "shards"), compress="none")
     reader = _Counted(open_reader(str(tmp_path / "shards")))
     place = FileSystemKind(str(tmp_path), "lustre", "lustre", "/", 4, stripe)
-    monkeypatch.setattr("dlio.storage.block_fetcher.file_system_of", lambda _: place)
+    monkeypatch.setattr("dlio.storage.source_requests.file_system_of", lambda _: place)
     with SourceRequests(reader, 4) as intake:
         for block in range(len(reader.block_bytes)):
             with intake.block(block) as (pieces, source_bytes):

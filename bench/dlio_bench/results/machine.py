@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from dlio.image import native
-from dlio.loader.planned_engine import native_pool
+from dlio.image.native import pool_library
 from dlio.util.cores import available_cores
 from dlio.util.machine_memory import control_groups, memory_limit
 from dlio_bench.file_systems import file_system_of
@@ -35,7 +35,7 @@ def describe_machine(packages: Sequence[str]) -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "decoder": native.name(),
-        "batches": native_pool.name(),
+        "batches": pool_library.name(),
         "versions": {name: _version(name) for name in packages},
         "commit": _commit(),
     }

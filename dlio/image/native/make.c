@@ -105,6 +105,24 @@ static int fetch(const Sample *sample, int64_t wanted, Thread *thread, uint8_t *
     return MADE;
 }
 
+/* Read payloads to their slots, which are offsets in `memory`, each followed by zeros up to a multiple of
+ * 8 bytes. A sample that is read gets its digest. Takes no thread of a pool: it reads in the caller's. */
+EXPORT void dlio_payloads(Sample *samples, int64_t count, uint8_t *memory) {
+    Files files = {0};
+    Thread thread = {.files = &files, .folder = -1, .block = -1, .file = -1};
+    for (Sample *sample = samples; sample < samples + count; sample++) {
+        uint8_t *into = memory + sample->slot;
+        const uint8_t *at = into;
+        size_t bytes = (size_t)sample->raw;
+        sample->state = fetch(sample, sample->raw, &thread, into, &at);
+        if (sample->state != MADE) continue;
+        if (at != into) memcpy(into, at, bytes);
+        memset(into + bytes, 0, -bytes & 7);
+        sample->digest = libraries.digest(into, bytes);
+    }
+    dlio_thread_end(&thread);
+}
+
 INLINE double from_half(uint16_t bits) {
     int exponent = bits >> 10 & 31, fraction = bits & 1023;
     double value = exponent == 0    ? ldexp(fraction, -24)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlio.image.native.pool_library import address_of
 from dlio.loader.delivery import HostMemoryKind, pinned_memory
-from dlio.loader.planned_engine.native_pool import address_of
 from dlio.util.buffer_pool import BufferPool
 
 _MOST_SPARE_BATCHES: Final = 64

@@ -5,42 +5,42 @@ from where `SampleLocations` say that it lies, compared with its checksum, expan
 the batch's arrays, pictures as their crops. They never take the interpreter's lock. What they do
 not know, and what is damaged, comes back as the number of its slot: it is then made as without
 them, with all its errors.
-
-Checksums and LZ4 are those of the packages xxhash and lz4: the native threads call the C functions
-in these packages' own libraries, which are compared with the Python ones first.
 """
 
 import atexit
 import ctypes
-import functools
-import importlib
 import math
 import os
 import resource
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import lz4.block
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from dlio.data.reader_contract import IN_MEMORY
 from dlio.data.schema import Schema
-from dlio.image import native
 from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import MAX_PIXELS, resizes_natively
+from dlio.image.native import LIBRARY, pool_library
+from dlio.image.native.pool_library import (
+    SAMPLE,
+    CropRule,
+    FieldColumn,
+    JobRow,
+    JobSums,
+    RecipeRow,
+    address_of,
+)
 from dlio.image.png_library import use_png
 from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.sample_locations import SampleLocations
 from dlio.util.closable import Closable
 from dlio.util.forks import new_lock
-from dlio.util.settings import settings
 
 _STOP_TIMEOUT_S: Final = 5.0
 _LOOK_S: Final = 0.001
@@ -64,29 +64,6 @@ ARRIVED: Final = -2
 DECODED: Final = -3
 """That of images that a tier keeps decoded."""
 
-SAMPLE: Final = np.dtype(
-    [
-        *((name, np.int64) for name in ("descriptor", "block", "regular", "kept", "offset")),
-        *((name, np.int64) for name in ("stored", "raw")),
-        ("digest", np.uint64),
-        *((name, np.int64) for name in ("checked", "height", "width", "slot", "state")),
-    ]
-)
-"""`Sample` of pool.h."""
-DIMENSIONS: Final = 6
-"""Of a piece: volumes over time with channels have five, and an element has bytes."""
-PIECE: Final = np.dtype(
-    [
-        ("at", np.int64),
-        ("to", np.int64),
-        *((name, np.int64, DIMENSIONS) for name in ("count", "from_step", "to_step")),
-        ("payload", np.int64),
-    ]
-)
-"""A part of a chunk that goes into a patch: first byte in the chunk, and address in the batch's
-array, then for each dimension the number of elements, and bytes from one to the next in the chunk
-and in the array; the last dimension is that of single bytes; then the number of the chunk. `Piece`
-of pool.h."""
 _STORED: Final = 2
 """Value of `checked` for digests of stored bytes: STORED of pool.h."""
 _CASTS: Final = {
@@ -104,66 +81,6 @@ _CASTS: Final = {
     "bool": 10,
 }
 """How numbers become the int64 and float64 of tensors: numbers of `cast_into` in make.c."""
-
-
-_Byte: Final = ctypes.c_byte
-
-
-class _Struct(ctypes.Structure):
-    """A structure of pool.h, whose members all have eight bytes."""
-
-
-class _FieldColumn(_Struct):
-    _fields_ = [(name, ctypes.c_int64) for name in ("at", "bytes", "cast", "stride")]
-
-
-class FieldLayout(_Struct):
-    """The arrays of one field of patches: `Field` of pool.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("dimensions", "element", "by_row", "bytes", "axes")),
-        *((name, ctypes.c_int64 * DIMENSIONS) for name in ("axis", "side", "to_step")),
-        *((name, ctypes.c_void_p) for name in ("shapes", "chunks", "grids", "firsts")),
-    ]
-
-
-class _CropRule(_Struct):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "train", "resize", "most_pixels")),
-        *((name, ctypes.c_double * 2) for name in ("scale", "log_ratio", "ratio")),
-        *((name, ctypes.c_double) for name in ("flip", "upend")),
-    ]
-
-
-class _Recipe(_Struct):
-    _fields_ = [
-        ("count", ctypes.c_int64),
-        ("column", ctypes.POINTER(_FieldColumn)),
-        *((name, ctypes.c_int64) for name in ("least", "fixed", "direct", "crops")),
-        ("rule", _CropRule),
-        ("values", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("wide", "sleep_ns")),
-    ]
-
-
-class _Sums(_Struct):
-    """Sums over the rows of a job: bytes that go into the batch; the first one's tier; 1 if others
-    differ; slots."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in ("raw", "tier", "mixed", "slots")]
-
-
-class _Job(_Struct):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("order", "count", "chunk")),
-        *((name, ctypes.c_void_p) for name in ("samples", "recipe", "columns", "images")),
-        ("uniforms", ctypes.c_void_p),
-        ("draws", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("pieces", "rows", "intact")),
-        *((name, ctypes.c_int64) for name in ("next", "left", "refused", "read_ns", "make_ns")),
-        ("given_up", ctypes.c_int64),
-        ("after", ctypes.c_void_p),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +152,7 @@ class NativeRecipe:
         order = sorted(fields, key=lambda name: places[name][1])
         self.fields = tuple(order)
         """The fields, in the order of a job's arrays."""
-        columns = (_FieldColumn * max(1, len(order)))()
+        columns = (FieldColumn * max(1, len(order)))()
         for column, name in zip(columns, order, strict=False):
             kind, at = places[name]
             cast = _CASTS[kind.text] if kind.scalar else 0
@@ -246,9 +163,9 @@ class NativeRecipe:
         self.draws = 0 if crop is None else crop.draws
         if crop is not None:
             use_png()
-        rule = _CropRule() if crop is None else _crop_rule(crop)
+        rule = CropRule() if crop is None else _crop_rule(crop)
         is_large = crop is None and schema.overhead >= _LARGE_BYTES
-        self.c = _Recipe(
+        self.c = RecipeRow(
             *(len(order), columns, schema.overhead, crop is None),
             *(is_large, crop is not None, rule, None if values is None else address_of(values)),
             *(0 if values is None else values.itemsize, round(sleep_s * _SECOND_NS)),
@@ -269,7 +186,7 @@ class NativeRecipe:
     @staticmethod
     def knows(schema: Schema, fields: Sequence[str], crop: Crop | None) -> bool:
         """True if the native threads make such batches here."""
-        library = find()
+        library = pool_library.find()
         if library is None or not all(_is_known(schema, name) for name in fields):
             return False
         if crop is None:
@@ -284,10 +201,10 @@ def _is_known(schema: Schema, name: str) -> bool:
     return kind.fixed and (kind.text in _CASTS if kind.scalar else bool(kind.shape))
 
 
-def _crop_rule(crop: Crop) -> _CropRule:
+def _crop_rule(crop: Crop) -> CropRule:
     logs = [math.log(ratio) for ratio in crop.ratio]
     pair = ctypes.c_double * 2
-    return _CropRule(
+    return CropRule(
         *(crop.size, crop.width, crop.train, crop.resize or 0, MAX_PIXELS),
         *(pair(*crop.scale), pair(*logs), pair(*crop.ratio), crop.flip, crop.upend),
     )
@@ -319,8 +236,8 @@ class NativeJob:
         known = np.ascontiguousarray(given.known() if known is None else known)
         places = np.ascontiguousarray(given.slots)
         samples = np.empty((len(known), SAMPLE.itemsize // 8), np.int64)
-        rows, sums = np.empty(len(known), np.int64), _Sums()
-        library = find()
+        rows, sums = np.empty(len(known), np.int64), JobSums()
+        library = pool_library.find()
         assert library is not None
         # Samples of a block one after another: its file is opened once.
         count = library.rows(
@@ -344,7 +261,7 @@ class NativeJob:
         """Of all its samples."""
         task = _TASK_BYTES * count // self.payload_bytes
         task = max(1, min(task, _MOST_TASK, -(-count // (2 * threads))))
-        self.c = _Job(
+        self.c = JobRow(
             *(order, count, task, address_of(samples), ctypes.addressof(recipe.c)),
             *(ctypes.addressof(addresses), _address_or_none(images)),
             *(_address_or_none(uniforms), recipe.draws),
@@ -430,7 +347,7 @@ class NativeFiles(Closable):
     """
 
     def __init__(self, blocks: int = 1) -> None:
-        library = find()
+        library = pool_library.find()
         assert library is not None
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most_open = _MOST_OPEN if soft < 0 else min(_MOST_OPEN, soft // _OPEN_SHARE)
@@ -477,7 +394,7 @@ class NativePool(Closable):
     """
 
     def __init__(self, threads: int, files: NativeFiles | None = None) -> None:
-        library = find()
+        library = pool_library.find()
         assert library is not None
         self._library = library
         self.files = files or NativeFiles()
@@ -618,110 +535,6 @@ def _close_pools() -> None:
         pool.close()
 
 
-# The library
-
-
-class _PoolLibrary:
-    """The calls of pool.c. Raises OSError or AttributeError if something is missing."""
-
-    def __init__(self, path: str) -> None:
-        library = ctypes.CDLL(path)
-        pool, job, number = ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int64
-        for name, result, arguments in (
-            ("open", pool, (number, pool)),
-            ("threads", number, (pool,)),
-            ("submit", None, (pool, job)),
-            ("wait", number, (pool, job, number, ctypes.POINTER(number))),
-            ("left", number, (pool, job)),
-            ("wake", None, (pool,)),
-            ("cancel", number, (pool, job, number)),
-            ("close", number, (pool, number)),
-        ):
-            call = getattr(library, f"dlio_pool_{name}")
-            call.restype, call.argtypes = result, arguments
-            setattr(self, name, call)
-        self.files_open, self.files_close = library.dlio_files_open, library.dlio_files_close
-        self.files_open.restype, self.files_open.argtypes = pool, (number, number)
-        self.files_close.restype, self.files_close.argtypes = None, (pool,)
-        self.files_rest = library.dlio_files_rest
-        self.files_rest.restype, self.files_rest.argtypes = None, (pool,)
-        # These never wait: giving the interpreter's lock away, and taking it again behind all
-        # others, would take longer than the call.
-        held = ctypes.PyDLL(path)
-        self.rows = held.dlio_pool_rows
-        self.rows.restype = number
-        self.rows.argtypes = (
-            *(pool, number, pool, pool, number, pool, pool, pool),
-            ctypes.POINTER(_Sums),
-        )
-        self.pieces = held.dlio_pieces
-        self.pieces.restype = number
-        self.pieces.argtypes = (
-            *(ctypes.POINTER(FieldLayout), number, pool, pool, pool, pool),
-            *(number, number, pool, pool, pool, pool),
-        )
-        for name in ("submit", "left", "wake"):
-            call = getattr(held, f"dlio_pool_{name}")
-            call.restype, call.argtypes = getattr(self, name).restype, getattr(self, name).argtypes
-            setattr(self, name, call)
-        functions = _hash_functions()
-        addresses = (number * len(functions))(
-            *(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions)
-        )
-        library.dlio_pool_use(addresses)
-        self._held = functions
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
-def _hash_functions() -> list[Any]:
-    """Return the C functions of xxhash and lz4 that make.c calls. Raises AttributeError or OSError
-    where the packages' libraries do not offer them, or give other results."""
-    sums = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-    packed = ctypes.CDLL(importlib.import_module("lz4.block._block").__file__)
-    names = ("64bits", "createState", "freeState", "64bits_reset", "64bits_update", "64bits_digest")
-    functions = [getattr(sums, f"XXH3_{name}") for name in names]
-    digest, expand = functions[0], packed.LZ4_decompress_safe
-    digest.restype, digest.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
-    expand.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
-    data = bytes(range(256)) * 5
-    out = ctypes.create_string_buffer(len(data))
-    small = lz4.block.compress(data, store_size=False)
-    agree = expand(small, out, len(small), len(data)) == len(data) and out.raw == data
-    for count in (0, 3, 8, 16, 100, 200, 1000):
-        agree &= digest(data[:count], count) == xxhash.xxh3_64_intdigest(data[:count])
-    if not agree:
-        raise AttributeError("its checksums differ from those of xxhash, or its data from lz4's")
-    return [*functions, expand]
-
-
-def find() -> _PoolLibrary | None:
-    """Return the library of native threads; None where batches are made by Python's threads."""
-    return _load()[0]
-
-
-def name() -> str:
-    """Name the threads that make batches, for reports."""
-    library, text = _load()
-    return text if library is not None else f"Python's ({text})"
-
-
-@functools.cache
-def _load() -> tuple[_PoolLibrary | None, str]:
-    """Return (the library, its name), or (None, why it is not in use)."""
-    if not settings().native:
-        return None, "DLIO_NATIVE=0"
-    if not os.path.exists(native.LIBRARY):
-        return None, "dlio was installed without a C compiler"
-    if sys.byteorder != "little":
-        return None, "numbers of this processor begin with their highest byte"
-    try:
-        return _PoolLibrary(native.LIBRARY), "native"
-    except (OSError, AttributeError, ImportError) as error:
-        return None, f"{native.LIBRARY} cannot be used: {error}"
-
-
 def boxes_of_crops(
     crop: Crop, sizes: npt.NDArray[np.int64], uniforms: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
@@ -733,24 +546,11 @@ def boxes_of_crops(
     boxes = np.empty((len(sizes), 6), np.int64)
     numbers = np.zeros((len(sizes), DRAWS)) if not crop.train else np.ascontiguousarray(uniforms)
     rule, pixels = _crop_rule(crop), np.ascontiguousarray(sizes, np.int64)
-    call = ctypes.CDLL(native.LIBRARY).dlio_boxes
+    call = ctypes.CDLL(LIBRARY).dlio_boxes
     pointer = ctypes.c_void_p
     call.argtypes, call.restype = (pointer, ctypes.c_int64, pointer, pointer, pointer), None
     call(ctypes.byref(rule), len(sizes), *map(address_of, (pixels, numbers, boxes)))
     return boxes
-
-
-def address_of(array: npt.NDArray[Any]) -> int:
-    """Return the address of a contiguous array."""
-    if array.dtype.names is not None:
-        # Otherwise each field of the structure would be described: 25 µs.
-        array = array.view((np.void, array.itemsize))
-    try:
-        memory: Any = array
-        return ctypes.addressof(_Byte.from_buffer(memory))  # In a third of the time below.
-    except (TypeError, ValueError, BufferError):  # It is empty, read-only, or has gaps.
-        address: int = array.__array_interface__["data"][0]
-        return address
 
 
 def _address_or_none(array: npt.NDArray[Any] | None) -> int | None:

@@ -9,10 +9,11 @@ import torch
 
 from dlio.data.patches import POSITION, VOLUME, PatchReader
 from dlio.data.schema import Buffer
+from dlio.image.native import pool_library
+from dlio.image.native.pool_library import address_of
 from dlio.loader.contract import BatchData
 from dlio.loader.delivery import HostMemoryKind
 from dlio.loader.patch_source import PatchRecipe
-from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.batch_builders import (
     BatchBuilder,
     BatchFactory,
@@ -24,7 +25,6 @@ from dlio.loader.planned_engine.native_pool import (
     NativeArrays,
     NativeInput,
     NativeRecipe,
-    address_of,
 )
 from dlio.loader.planned_engine.patch_tables import PatchTables, tables_of
 from dlio.plan.epoch import EpochPlan
@@ -61,7 +61,7 @@ class PatchBatches:
         """Return the factory of a loader's batches."""
         bytes_of_batch = sum(memory.bytes for memory in self.memories.values())
         schema = self.recipe.reader.schema
-        native = NativeRecipe(schema, ()) if native_pool.find() is not None else None
+        native = NativeRecipe(schema, ()) if pool_library.find() is not None else None
         together = 1 if native is None else batches_together(bytes_of_batch)
         return BatchFactory(
             *(self.begin, bytes_of_batch, native, together, self.recipe.source.hierarchy),

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.patches import PatchReader
-from dlio.loader.planned_engine import native_pool
-from dlio.loader.planned_engine.native_pool import DIMENSIONS, PIECE, FieldLayout, address_of
+from dlio.image.native import pool_library
+from dlio.image.native.pool_library import DIMENSIONS, PIECE, FieldLayout, address_of
 from dlio.util.buffer_pool import BufferPool
 
 _I64 = npt.NDArray[np.int64]
@@ -78,7 +78,7 @@ class FieldTable:
         """Return the parts of chunks that make up patches: by file and row of each, first indices
         along the axes that are cut, shape (n, axes), and its slot of the batch, whose array is at
         the address `to`."""
-        library = native_pool.find()
+        library = pool_library.find()
         assert library is not None
         given = [np.ascontiguousarray(each, np.int64) for each in (files, rows, starts, slots)]
         padded = np.empty(len(files), np.bool_)
