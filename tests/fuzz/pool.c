@@ -17,6 +17,7 @@
 typedef struct Pool Pool;
 void dlio_png_use(const int64_t addresses[15]);
 void dlio_pool_use(const int64_t addresses[7]);
+void dlio_payloads(Sample *samples, int64_t count, uint8_t *memory);
 Files *dlio_files_open(int64_t count, int64_t most_open);
 void dlio_files_close(Files *files);
 Pool *dlio_pool_open(int64_t threads, Files *files);
@@ -291,6 +292,29 @@ static int cut_patches(void) {
     return good;
 }
 
+/* Read payloads one after another into memory that has room for them alone. Returns 0 if one that is read
+ * has another digest than it says, or no zeros behind it. */
+static int read_payloads(const Set *set) {
+    Sample rows[SLOTS];
+    int64_t count = (int64_t)draw(SLOTS + 1), room = 0;
+    for (int64_t k = 0; k < count; k++) {
+        rows[k] = set->rows[draw(COUNT)];
+        rows[k].slot = room, room += (rows[k].raw + 7) / 8 * 8;
+    }
+    uint8_t *memory = malloc((size_t)room + !room);
+    memset(memory, 255, (size_t)room);
+    dlio_payloads(rows, count, memory);
+    int good = 1;
+    for (int64_t k = 0; k < count; k++) {
+        const uint8_t *at = memory + rows[k].slot;
+        if (rows[k].state != MADE) continue;
+        good &= rows[k].digest == digest(at, (size_t)rows[k].raw);
+        for (int64_t byte = rows[k].raw; byte % 8; byte++) good &= !at[byte];
+    }
+    free(memory);
+    return good;
+}
+
 int main(int argc, char **argv) {
     if (argc < 5) return 2;
     state = strtoull(argv[1], NULL, 10);
@@ -336,6 +360,7 @@ int main(int argc, char **argv) {
     for (int round = 0; round < rounds; round++) {
         cut_off = NULL;
         if (!cut_patches()) return 7;
+        if (!read_payloads(sets + draw(KINDS))) return 8;
         for (int k = 0; k < KINDS; k++) write_file(sets + k, place);
         cut_off = cut_files;
         /* Maps outlive pools, and what becomes of their files meanwhile. */

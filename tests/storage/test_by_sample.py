@@ -12,7 +12,7 @@ from dlio.comm import world
 from dlio.data.flow import Flow
 from dlio.data.open_files import open_ranges
 from dlio.data.reader import open_reader
-from dlio.storage import block_fetcher, mount
+from dlio.storage import mount, source_requests
 from dlio.storage.file_system_kind import FileSystemKind
 from dlio.storage.source_requests import SourceRequests
 
@@ -58,7 +58,7 @@ def test_a_large_sample_is_read_in_parts_through_one_opening(
         opened.append(file.url)
         return open_ranges(file)
 
-    monkeypatch.setattr(block_fetcher, "open_ranges", counted)
+    monkeypatch.setattr(source_requests, "open_ranges", counted)
     with SourceRequests(reader, 8) as requests:
         original = requests.map
 
