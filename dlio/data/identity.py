@@ -12,7 +12,9 @@ from typing import Final
 
 import xxhash
 
+from dlio.errors import SourceError
 from dlio.util.limits import open_regular, regular
+from dlio.util.printable import tell_once
 from dlio.util.trusted_files import closing_descriptor
 
 _BLOCK: Final = 4096
@@ -65,14 +67,36 @@ def content_sample(
     Raises OSError.
     """
     with closing_descriptor(opened(path)) as descriptor:
-        size = os.fstat(descriptor).st_size
-        digest = xxhash.xxh3_64()
-        if size <= blocks * _BLOCK:
-            digest.update(os.pread(descriptor, size, 0))
-        else:
-            for at in spread(size - _BLOCK + 1, blocks):
-                digest.update(os.pread(descriptor, _BLOCK, at))
-        return digest.hexdigest()
+        return sample_of(descriptor, os.fstat(descriptor).st_size, blocks)
+
+
+def sample_of(descriptor: int, size: int, blocks: int = _BLOCKS) -> str:
+    """Do what `content_sample` does, of the first `size` bytes of a file that is open."""
+    digest = xxhash.xxh3_64()
+    if size <= blocks * _BLOCK:
+        digest.update(os.pread(descriptor, size, 0))
+    else:
+        for at in spread(size - _BLOCK + 1, blocks):
+            digest.update(os.pread(descriptor, _BLOCK, at))
+    return digest.hexdigest()
+
+
+def look_again(descriptor: int, name: str, size: int, content: str | None) -> tuple[int, int]:
+    """Return the size and the time of change of an open file whose time is another than it was.
+
+    If bytes were added at most to its `size`, its `content_sample` is compared, if it was taken:
+    that somebody has touched a file, as against a purge, ends no run, and is told.
+
+    Raises SourceError if it has changed.
+    """
+    status = os.fstat(descriptor)
+    if status.st_size < size or content not in (None, sample_of(descriptor, size)):
+        raise SourceError(f"{name} has changed since it was opened: run again")
+    tell_once(
+        f"{name} was written to, or touched, since it was opened: parts of it that were compared "
+        "are as they were; if its samples have changed, run again"
+    )
+    return status.st_size, status.st_mtime_ns
 
 
 def store_sample(root: str, opened: Callable[[str, int], int]) -> str:

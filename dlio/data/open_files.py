@@ -10,6 +10,7 @@ import io
 import os
 import resource
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ _MOST: Final = 256
 """Files that a process keeps open, at most."""
 _SHARE: Final = 4
 """At most one in so many of the descriptors that the process may have."""
+_LOOKING: Final = 100.0
+"""A file is looked at again after so many times as long as the last look has taken: a microsecond
+on a disk, and a request to a server on some parallel file systems."""
 
 
 class Descriptor:
@@ -98,13 +102,16 @@ os.register_at_fork(after_in_child=_forget)
 class PersistentFile(File):
     """A file that stays open between reads, if it is local. Thread-safe.
 
-    A file that another one has replaced since is read as it was. Owner: its reader, which closes
+    A file that another one has replaced since is read as it was, and one that was overwritten is
+    refused. Owner: its reader, which closes
     it; a reader that is garbage-collected closes it, too.
     """
 
     def __init__(self, url: str, root: DataRoot | None = None) -> None:
         super().__init__(url, root)
         self.opened: Descriptor | None = None
+        self._due = 0.0
+        """Time at which the file is looked at again."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": None}
@@ -112,7 +119,7 @@ class PersistentFile(File):
     def descriptor(self) -> Descriptor:
         """Return the open file, which must be local, and which the caller does not close.
 
-        Raises OSError.
+        Raises OSError; SourceError if it has changed.
         """
         opened = self.opened
         if opened is None:
@@ -126,6 +133,10 @@ class PersistentFile(File):
                 opened = self._descriptor(self.local_path)
             self.opened = opened
             _opened.add(self)
+        now = time.monotonic()
+        if now >= self._due:
+            self.check_open(opened.number)
+            self._due = now + _LOOKING * (time.monotonic() - now)
         return opened
 
     def _descriptor(self, path: str) -> Descriptor:

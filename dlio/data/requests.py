@@ -9,7 +9,7 @@ Requests of readers that use a library of the format's own (HDF5, Parquet) are n
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
@@ -64,10 +64,17 @@ def are_observed() -> bool:
     return bool(_observers)
 
 
-def pread(root: DataRoot, path: str, offset: int, count: int | None) -> bytes:
+def pread(
+    root: DataRoot,
+    path: str,
+    offset: int,
+    count: int | None,
+    check: Callable[[int], None] = lambda _: None,
+) -> bytes:
     """Return `count` bytes of a local file, or all up to its end; fewer when it is shorter.
 
-    Raises OSError, also for what is not a file; SourceError for a link out of the root.
+    `check` gets the descriptor when they have been read. Raises OSError, also for what is not a
+    file; SourceError for a link out of the root; and whatever `check` raises.
     """
     with request():
         descriptor = root.open(path)
@@ -83,21 +90,26 @@ def pread(root: DataRoot, path: str, offset: int, count: int | None) -> bytes:
                 if not more:
                     break
                 data += more
+            check(descriptor)
             return data
         finally:
             os.close(descriptor)
 
 
-def pread_into(root: DataRoot, path: str, offset: int, into: memoryview) -> int:
+def pread_into(
+    root: DataRoot, path: str, offset: int, into: memoryview, check: Callable[[int], None]
+) -> int:
     """Fill `into` from a local file; return the bytes that came, fewer when it is too short.
 
-    Bounded: whatever has taken the file's place gives no more than is asked. Raises OSError, and
-    SourceError as `pread`.
+    Bounded: whatever has taken the file's place gives no more than is asked. `check` and errors as
+    in `pread`.
     """
     with request():
         descriptor = root.open(path)
         try:
-            return fill(descriptor, offset, into)
+            done = fill(descriptor, offset, into)
+            check(descriptor)
+            return done
         finally:
             os.close(descriptor)
 

@@ -24,7 +24,7 @@ from zipfile import ZIP_STORED
 import xxhash
 
 from dlio.data.hidden_names import is_hidden
-from dlio.data.identity import content_sample, stamp_of
+from dlio.data.identity import content_sample, look_again, stamp_of
 from dlio.data.links import DataRoot, OpenFolder, check_descent
 from dlio.data.requests import pread, pread_into, request
 from dlio.data.web_requests import is_absent, newest, web_options
@@ -460,6 +460,8 @@ class File(FsspecHandle):
         self._path = url
         self.times = self._changed = ""
         """Text of the time of change."""
+        self._known = (0, 0)
+        """Size and time of change of a local file, as last looked at."""
         with ReadErrors(url):
             if root is None and is_remote(url):
                 self._opened, self._path = _url_to_fs(url)
@@ -479,6 +481,7 @@ class File(FsspecHandle):
                 status = self.root.status(self._path)
                 check_regular(status, self._path)
                 self.size = status.st_size
+                self._known = status.st_size, status.st_mtime_ns
                 self.times = f"{status.st_mtime_ns}"
                 self._changed = f"{status.st_ctime_ns} {status.st_ino}"
 
@@ -493,11 +496,14 @@ class File(FsspecHandle):
 
         Raises SourceError.
         """
-        content = ""
-        if self.local_path is not None:
-            with ReadErrors(self.url):
-                content = content_sample(self.local_path, opened=self.root.open_regular)
-        return f"{self.size} {self.times} {content}"
+        return f"{self.size} {self.times} {self._content}"
+
+    @cached_property
+    def _content(self) -> str:
+        if self.local_path is None:
+            return ""
+        with ReadErrors(self.url):
+            return content_sample(self.local_path, opened=self.root.open_regular)
 
     @property
     def state(self) -> str:
@@ -534,6 +540,18 @@ class File(FsspecHandle):
         if now is not None and (now.times != self.times or now.size not in (self.size, None)):
             raise SourceError(f"{self.name} has changed since it was opened: run again")
 
+    def check(self) -> None:
+        """Raise SourceError if the file has changed, or its web server has said so."""
+        self.read(0, 0)
+        self._check_same()
+
+    def check_open(self, descriptor: int) -> None:
+        """Raise SourceError if a local file, which is open, is not as it was; see `look_again`."""
+        now = os.fstat(descriptor)
+        if (now.st_size, now.st_mtime_ns) != self._known:
+            content = self.__dict__.get("_content")
+            self._known = look_again(descriptor, self.name, self.size, content)
+
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset` on. Raises SourceError when the file is too short."""
         with ReadErrors(self.url):
@@ -558,9 +576,11 @@ class File(FsspecHandle):
         """Open a seekable stream of the file, for libraries. The caller closes it."""
         with ReadErrors(self.url):
             if self.local_path is not None:
-                return io.FileIO(self.root.open_regular(self.local_path))
+                stream: BinaryIO = io.FileIO(self.root.open_regular(self.local_path))
+                self.check_open(stream.fileno())
+                return stream
             files = self._files
-            stream: BinaryIO = open_stored(files, self._path) or files.open(self._path, "rb")
+            stream = open_stored(files, self._path) or files.open(self._path, "rb")
         self._check_same()
         return stream
 
@@ -574,6 +594,7 @@ class File(FsspecHandle):
         with ReadErrors(self.url):
             descriptor = self.root.open_regular(self.local_path)
         with closing_descriptor(descriptor), shown_as(path_of(descriptor), self.local_path):
+            self.check_open(descriptor)
             yield path_of(descriptor)
 
     def close(self) -> None:
@@ -582,10 +603,10 @@ class File(FsspecHandle):
             self.root.close()
 
     def _pread(self, path: str, offset: int, count: int | None) -> bytes:
-        return pread(self.root, path, offset, count)
+        return pread(self.root, path, offset, count, self.check_open)
 
     def _pread_into(self, path: str, offset: int, into: memoryview) -> int:
-        return pread_into(self.root, path, offset, into)
+        return pread_into(self.root, path, offset, into, self.check_open)
 
 
 FileKind = TypeVar("FileKind", bound=File)

@@ -212,6 +212,8 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
         """Forget messages that a loss has interrupted, and continue with the survivors."""
         await_end([request for pair in self._pairs for request in pair.requests])
         interrupted = any(pair.under_way for pair in self._pairs)
+        # All may have arrived when one of them could not be passed on: nobody knows of their steps.
+        interrupted |= self._onward is not None and self.merged < self.step
         for pair in self._pairs:
             if pair.copies is not None:
                 # Another rank may have lost its messages, and ranks have other numbers now.
@@ -343,8 +345,8 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
                 self._await(number)
             self.peer_steps.note(self._sources, self.step - self.peer_steps.begun)
             self.peer_steps.take_in(self._theirs)
+            self.merged = self.step  # Also if its node does not learn of it any more.
             self._onward_carried()
-            self.merged = self.step
         except PeerLost as lost:
             self._recover(lost)
 

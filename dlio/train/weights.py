@@ -1,6 +1,5 @@
 """Weights of an earlier run: in a file, and in a model."""
 
-import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.feature_spec import find_features, load_place
 from dlio.util.input_files import open_input
+from dlio.util.limits import why_no_file
 from dlio.util.units import counted
 
 
@@ -91,8 +91,7 @@ def read_weights(path: str, option: str = "--weights") -> dict[str, torch.Tensor
 
     Raises UsageError if it cannot be read or is not such a file.
     """
-    if not os.path.isfile(path):
-        reason = "this is a folder" if os.path.isdir(path) else "the file does not exist"
+    if reason := why_no_file(path):
         raise UsageError(f"{option} {path}: {reason}: give a file written by --save")
     try:
         return stored_state(path)

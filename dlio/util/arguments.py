@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dlio.errors import UsageError
+from dlio.util.limits import why_no_file
 
 _CLOSE: Final = 0.6
 """Least similarity, from 0 to 1, of a word that is taken for a mistyped one; 0.5 for words of two
@@ -128,8 +129,10 @@ def script_in(path: str) -> str:
     """Return the path of a script. Raises UsageError if it is not a file."""
     if os.path.isdir(path):
         raise UsageError(f"{path}: a folder, and no script: name a file in it")
-    if not os.path.isfile(path):
+    if not os.path.lexists(path):
         raise UsageError(f"{path}: no such script: check the path")
+    if reason := why_no_file(path):
+        raise UsageError(f"{path}: {reason}: name a script")
     return path
 
 

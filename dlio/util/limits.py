@@ -95,6 +95,19 @@ def check_regular(status: os.stat_result, path: str) -> None:
     raise OSError(errno.EINVAL, _REASON, path)
 
 
+def why_no_file(path: str) -> str:
+    """Return the reason why a path cannot be read as a file; nothing if it is a regular file."""
+    try:
+        check_regular(os.stat(path), path)
+    except FileNotFoundError:
+        return "it is a link to nothing" if os.path.islink(path) else "the file does not exist"
+    except IsADirectoryError:
+        return "this is a folder"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 _trusted: ContextVar[bool | None] = ContextVar("trusted", default=None)
 
 

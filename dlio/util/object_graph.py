@@ -3,7 +3,8 @@
 import functools
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ _MOST_OBJECTS: Final = 2000
 _MOST_ITEMS: Final = 200
 """Of a list or dictionary, that are looked at: longer ones are data."""
 _DEPTH: Final = 24
+_TRIES: Final = 1000
 _LISTS: Final[tuple[Any, ...]] = (list, tuple, set, deque)
 _SHORT: Final = 16
 """Items of a list in which steps of a transform are, at most; those of longer ones come last."""
@@ -53,10 +55,10 @@ def _held(each: Any, code: bool) -> list[Any]:
         return [each.func, each.args, each.keywords]
     held = list(getattr(each, "__dict__", {}).values())
     if isinstance(each, dict):
-        held += islice(dict.values(each), _MOST_ITEMS)
+        held += _first(dict.values, each)
     for base in _LISTS:
         if isinstance(each, base):
-            held += islice(base.__iter__(each), _MOST_ITEMS)
+            held += _first(base.__iter__, each)
     for kind in type(each).__mro__:
         if "__slots__" in vars(kind):
             slots = [one for one in vars(kind).values() if type(one) is types.MemberDescriptorType]
@@ -64,6 +66,14 @@ def _held(each: Any, code: bool) -> list[Any]:
         if code and kind.__module__.split(".")[0] not in ("builtins", "torch", "typing", "numpy"):
             held += [own for own in vars(kind).values() if isinstance(own, types.FunctionType)]
     return held
+
+
+def _first(items: Callable[[Any], Iterable[Any]], each: Any) -> list[Any]:
+    """Return the first items of a list or dictionary, which threads may change meanwhile."""
+    for _ in range(_TRIES):
+        with suppress(RuntimeError):
+            return list(islice(items(each), _MOST_ITEMS))
+    return []
 
 
 def _is_full(cell: types.CellType) -> bool:

@@ -153,8 +153,8 @@ def publish_file(folder: int, temporary: str, name: str) -> None:
 
 
 def refuse_device(folder: int | None, name: str) -> None:
-    """Raise OSError if a name in a folder, or a path without one, is that of a device, or of an
-    open file of this process (/dev/stdout)."""
+    """Raise OSError if a name in a folder, or a path without one, is that of a device, a pipe or a
+    socket, where somebody reads, or of an open file of this process (/dev/stdout)."""
     with suppress(FileNotFoundError):
         entry = os.stat(name, dir_fd=folder, follow_symlinks=False)
         is_taken = False
@@ -162,5 +162,7 @@ def refuse_device(folder: int | None, name: str) -> None:
             is_taken = os.readlink(name, dir_fd=folder).startswith("/proc/")
             with suppress(OSError):
                 entry = os.stat(name, dir_fd=folder)
-        if is_taken or stat.S_ISCHR(entry.st_mode) or stat.S_ISBLK(entry.st_mode):
-            raise OSError(errno.ENODEV, "a device, or an open file, has this name", name)
+        kinds = (stat.S_ISCHR, stat.S_ISBLK, stat.S_ISFIFO, stat.S_ISSOCK)
+        if is_taken or any(is_one(entry.st_mode) for is_one in kinds):
+            reason = "a device, a pipe, a socket or an open file has this name"
+            raise OSError(errno.ENODEV, reason, name)

@@ -223,6 +223,7 @@ class Hdf5File:
                         self._opened = h5py.File(stream, "r", rdcc_nbytes=8 << 20)
                 except OSError as error:
                     raise self._refusal(str(error)) from error
+        self.file.check()
         return self._opened
 
     def _refusal(self, reason: str) -> SourceError:

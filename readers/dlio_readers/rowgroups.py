@@ -568,6 +568,7 @@ class RowGroupReader(PathReader):
 
     def _read_group(self, file: int, group: int, names: Sequence[str]) -> Any:
         where = f"{self._files[file].name}, row group {group},"
+        self._files[file].check()
         with ReadErrors(where), trusting(self.trusted):
             return self._open(file).table(group, list(names))
 

@@ -10,8 +10,10 @@ from dlio.comm.mpi import MpiCommunicator
 from dlio.comm.survival.recovery import recovery_of
 from dlio.comm.survival.store_comm import StoreCommunicator
 from dlio.errors import PeerLost
+from dlio.exchange.buckets import Bucket
 from dlio.exchange.gossip import Gossip
 from dlio.exchange.local_sgd import LocalSgd
+from dlio.exchange.node_gossip import _Forwarder
 from dlio.train.callbacks import Callback, Run
 from dlio.train.checkpoint.checkpoint_store import Checkpoints
 from tests.faults.named_weights import FOLDER, RANK
@@ -100,6 +102,33 @@ class LostWhileCollected(Callback):
 
         patched: Any = Gossip
         patched.state = collecting
+
+
+class LostWhileForwarded(Callback):
+    """Rank 2, alone on its node, is lost when all of its weights have come to rank 0, which has not
+    forwarded the last of them to its own node."""
+
+    def __init__(self, step: int) -> None:
+        """`step` is the number of the step whose weights these are, from 1."""
+        self._step, self._has_come = step, False
+
+    def begins(self, run: Run) -> None:
+        forward = _Forwarder.__call__
+
+        def forwarding(forwarder: _Forwarder, number: int, bucket: Bucket) -> None:
+            if number == 0 and run.updates == self._step and not self._has_come:
+                self._has_come = True
+                _come("forwarding")
+                run.comm.barrier()  # It ends by PeerLost.
+            forward(forwarder, number, bucket)
+
+        patched: Any = _Forwarder
+        patched.__call__ = forwarding
+
+    def after_step(self, run: Run) -> None:
+        if RANK == 2 and run.updates == self._step:
+            _await_place("forwarding", 0)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 _HURTS: dict[str, Callable[[], object]] = {

@@ -116,6 +116,16 @@ def test_ranks_save_a_checkpoint_in_one_generation(
     _check(case, named_pictures, tmp_path / "job")
 
 
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_weights_of_a_lost_node_that_were_not_passed_on_do_not_count(
+    backend: str, named_pictures: Path, tmp_path: Path
+) -> None:
+    """Those that wait for them learn of a loss, and train on the node's samples again."""
+    more: dict[str, Any] = {"nodes": 2, "epochs": 1, "callback": "LostWhileForwarded(step=2)"}
+    case = Case("gossip", backend, 3, lost=(2,), **more)
+    _check(case, named_pictures, tmp_path / "job")
+
+
 _HURT: dict[str, dict[str, Any]] = {
     "in the first step": {"step": 0, "number": 2},
     "in a sum": {"step": 2, "number": 3},

@@ -101,6 +101,7 @@ COMMANDS: dict[str, Callable[[Path], list[object]]] = {
     "train --weights": lambda path: ["train", "data", "--weights", path, "--tiers", "none"],
     "eval --weights": lambda path: ["eval", "data", "--weights", path],
     "export": lambda path: ["export", path, "out.onnx"],
+    "run": lambda path: ["run", "-n", 1, path],
     "launch --script": lambda path: [
         *("launch", "--slurm", "nodes=1", "--script", path, "train", "data", "--checkpoint", "ck")
     ],

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import socket
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -180,16 +181,19 @@ def test_links_of_strangers_lead_nowhere_from_their_folders(tmp_path: Path) -> N
 
 
 def test_no_device_is_replaced_by_a_file(tmp_path: Path) -> None:
-    """Root could replace /dev/null, which a report may be sent to."""
-    places = [tmp_path / "full", tmp_path / "stdout", tmp_path / "device"]
+    """Root could replace /dev/null, which a report may be sent to. Programs read from a pipe."""
+    places = [tmp_path / name for name in ("full", "stdout", "device", "fifo", "socket")]
     places[0].symlink_to("/dev/full")
     places[1].symlink_to("/proc/self/fd/1")
+    os.mkfifo(places[3])
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(places[4]))
     with suppress(PermissionError):
         os.mknod(places[2], stat.S_IFCHR | 0o666, os.makedev(1, 3))
     (tmp_path / "whole").write_text("whole")
     for place in filter(os.path.lexists, places):
         before = place.lstat()
-        with pytest.raises(UsageError, match="a device, or an open file, has this name"):
+        with pytest.raises(UsageError, match="a socket or an open file has this name"):
             write_json(str(place), 1)
         with pytest.raises(UsageError, match=r"--report .* has this name; name another place"):
             check_writable("--report", str(place))
