@@ -11,7 +11,7 @@ import os
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -83,13 +83,27 @@ class ShardRequest:
         return json.dumps({"schema": rows, "classes": list(self.classes)})
 
 
+class PackedRows(NamedTuple):
+    """Samples to write: their payloads, names, classes, and the xxh3_64 of the payloads."""
+
+    payloads: list[Buffer]
+    names: list[str]
+    labels: list[int]
+    digests: list[int]
+
+    def part(self, start: int, end: int) -> "PackedRows":
+        """Return some of them."""
+        part = slice(start, end)
+        return PackedRows(
+            self.payloads[part], self.names[part], self.labels[part], self.digests[part]
+        )
+
+
 class FormatWriter(Protocol):
     """Writer of one file. Used by one thread, which calls `close` after `finish` or to give up."""
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
-        """Append a block, by its number: payloads, names and classes of its samples."""
+    def write(self, block: int, rows: PackedRows) -> None:
+        """Append a block, by its number."""
 
     def finish(self) -> None:
         """Complete the file, and wait until it is on the disk."""
@@ -110,10 +124,8 @@ class NativeWriter:
         self._names: list[bytes] = []
         self._boxes = BoxCounts(shard.schema)
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
-        shard = self._shard
+    def write(self, block: int, rows: PackedRows) -> None:
+        shard, payloads = self._shard, rows.payloads
         self._writer.write_block(
             encode_block(
                 payloads,
@@ -121,13 +133,14 @@ class NativeWriter:
                 fingerprint=shard.fingerprint,
                 schema=shard.schema,
                 compress=shard.lz4,
+                digests=rows.digests,
             )
         )
         self._boxes.add(payloads)
         self._counts.append(len(payloads))
         self._sizes += [len(payload) for payload in payloads]
-        self._labels += labels
-        self._names += [name.encode("utf-8", "replace") for name in names]
+        self._labels += rows.labels
+        self._names += [name.encode("utf-8", "replace") for name in rows.names]
 
     def finish(self) -> None:
         shard = self._shard
@@ -182,11 +195,9 @@ class TarWriter:
         }
         self._add("__dlio__/schema.json", json.dumps(description).encode())
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
+    def write(self, block: int, rows: PackedRows) -> None:
         schema = self._shard.schema
-        for payload in payloads:
+        for payload in rows.payloads:
             key = f"{self._next:09d}"
             values = schema.split(payload)
             for name, _ in schema.fields:
@@ -315,10 +326,8 @@ class Hdf5Writer:
 
         self._columns = ColumnsWriter(shard, make, append)
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
-        self._columns.write(payloads)
+    def write(self, block: int, rows: PackedRows) -> None:
+        self._columns.write(rows.payloads)
         self._disk.check()
 
     def finish(self) -> None:
@@ -379,10 +388,8 @@ class ZarrWriter:
 
         self._columns = ColumnsWriter(shard, make, append)
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
-        self._columns.write(payloads)
+    def write(self, block: int, rows: PackedRows) -> None:
+        self._columns.write(rows.payloads)
 
     def finish(self) -> None:
         self._columns.flush()
