@@ -216,9 +216,8 @@ def write_shard(
             undecodable += 0 if check is None else check.refused(changed, names)
             sums = [xxhash.xxh3_64_intdigest(payload) for payload in changed]
             rows = PackedRows(changed, names, reader.labels[samples].tolist(), sums)
-            for start, end in itertools.pairwise(run - run[0]):
-                writer.write(block, rows.part(start, end))
-                block += 1
+            writer.write(block, rows, (run - run[0]).tolist())
+            block += len(run) - 1
             digests += sums
             written += sum(len(payload) for payload in changed)
             report(read)

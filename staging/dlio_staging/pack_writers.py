@@ -6,6 +6,7 @@ formats.
 """
 
 import io
+import itertools
 import json
 import os
 import tarfile
@@ -91,19 +92,13 @@ class PackedRows(NamedTuple):
     labels: list[int]
     digests: list[int]
 
-    def part(self, start: int, end: int) -> "PackedRows":
-        """Return some of them."""
-        part = slice(start, end)
-        return PackedRows(
-            self.payloads[part], self.names[part], self.labels[part], self.digests[part]
-        )
-
 
 class FormatWriter(Protocol):
     """Writer of one file. Used by one thread, which calls `close` after `finish` or to give up."""
 
-    def write(self, block: int, rows: PackedRows) -> None:
-        """Append a block, by its number."""
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
+        """Append blocks, numbered from `first` on, which hold the rows from each of `starts` up to
+        the next one."""
 
     def finish(self) -> None:
         """Complete the file, and wait until it is on the disk."""
@@ -124,20 +119,22 @@ class NativeWriter:
         self._names: list[bytes] = []
         self._boxes = BoxCounts(shard.schema)
 
-    def write(self, block: int, rows: PackedRows) -> None:
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
         shard, payloads = self._shard, rows.payloads
-        self._writer.write_block(
-            encode_block(
-                payloads,
+        blocks = []
+        for block, (start, end) in enumerate(itertools.pairwise(starts), first):
+            pieces = encode_block(
+                payloads[start:end],
                 block=block,
                 fingerprint=shard.fingerprint,
                 schema=shard.schema,
                 compress=shard.lz4,
-                digests=rows.digests,
+                digests=rows.digests[start:end],
             )
-        )
+            blocks.append(pieces)
+            self._counts.append(end - start)
+        self._writer.write_blocks(blocks)
         self._boxes.add(payloads)
-        self._counts.append(len(payloads))
         self._sizes += [len(payload) for payload in payloads]
         self._labels += rows.labels
         self._names += [name.encode("utf-8", "replace") for name in rows.names]
@@ -195,7 +192,7 @@ class TarWriter:
         }
         self._add("__dlio__/schema.json", json.dumps(description).encode())
 
-    def write(self, block: int, rows: PackedRows) -> None:
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
         schema = self._shard.schema
         for payload in rows.payloads:
             key = f"{self._next:09d}"
@@ -203,8 +200,8 @@ class TarWriter:
             for name, _ in schema.fields:
                 value, extension = values[name], self._extensions[name]
                 if extension == "":
-                    first = bytes(value[:4])
-                    image = next((e for magic, e in _MAGICS if first.startswith(magic)), "img")
+                    head = bytes(value[:4])
+                    image = next((e for magic, e in _MAGICS if head.startswith(magic)), "img")
                     extension = _dotted(name, image, schema)
                 if extension.endswith("npy"):
                     memory = io.BytesIO()
@@ -326,7 +323,7 @@ class Hdf5Writer:
 
         self._columns = ColumnsWriter(shard, make, append)
 
-    def write(self, block: int, rows: PackedRows) -> None:
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
         self._columns.write(rows.payloads)
         self._disk.check()
 
@@ -388,7 +385,7 @@ class ZarrWriter:
 
         self._columns = ColumnsWriter(shard, make, append)
 
-    def write(self, block: int, rows: PackedRows) -> None:
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
         self._columns.write(rows.payloads)
 
     def finish(self) -> None:

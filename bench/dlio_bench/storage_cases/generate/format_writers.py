@@ -84,7 +84,8 @@ def write_native(path: str, part: FilePart) -> None:
                 names = [f"{part.first + done + row:09d}" for row in range(len(held))]
                 digests = [xxhash.xxh3_64_intdigest(payload) for payload in held]
                 labels = [part.label] * len(held)
-                writer.write(first, PackedRows(held, names, labels, digests))
+                rows = PackedRows(held, names, labels, digests)
+                writer.write(first, rows, [0, len(held)])
                 first, done, held = first + 1, ends.pop(0), []
         writer.finish()
     finally:
