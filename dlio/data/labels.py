@@ -61,6 +61,9 @@ _ID: Final = re.compile(
     r"(?:^|[^A-Za-z])(?i:id|idx|index|row|time|date|year)s?$|[a-z](?:I[dD]|Index|Time|Date|Year)$"
 )
 _BETWEEN_LABELS: Final = ("|", ";", ",", " ")
+_MOSTLY: Final = 0.75
+_SELDOM: Final = 0.25
+"""Parts of some rows: of different values of a text, and of a label."""
 _FEW_WORDS: Final = 2
 """Classes for each of their words, above which these seem to be labels themselves."""
 
@@ -234,16 +237,27 @@ def field_named(name: str, label: str | None) -> str:
     return LABEL_NAMES[0] if name == label else name
 
 
+def no_such_label(path: str, names: Collection[str], label: str) -> UsageError:
+    """Return the error for a `label=` that is none of the names of columns or arrays."""
+    parts = [part.strip() for part in label.split(",")]
+    if len(parts) > 1 and set(parts) <= set(names):
+        return UsageError(
+            f"label={label!r}: a label is one field: leave label= out, and several labels of a "
+            f"sample stay fields of their own; {path}::{','.join(parts)} reads them alone"
+        )
+    return UsageError(
+        f"label={label!r}: {path} has {listed(names)}, and nothing of that name"
+        f"{nearest(label, names)}"
+    )
+
+
 def check_label(path: str, names: Collection[str], label: str | None) -> None:
     """Raise UsageError if `label=` chooses none of the names of columns or arrays that are read, or
     if another one is called `label`."""
     if label is None:
         return
     if label not in names:
-        raise UsageError(
-            f"label={label!r}: {path} has {listed(names)}, and nothing of that name"
-            f"{nearest(label, names)}"
-        )
+        raise no_such_label(path, names, label)
     if label != LABEL_NAMES[0] and LABEL_NAMES[0] in names:
         raise UsageError(
             f"label={label!r}: {path} has a {LABEL_NAMES[0]!r} as well, and the chosen one takes "
@@ -288,6 +302,23 @@ def label_candidates(kinds: Mapping[str, str], is_wide: bool) -> list[str]:
         and not _ID.search(name)
         and name not in likely
     ]
+
+
+def repeating_fields(kinds: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the fields of one value a sample, such as `sentiment`, that have few different values
+    in some rows, while another field, such as `review`, differs from row to row."""
+    single = [name for name, kind in kinds.items() if _SINGLE.fullmatch(kind)]
+    values = {name: {_comparable(row[name]) for row in rows} for name in single}
+    differs = len(single) < len(kinds) or any(
+        len(own) >= _MOSTLY * len(rows) for own in values.values()
+    )
+    few = [name for name in single if 1 < len(values[name]) <= _SELDOM * len(rows)]
+    few = [name for name in few if not kinds[name].startswith("float")]
+    return [name for name in few if not is_index(name) and not _ID.search(name)] if differs else []
+
+
+def _comparable(value: object) -> object:
+    return bytes(value) if isinstance(value, memoryview) else value
 
 
 def several_labels(classes: Sequence[str]) -> str:

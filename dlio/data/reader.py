@@ -8,6 +8,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Final, TypeGuard, cast
 
+import numpy as np
+
 from dlio.data.concatenation import ConcatReader
 from dlio.data.foreign_formats import (
     check_folder,
@@ -38,6 +40,7 @@ from dlio.data.labels import (
     label_candidates,
     label_names,
     likely_label,
+    repeating_fields,
     several_labels,
 )
 from dlio.data.links import following_links, opened_by_user
@@ -63,7 +66,7 @@ from dlio.data.splits import (
     split_of,
     splits_among,
 )
-from dlio.errors import DlioError, SourceError, UsageError, redact
+from dlio.errors import CorruptBlock, DlioError, SourceError, UsageError, redact
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.kept_memory import counted_together
@@ -93,6 +96,9 @@ _MOST_CANDIDATES: Final = 8
 _TABLES: Final = ("tables", "parquet", "arrow")
 """Formats of rows, in which one column of several is usually the label."""
 _FEW_COLUMNS: Final = 2
+_LEAST_ROWS: Final = 16
+_FIRST_ROWS, _LAST_ROWS = slice(32), slice(-32, None)
+_MOST_LOOKED_AT: Final = 64 << 20
 _MOST_FOLDERS: Final = 16
 """Folders that are looked into for data sets of their own."""
 
@@ -228,6 +234,7 @@ def _tell_of_labels(reader: Reader, kind: object) -> None:
     elif hasattr(reader, "unlabelled") and not len(reader.classes) and not label_names(kinds):
         is_wide = reader.format in _TABLES and len(kinds) > _FEW_COLUMNS
         able = label_candidates({name: kind.text for name, kind in kinds.items()}, is_wide)
+        able = able or _repeating_fields(reader)
         if able and not reader.labels.any():
             best = able[0] if likely_label(able[:1]) else able[-1]  # Mostly the last column.
             some = able if len(able) <= _MOST_CANDIDATES else [*able[: _MOST_CANDIDATES - 1], best]
@@ -248,6 +255,24 @@ def _tell_of_labels(reader: Reader, kind: object) -> None:
         )
     if text:
         tell_once(f"{reader.path}: {text}")
+
+
+def _repeating_fields(reader: Reader) -> list[str]:
+    """Return `repeating_fields` of a table's first and last rows; [] of a remote one of which these
+    would have to be fetched, and of few rows."""
+    if reader.format not in _TABLES or len(reader) < _LEAST_ROWS:
+        return []
+    if reader.format != "tables" and is_remote(reader.path):
+        return []
+    rows = np.union1d(*(np.arange(len(reader))[part] for part in (_FIRST_ROWS, _LAST_ROWS)))
+    if int(reader.sizes[rows].sum()) > _MOST_LOOKED_AT:
+        return []
+    try:
+        values = [reader.schema.split(payload) for payload in reader.read(rows)]
+    except (SourceError, CorruptBlock):
+        return []  # Whoever reads them is told.
+    kinds = {name: kind.text for name, kind in reader.schema.kinds.items()}
+    return repeating_fields(kinds, values)
 
 
 def _compare_classes(

@@ -49,10 +49,11 @@ def encode_block(
     fingerprint: str,
     schema: Schema,
     compress: bool = False,
+    digests: Sequence[int] | None = None,
 ) -> list[Buffer]:
     """Make a block, as pieces to be written one after another; payloads are not copied. With
     `compress`, each sample is compressed by LZ4 if that saves a sixteenth; `fingerprint` has 32 hex
-    digits.
+    digits. `digests` has the xxh3_64 of the payloads, where it is known.
 
     Raises ValueError when a payload is too large for the format.
     """
@@ -71,7 +72,8 @@ def encode_block(
                 stored = packed
         # The checksum is that of the raw bytes: it outlives a change of compression, and travels
         # with a payload from rank to rank without being computed again.
-        table[place] = (at, len(stored), len(payload), xxhash.xxh3_64_intdigest(payload))
+        digest = digests[place] if digests is not None else xxhash.xxh3_64_intdigest(payload)
+        table[place] = (at, len(stored), len(payload), digest)
         gap = -len(stored) % ALIGN
         pieces.append(stored)
         if gap:

@@ -141,10 +141,11 @@ class ShardWriter(Closable):
         """Close the file."""
         os.close(self._descriptor)
 
-    def write_block(self, pieces: Sequence[Buffer]) -> None:
-        """Append a block, as `encode_block` makes it."""
-        write_all(self._descriptor, pieces)
-        self.offsets.append(self.offsets[-1] + sum(len(piece) for piece in pieces))
+    def write_blocks(self, blocks: Sequence[Sequence[Buffer]]) -> None:
+        """Append blocks, as `encode_block` makes them, by few calls of the system."""
+        write_all(self._descriptor, [piece for pieces in blocks for piece in pieces])
+        for pieces in blocks:
+            self.offsets.append(self.offsets[-1] + sum(len(piece) for piece in pieces))
 
     def finish(self, footer: ShardIndex) -> None:
         """Write footer and trailer, and sync the file to disk."""

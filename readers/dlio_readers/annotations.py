@@ -31,6 +31,8 @@ from dlio_readers.turned_pictures import TurnedPictures
 
 MAX_BOXES: Final = 1 << 16
 """Boxes of one picture, at most."""
+_MOST_SHARE: Final = 4
+"""Sides of its picture that a box may reach to, which is cut off then; pixels are more."""
 _BEYOND: Final = 0.01
 """Share of a picture's side by which a box may reach beyond it: it is cut off without an error."""
 _BEYOND_PIXELS: Final = 2.0
@@ -282,6 +284,13 @@ def check_boxes(
     known = np.isfinite(sides)
     limits = np.where(known, sides, np.inf)
     slack = np.where(sides > 1, np.maximum(_BEYOND * limits, _BEYOND_PIXELS), _BEYOND)
+    pixels = np.flatnonzero((sides <= 1).all(axis=1) & (boxes[:, 2:] > _MOST_SHARE).any(axis=1))
+    if len(pixels):
+        raise SourceError(
+            f"{where(int(pixels[0]))}: its box reaches to ({boxes[pixels[0], 2]:g}, "
+            f"{boxes[pixels[0], 3]:g}), as if in pixels: divide it by the picture's width and "
+            "height, as YOLO's boxes are shares of these"
+        )
     if outside == "error":
         low, high = boxes[:, :2] < -slack, boxes[:, 2:] > limits + slack
         wrong = np.flatnonzero(((low | high) & known).any(axis=1))

@@ -326,10 +326,16 @@ def _saved(url: str) -> list[FilePlace]:
     if _STATE not in names:
         return []
     try:
-        rows = parse_json(source.read(_STATE, 0, _MOST_STATE), source.path(_STATE))["_data_files"]
-        files = [str(row["filename"]) for row in rows]
+        state = parse_json(source.read(_STATE, 0, _MOST_STATE), source.path(_STATE))
+        files = [str(row["filename"]) for row in state["_data_files"]]
+        chosen = state.get("_indices_data_files") or state.get("_indices_files")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SourceError(f"{url}/{_STATE} is damaged: {error!r}; restore it") from error
+    if chosen:
+        raise SourceError(
+            f"{url} is some of the rows of its files, as its {_STATE} says: save it again with "
+            "datasets.load_from_disk(...).flatten_indices().save_to_disk(...)"
+        )
     for name in files:
         if name not in names:
             raise SourceError(f"{url} lacks {name}, which its {_STATE} names: restore it")

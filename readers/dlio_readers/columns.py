@@ -734,6 +734,7 @@ def looks_like(first: bytes) -> str:
 Samples = Literal["rows", "files"]
 """Samples are the rows of the files' arrays, or each file is one."""
 _VOLUME_DIMENSIONS: Final = 3
+_CHANNELS: Final = (1, 3, 4)
 
 
 class VolumeColumn:
@@ -797,6 +798,13 @@ def volumes_of(
             )
         return None
     if samples is None and not _are_volumes(plain):
+        if _are_pictures(plain):
+            log_warning(
+                "%s: the rows of its %d files are samples, though each file may be one picture, by "
+                "its shape: for one sample a file give samples='files'",
+                path,
+                len(plain),
+            )
         return None
     if samples is None and _same_rows(plain):
         log_warning(
@@ -831,3 +839,17 @@ def _are_volumes(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
     rows = {table[name].shape[0] for table in tables for name in first}
     bytes_only = all(np.dtype(column.dtype) == np.uint8 for column in first.values())
     return len(rows) > 1 and max(dimensions) == _VOLUME_DIMENSIONS and not bytes_only
+
+
+def _are_pictures(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
+    """True for several files of one array each, which may be a picture: bytes, or with two sides
+    alike, and up to four channels."""
+    if len(tables) < 2 or len(tables[0]) != 1:
+        return False
+    arrays = [column for table in tables for column in table.values()]
+    return all(
+        len(each.shape) == _VOLUME_DIMENSIONS
+        and each.shape[2] in _CHANNELS
+        and (np.dtype(each.dtype) == np.uint8 or each.shape[0] == each.shape[1])
+        for each in arrays
+    )

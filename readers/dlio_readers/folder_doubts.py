@@ -59,6 +59,7 @@ _PAIRS: Final = (
 )
 """Names of folders of two pictures of each sample."""
 _SHOWN: Final = 3
+_LETTERED: Final = re.compile(r"(train|test|val|valid)[-_]?([A-Z])", re.IGNORECASE)
 _PERSON: Final = re.compile(r"(patient|subject|person|participant|case|study)[-_ ]?\d+", re.I)
 
 
@@ -213,6 +214,13 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
                 f"{name} and {other} hold files named alike, as two pictures of each sample do, "
                 "and are read as classes: open them one by one if they are none"
             )
+    lettered = [_LETTERED.fullmatch(name) for name in classes]
+    domains = {(each[1].lower(), each[2]) for each in lettered if each}
+    if all(lettered) and len(domains) > len({domain for _, domain in domains}) > 1:
+        words.append(
+            f"{', '.join(classes[:_FEW_FOLDERS])} name splits and domains, as of CycleGAN, and are "
+            f"read as classes: open each alone, such as {classes[0]}"
+        )
     parted = [name for name in classes if _says_split(name)]
     # Several are of one kind, such as steam_train and freight_train.
     if len(parted) == 1 < len(classes):

@@ -43,6 +43,12 @@ _PROGRAMS: Final[Sequence[tuple[str, str, tuple[bytes, ...]]]] = (
     ("BDD100K", _COCO, (b'"box2d"',)),
     ("CVAT", _COCO, (b"<annotations>", b"<image ")),
     (
+        "COCO's panoptic segmentation",
+        "panopticapi's panoptic2detection_coco_format.py makes COCO's boxes and masks of them, and "
+        "panoptic2semantic_segmentation.py masks of classes, which are read",
+        (b'"segments_info"',),
+    ),
+    (
         "img2dataset",
         "download as output_format='webdataset', whose tars are read with captions, or write these "
         "to labels.csv",

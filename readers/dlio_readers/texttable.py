@@ -28,6 +28,7 @@ from dlio.data.labels import (
     is_number,
     label_name,
     label_names,
+    no_such_label,
 )
 from dlio.data.schema import WholeNumbers
 from dlio.data.source import File
@@ -62,8 +63,8 @@ _MOST_STEP: Final = 1000
 """Largest step of numbers that name columns, such as years and wavelengths."""
 _MOSTLY: Final = 0.75
 """Part of the first values of a column that are numbers, by which it is told that it is text."""
-_SIGNS: Final = re.compile(r"[\s,%$€£¥]")
-"""Parts of numbers for people."""
+_SIGNS: Final = re.compile(r"[,%$€£¥]|(?<!\d)\s+|\s+(?!\d)|(?<=\d)\s(?=\d{3}(?!\d))")
+"""Parts of numbers for people; `1 2 3` are several numbers, and `1 234` is one."""
 _LONGEST_SHOWN: Final = 40
 _HINT: Final = re.compile(rb"sep=([,;\t|])\r?\n", re.IGNORECASE)
 """A line by which Excel is told the separator."""
@@ -154,8 +155,8 @@ def open_text_tables(
     _tell_of_header(parts[0].file.name, header)
     kinds = {name: _kind([part.facts[k] for part in parts]) for k, name in enumerate(header)}
     number_of = {name: k for k, name in enumerate(header)}
-    if label is not None:
-        check_names(parts[0].file.name, [label], header, "column")
+    if label is not None and label not in header:
+        raise no_such_label(parts[0].file.name, header, label)
     chosen_label, label = label, label_name(header, label)
     if label is not None and kinds[label] == "":
         kinds[label] = "text"  # NA is a name among labels.

@@ -15,6 +15,7 @@ private to this user and has the mark. All paths in it begin with a descriptor o
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from multiprocessing.forkserver import ensure_running
 from typing import Any, Final, TypeVarTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from dlio.comm import Communicator, world
@@ -35,7 +37,8 @@ from dlio.data.agreement import check_same_data
 from dlio.data.reader import open_reader
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError, redact
-from dlio.storage.block import NO_ROOM, check_block
+from dlio.plan.layout import MAX_BLOCK_BYTES
+from dlio.storage.block import NO_ROOM, PayloadScratch, check_block, read_exactly
 from dlio.storage.shard_file import read_footer
 from dlio.util.arguments import path_in
 from dlio.util.child_processes import variable
@@ -66,7 +69,7 @@ from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import make_folders, open_folder, parent_of
 from dlio.util.whole_files import check_folder, not_written, take_lock, unwritable, write_whole_at
 from dlio_staging.pack_plan import VERSION, PackOptions, PackPlan
-from dlio_staging.pack_writers import WRITERS, ShardRequest, file_name
+from dlio_staging.pack_writers import WRITERS, PackedRows, ShardRequest, file_name
 from dlio_staging.sample_check import SampleCheck
 
 # Worker processes that share nothing but pipes
@@ -195,22 +198,27 @@ def write_shard(
     remove_path(temporary)
     digests: list[int] = []
     written = read = undecodable = 0
+    check = _check_of(plan)
     writer = WRITERS[options.format](temporary, description)
-    chosen = [part.samples[part.starts[block] : part.starts[block + 1]] for block in blocks]
+    runs = _runs(reader.sizes[part.samples], part.starts[blocks[0] : blocks[-1] + 2])
+    calls = [functools.partial(reader.read, part.samples[run[0] : run[-1]]) for run in runs]
+    block = int(blocks[0])
     thread = SourceThread(redact(reader.path))
     try:
-        wait = thread.start(functools.partial(reader.read, chosen[0]))
-        for k, (block, samples) in enumerate(zip(blocks.tolist(), chosen, strict=True)):
-            payloads = wait()
-            if k + 1 < len(chosen):  # The next block is read while this one is written.
-                wait = thread.start(functools.partial(reader.read, chosen[k + 1]))
+        wait = thread.start(calls[0])
+        for run, following in zip(runs, [*calls[1:], None], strict=True):
+            payloads, samples = wait(), part.samples[run[0] : run[-1]]
+            if following is not None:  # It is read while this one is written.
+                wait = thread.start(following)
             read += sum(len(payload) for payload in payloads)
             names = [reader.name(sample) for sample in samples.tolist()]
             changed = _changed(plan, payloads, names)
-            undecodable += _undecodable(plan, changed, names)
-            digests += [xxhash.xxh3_64_intdigest(payload) for payload in changed]
-            labels = reader.labels[samples].tolist()
-            writer.write(block, changed, names, labels)
+            undecodable += 0 if check is None else check.refused(changed, names)
+            sums = [xxhash.xxh3_64_intdigest(payload) for payload in changed]
+            rows = PackedRows(changed, names, reader.labels[samples].tolist(), sums)
+            writer.write(block, rows, (run - run[0]).tolist())
+            block += len(run) - 1
+            digests += sums
             written += sum(len(payload) for payload in changed)
             report(read)
         writer.finish()
@@ -220,11 +228,26 @@ def write_shard(
     _read_back(temporary, plan.schema, digests, description)
     rename(temporary, os.path.join(inside, name))
     size = _file_bytes(os.path.join(inside, name))
-    sums = {"data_bytes": written, "file_bytes": size, "undecodable": undecodable}
-    record = json.dumps(sums).encode()
+    totals = {"data_bytes": written, "file_bytes": size, "undecodable": undecodable}
+    record = json.dumps(totals).encode()
     with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
         write_whole_at(done, f"{number}-{shard}.json", lambda file: file.write(record))
     return read
+
+
+def _runs(
+    sizes: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+) -> list[npt.NDArray[np.int64]]:
+    """Cut blocks into runs of about the largest block's bytes: a data set of few bytes has small
+    blocks, each of which would cost two changes of threads.
+
+    `sizes` has the payload bytes of the part's samples, and `starts` the first position of each of
+    the blocks, and the end. Returns the same of each run.
+    """
+    ends = np.cumsum(sizes)[starts[1:] - 1]
+    cuts = np.flatnonzero(np.diff((ends - 1) // MAX_BLOCK_BYTES)) + 1
+    bounds = [0, *cuts.tolist(), len(ends)]
+    return [starts[first : last + 1] for first, last in itertools.pairwise(bounds)]
 
 
 def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -> list[Buffer]:
@@ -252,19 +275,13 @@ def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -
     return changed
 
 
-def _undecodable(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -> int:
-    """Return the number of samples with an image that loaders refuse: packed as they are."""
+def _check_of(plan: PackPlan) -> SampleCheck | None:
+    """Return the check of samples that are packed as they are; None if nothing can be refused."""
     if not plan.images or plan.options.resize is not None:
-        return 0  # Those that were resized have been decoded, and encoded again.
+        return None  # Those that were resized have been decoded, and encoded again.
     from dlio.image.decoder import check_image
 
-    count, check = 0, SampleCheck(plan.schema, check_image)
-    for k in check.doubtful(payloads):
-        try:
-            check.check(payloads[k], names[k])
-        except (SourceError, CorruptBlock):
-            count += 1
-    return count
+    return SampleCheck(plan.schema, check_image)
 
 
 def _read_back(path: str, schema: Schema, digests: Sequence[int], shard: ShardRequest) -> None:
@@ -294,9 +311,11 @@ def _read_back_native(path: str, digests: Sequence[int], shard: ShardRequest) ->
     with closing_descriptor(open_regular(path)) as descriptor:
         footer = read_footer(descriptor, path)
         actual: list[int] = []
+        scratch = PayloadScratch()  # Fresh memory for each block takes as long as reading it.
         for k, block in enumerate(shard.blocks):
             start, end = int(footer.offsets[k]), int(footer.offsets[k + 1])
-            memory = memoryview(os.pread(descriptor, end - start, start))
+            memory = scratch.view(end - start)
+            read_exactly(descriptor, memory, start, path)
             info = check_block(memory, path, start)
             if info.block != block:
                 raise CorruptBlock(f"{path}: block {info.block} is in the place of {block}")

@@ -6,12 +6,13 @@ formats.
 """
 
 import io
+import itertools
 import json
 import os
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -83,13 +84,21 @@ class ShardRequest:
         return json.dumps({"schema": rows, "classes": list(self.classes)})
 
 
+class PackedRows(NamedTuple):
+    """Samples to write: their payloads, names, classes, and the xxh3_64 of the payloads."""
+
+    payloads: list[Buffer]
+    names: list[str]
+    labels: list[int]
+    digests: list[int]
+
+
 class FormatWriter(Protocol):
     """Writer of one file. Used by one thread, which calls `close` after `finish` or to give up."""
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
-        """Append a block, by its number: payloads, names and classes of its samples."""
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
+        """Append blocks, numbered from `first` on, which hold the rows from each of `starts` up to
+        the next one."""
 
     def finish(self) -> None:
         """Complete the file, and wait until it is on the disk."""
@@ -110,24 +119,25 @@ class NativeWriter:
         self._names: list[bytes] = []
         self._boxes = BoxCounts(shard.schema)
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
-        shard = self._shard
-        self._writer.write_block(
-            encode_block(
-                payloads,
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
+        shard, payloads = self._shard, rows.payloads
+        blocks = []
+        for block, (start, end) in enumerate(itertools.pairwise(starts), first):
+            pieces = encode_block(
+                payloads[start:end],
                 block=block,
                 fingerprint=shard.fingerprint,
                 schema=shard.schema,
                 compress=shard.lz4,
+                digests=rows.digests[start:end],
             )
-        )
+            blocks.append(pieces)
+            self._counts.append(end - start)
+        self._writer.write_blocks(blocks)
         self._boxes.add(payloads)
-        self._counts.append(len(payloads))
         self._sizes += [len(payload) for payload in payloads]
-        self._labels += labels
-        self._names += [name.encode("utf-8", "replace") for name in names]
+        self._labels += rows.labels
+        self._names += [name.encode("utf-8", "replace") for name in rows.names]
 
     def finish(self) -> None:
         shard = self._shard
@@ -182,18 +192,16 @@ class TarWriter:
         }
         self._add("__dlio__/schema.json", json.dumps(description).encode())
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
         schema = self._shard.schema
-        for payload in payloads:
+        for payload in rows.payloads:
             key = f"{self._next:09d}"
             values = schema.split(payload)
             for name, _ in schema.fields:
                 value, extension = values[name], self._extensions[name]
                 if extension == "":
-                    first = bytes(value[:4])
-                    image = next((e for magic, e in _MAGICS if first.startswith(magic)), "img")
+                    head = bytes(value[:4])
+                    image = next((e for magic, e in _MAGICS if head.startswith(magic)), "img")
                     extension = _dotted(name, image, schema)
                 if extension.endswith("npy"):
                     memory = io.BytesIO()
@@ -315,10 +323,8 @@ class Hdf5Writer:
 
         self._columns = ColumnsWriter(shard, make, append)
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
-        self._columns.write(payloads)
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
+        self._columns.write(rows.payloads)
         self._disk.check()
 
     def finish(self) -> None:
@@ -379,10 +385,8 @@ class ZarrWriter:
 
         self._columns = ColumnsWriter(shard, make, append)
 
-    def write(
-        self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None:
-        self._columns.write(payloads)
+    def write(self, first: int, rows: PackedRows, starts: Sequence[int]) -> None:
+        self._columns.write(rows.payloads)
 
     def finish(self) -> None:
         self._columns.flush()

@@ -21,6 +21,7 @@ class SampleCheck:
     def __init__(self, schema: Schema, decode: Callable[[Buffer, object], object]) -> None:
         self._schema, self._decode = schema, decode
         self._kinds = {name: kind.text for name, kind in schema.kinds.items()}
+        self._images = [name for name, kind in self._kinds.items() if kind in IMAGES]
         self._companion: Companion | None = None
         if any(name in self._kinds for name in _BESIDE):
             from dlio.loader.picture_targets import companion_of
@@ -29,14 +30,23 @@ class SampleCheck:
             if companion is not None and companion.moves:
                 self._companion = companion
 
-    def doubtful(self, payloads: Sequence[Buffer]) -> list[int]:
+    def refused(self, payloads: Sequence[Buffer], names: Sequence[str]) -> int:
+        """Return the number of samples that loaders refuse."""
+        count = 0
+        for k in self.doubtful(payloads):
+            try:
+                self.check(payloads[k], names[k])
+            except (SourceError, CorruptBlock):
+                count += 1
+        return count
+
+    def doubtful(self, payloads: Sequence[Buffer]) -> Sequence[int]:
         """Return the positions of the samples that `check` may refuse: all but those with nothing
         to decode but JPEGs, which one native call finds sound."""
         from dlio.image import native
         from dlio.image.decoder import MAX_PIXELS
 
-        library, everyone = native.find(), list(range(len(payloads)))
-        fields = [field for field, kind in self._kinds.items() if kind in IMAGES]
+        library, everyone, fields = native.find(), range(len(payloads)), self._images
         others = self._companion is not None or any(kind in TEXTS for kind in self._kinds.values())
         if library is None or others or not fields:
             return everyone
@@ -44,8 +54,7 @@ class SampleCheck:
             values = [self._schema.split(payload) for payload in payloads]
         except CorruptBlock:
             return everyone
-        images = [each[field] for each in values for field in fields]
-        sound = library.sound(images, MAX_PIXELS)
+        sound = library.sound([each[field] for each in values for field in fields], MAX_PIXELS)
         width = len(fields)
         return [k for k in everyone if not all(sound[k * width : (k + 1) * width])]
 

@@ -164,7 +164,7 @@ def sound() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "a.dlio")
         with ShardWriter(path) as writer:
-            writer.write_block([made])
+            writer.write_blocks([[made]])
             writer.finish(
                 ShardIndex(
                     fingerprint=FINGERPRINT,

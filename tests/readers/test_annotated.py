@@ -313,6 +313,7 @@ def test_a_picture_of_another_size_than_was_annotated_is_named(tmp_path: Path) -
         ("1.5 0.5 0.5 0.1 0.1", "class"),
         ("3 0.5 0.5 0.1 0.1", "data.yaml names only 3"),
         ("0 0.9 0.5 0.5 0.1", "outside of its picture"),
+        ("0 30 20 10 10", "as if in pixels"),
         ("99999999999999999999 0.5 0.5 0.1 0.1", "class"),
     ],
 )

@@ -1,5 +1,6 @@
 """Arrow files and streams, and the folders that Hugging Face's library saves."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,13 @@ def test_folders_of_hugging_face_data_sets(tmp_path: Path) -> None:
         images, labels = next(iter(dlio.DataLoader(data, batch_size=12)))
         assert images.shape == (12, 3, 24, 24)
         assert labels.tolist() == rows["label"]
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    state["_indices_data_files"] = [{"filename": "indices.arrow"}]  # As versions before 2.0 did.
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(SourceError, match=r"is some of the rows .*flatten_indices"):
+        dlio.open(tmp_path / "saved")
+    del state["_indices_data_files"]
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "parts"))
     with pytest.raises(UsageError, match=r"parts test, train of a data set: open one, such as"):
         dlio.open(tmp_path / "parts")

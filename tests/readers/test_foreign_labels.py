@@ -31,6 +31,10 @@ LABELBOX = json.dumps({"data_row": {"external_id": "0.png"}, "projects": {}}) + 
 DARWIN = {"item": {"name": "0.png"}, "annotations": [{"bounding_box": {"h": 1}, "name": "cat"}]}
 KITTI = "Car 0.00 0 1.85 1 2 6 7 1.67 1.87 3.69 -16.53 2.39 58.49 1.57\n"
 DOTA = "1.0 1.0 6.0 1.0 6.0 6.0 1.0 6.0 small-vehicle 0\n"
+PANOPTIC = {
+    "images": [{"id": 0, "file_name": "0.png"}],
+    "annotations": [{"image_id": 0, "file_name": "0.png", "segments_info": [{"id": 1}]}],
+}
 CVAT = '<annotations><version>1.1</version><image id="0" name="0.png"></image></annotations>'
 
 
@@ -57,6 +61,7 @@ def _pictures(folder: Path, count: int = 4, prefix: str = "") -> None:
         ("CreateML", "_annotations.createml.json", CREATEML),
         ("BDD100K", "labels.train.json", BDD),
         ("CVAT", "annotations.xml", CVAT),
+        ("COCO's panoptic segmentation", "panoptic_val.json", PANOPTIC),
         ("labelme", "{}.json", PICTURE),
         ("VGG Image Annotator", "via3.json", VIA3),
         ("Label Studio", "project-1.json", STUDIO_MIN),

@@ -1,5 +1,6 @@
 """One column of labels, written by each format's own library, is the same labels and classes."""
 
+import contextlib
 import csv
 import io
 import json
@@ -444,3 +445,75 @@ def test_a_number_as_a_label_is_refused_with_the_text_to_give(tmp_path: Path) ->
     assert list(open_reader(path, label=chosen["label"]).classes) == ["cat", "dog"]
     with pytest.raises(UsageError, match=r"give text$"):
         open_reader(path, label=["4"])
+
+
+# Columns that no name calls labels
+
+REVIEWS = [f"review {k}" for k in range(40)]
+MOODS = [("good", "bad", "fair")[k % 3] for k in range(40)]
+SORTED = sorted(MOODS)
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({"review": REVIEWS, "sentiment": MOODS}, "sentiment"),
+        ({"review": REVIEWS, "sentiment": SORTED}, "sentiment"),
+        ({"v1": MOODS, "v2": REVIEWS}, "v1"),
+        ({"headline": REVIEWS, "is_joke": [k % 2 for k in range(40)]}, "is_joke"),
+        ({"title": REVIEWS, "text": REVIEWS, "mood": MOODS}, "mood"),
+        ({"en": REVIEWS, "fr": REVIEWS}, ""),
+        ({"text": REVIEWS, "source": ["wiki"] * 40}, ""),
+        ({"text": REVIEWS, "row_id": [k % 2 for k in range(40)]}, ""),
+        ({"size": MOODS, "colour": MOODS}, ""),
+        ({"text": REVIEWS, "score": [0.5, 1.5] * 20}, ""),
+        ({"text": REVIEWS[:6], "mood": MOODS[:6]}, ""),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow"])
+def test_a_column_that_repeats_next_to_one_that_does_not_may_be_the_label(
+    suffix: str,
+    table: dict[str, list[Any]],
+    named: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([list(table), *zip(*table.values(), strict=True)])
+    elif suffix == "parquet":
+        pq.write_table(pa.table(table), path, row_group_size=7)
+    else:
+        feather.write_feather(pa.table(table), path)
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(path)).close()
+    assert [each.getMessage().partition("; ")[2] for each in caplog.records] == [
+        f"if {named} is it, choose it, such as label={named!r} (`--reader-option label={named}`): "
+        "`targets` are 0"
+    ] * bool(named)
+    if named:
+        made = open_labels(str(path), label=named)
+        assert made is not None
+        classes, labels = made
+        assert [classes[k] for k in labels] == table[named] if classes else labels == table[named]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "npz", "h5"])
+def test_several_labels_are_fields_of_their_own(suffix: str, tmp_path: Path) -> None:
+    table = {"x": np.arange(3.0), "toxic": np.array([0, 1, 1]), "rude": np.array([1, 0, 1])}
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        path.write_text("x,toxic,rude\n0.0,0,1\n1.0,1,0\n2.0,1,1\n")
+    elif suffix == "parquet":
+        pq.write_table(pa.table(table), path)
+    elif suffix == "npz":
+        np.savez(path, **table)  # type: ignore[arg-type]
+    else:
+        with h5py.File(path, "w") as file:
+            file.update(table)
+    with pytest.raises(UsageError, match=r"a label is one field: .*::toxic,rude reads them"):
+        open_reader(str(path), label="toxic, rude")
+    with contextlib.closing(open_reader(f"{path}::toxic,rude")) as reader:
+        values = [reader.schema.split(payload) for payload in reader.read(np.arange(3))]
+    assert [list(each.values()) for each in values] == [[0, 1], [1, 0], [1, 1]]

@@ -409,6 +409,8 @@ def test_splits_of_other_classes_are_told(
         ("a,label\n1,x\n2,x\n3,x\n?,x\n", {"a": "text", "label": "int64"}, "a ('?')"),
         ("a,label\n10%,x\n20%,x\n", {"a": "text", "label": "int64"}, "a ('10%')"),
         ("a,label\n$1,x\n$2.50,x\n", {"a": "text", "label": "int64"}, "a ('$1')"),
+        ("a,label\n1 2 3,x\n4 5 6,x\n", {"a": "text", "label": "int64"}, ""),
+        ("a,label\n1 234,x\n5 678,x\n", {"a": "text", "label": "int64"}, "without signs"),
         ('a,label\n"1,234",x\n"5,678",x\n', {"a": "text", "label": "int64"}, "decimal commas"),
         ("a,label\nx1,x\nx2,x\n3,x\n", {"a": "text", "label": "int64"}, ""),
         ("a,label\r1,y\r2,x\r", {"a": "int64", "label": "int64"}, ""),

@@ -79,6 +79,33 @@ def test_a_guess_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert len(dlio.open(path, samples="rows", tiers="none")) == 12
 
 
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "is_picture"),
+    [
+        ([(16, 24, 3), (16, 24, 3)], np.uint8, True),
+        ([(20, 24, 3), (16, 24, 3)], np.uint8, True),
+        ([(16, 16, 1), (16, 16, 1)], np.float32, True),
+        ([(100, 12, 3), (100, 12, 3)], np.float32, False),  # Accelerations along three axes.
+        ([(50, 28, 28), (60, 28, 28)], np.uint8, False),
+        ([(100, 3), (100, 3)], np.uint8, False),
+    ],
+)
+def test_files_that_may_be_pictures_are_told_to_be_rows(
+    shapes: list[tuple[int, ...]],
+    dtype: Any,
+    is_picture: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = _write(tmp_path, "npy", [{"volume": np.zeros(shape, dtype)} for shape in shapes])
+    assert len(dlio.open(path, tiers="none")) == sum(shape[0] for shape in shapes)
+    assert ("may be one picture" in caplog.text) == is_picture
+    caplog.clear()
+    for choice, count in (("rows", sum(shape[0] for shape in shapes)), ("files", 2)):
+        assert len(dlio.open(path, samples=choice, tiers="none")) == count
+    assert not caplog.text
+
+
 def test_labels_mean_rows(tmp_path: Path) -> None:
     parts: list[dict[str, npt.NDArray[Any]]] = [
         {"volume": np.zeros((n, 8, 8), np.float32), "label": np.arange(n, dtype=np.int64)}

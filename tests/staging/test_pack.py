@@ -21,7 +21,7 @@ from dlio.data.schema import DTYPES, ENCODED, TEXTS, Schema, array_kind
 from dlio.errors import TierFull, UsageError
 from dlio.image.decoder import decode_whole
 from dlio.image.jpeg import parse_frame
-from dlio.plan.layout import cut_blocks
+from dlio.plan.layout import MAX_BLOCK_BYTES, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.folders import MARK
 from dlio_staging.pack_folder import pack, packed_path
@@ -298,3 +298,26 @@ def test_the_command_prints_its_result(pictures: Path, tmp_path: Path) -> None:
     again = subprocess.run(argv, capture_output=True, text=True, timeout=400, check=False)
     assert again.returncode == 2
     assert "exists" in again.stderr
+
+
+@pytest.mark.parametrize(("sample_bytes", "most_calls"), [(40_000, 5), (3 << 20, 10)])
+def test_small_blocks_are_read_many_at_a_time_and_large_ones_one_by_one(
+    sample_bytes: int, most_calls: int, tmp_path: Path
+) -> None:
+    count = 9 if sample_bytes > 1 << 20 else 800
+    rows = [{"x": k.to_bytes(4) + os.urandom(sample_bytes)} for k in range(count)]
+    reader = MadeReader(Schema((("x", "bytes"),)), rows)
+    calls: list[int] = []
+    plainly = reader.read
+
+    def read(samples: Any) -> list[bytes | memoryview]:
+        calls.append(sum(len(payload) for payload in plainly(samples)))
+        return plainly(samples)
+
+    reader.read = read  # type: ignore[method-assign]
+    pack(reader, str(tmp_path / "out"))
+    assert len(calls) <= most_calls
+    assert max(calls) <= 2 * MAX_BLOCK_BYTES
+    packed = open_reader(str(tmp_path / "out"))
+    assert packed.layout.blocks > len(calls) or sample_bytes > 1 << 20
+    assert sorted(_content(packed)) == sorted(map(bytes, reader.payloads))

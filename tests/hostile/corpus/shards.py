@@ -37,7 +37,7 @@ def shard(folder: Path, number: int, shards: int, **changes: Any) -> Path:
     names = [f"n{first + k}".encode() for k in range(6)]
     with ShardWriter(str(path)) as writer:
         for k in range(2):
-            writer.write_block([block(2 * number + k, first + 3 * k, 3)])
+            writer.write_blocks([[block(2 * number + k, first + 3 * k, 3)]])
         fields: dict[str, Any] = {
             "fingerprint": PRINT,
             "schema": IMAGE_LABEL,

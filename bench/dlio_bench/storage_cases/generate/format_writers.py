@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
-from dlio.data.schema import Schema
+from dlio.data.schema import Buffer, Schema
 from dlio.plan.layout import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS
 from dlio_bench.storage_cases.generate.content import payload
 from dlio_bench.storage_cases.generate.stamp import digest_of
 from dlio_bench.storage_cases.workload import Format, Workload
 from dlio_readers.tfrecord import FOOT, masked
-from dlio_staging.pack_writers import NativeWriter, ShardRequest
+from dlio_staging.pack_writers import NativeWriter, PackedRows, ShardRequest
 
 _SCHEMA: Final = Schema((("image", "bytes"), ("label", "int64")))
 _GROUP_BYTES: Final = 16 << 20
@@ -75,13 +76,16 @@ def write_native(path: str, part: FilePart) -> None:
     )
     writer = NativeWriter(path, shard)
     try:
-        held: list[bytes | memoryview] = []
+        held: list[Buffer] = []
         done = 0
         for data in part.payloads():
             held.append(_SCHEMA.join({"image": data.tobytes(), "label": part.label}))
             if done + len(held) == ends[0]:
                 names = [f"{part.first + done + row:09d}" for row in range(len(held))]
-                writer.write(first, held, names, [part.label] * len(held))
+                digests = [xxhash.xxh3_64_intdigest(payload) for payload in held]
+                labels = [part.label] * len(held)
+                rows = PackedRows(held, names, labels, digests)
+                writer.write(first, rows, [0, len(held)])
                 first, done, held = first + 1, ends.pop(0), []
         writer.finish()
     finally:
