@@ -121,6 +121,14 @@ def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
 
 
 @cache
+def statements_after(file: str, loop: ast.For) -> tuple[ast.stmt, ...]:
+    """Return the statements that follow a loop of a file in its block."""
+    blocks = [getattr(node, name, ()) for node in _nodes(file) for name in ("body", "orelse")]
+    block = next((each for each in blocks if isinstance(each, list) and loop in each), [loop])
+    return tuple(block[block.index(loop) + 1 :])
+
+
+@cache
 def takes_size(code: CodeType, instruction: int) -> bool:
     """True if the call at an instruction (a frame's `f_lasti`) has an argument such as `len(x)`,
     `x.shape[0]` or `x.size(0)`, alone or in a tuple."""
