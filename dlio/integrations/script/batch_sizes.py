@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import cache
 from typing import Final
 
-from dlio.integrations.script.script_lines import loops_at, statements_after
+from dlio.integrations.script.script_lines import loops_at, loops_with_next, statements_after
 
 _KEEPS: Final = ("int", "float", "str", "round", "max", "min", "abs", "sum")
 """Functions that return a number of their arguments."""
@@ -36,11 +36,15 @@ class _Use(Enum):
 
 @cache
 def size_lines(file: str, line: int, dim: int = 0) -> tuple[str, ...]:
-    """Return the places, such as `train.py:41`, in the `for` loop at a line of a file, and after it
-    in its block, that take the size of its batches, whose samples are in dimension `dim`, as a
-    number."""
-    loops = loops_at(file, line)
-    several = [_Sizes(loop, dim, statements_after(file, loop)) for loop in loops]
+    """Return the places, such as `train.py:41`, in the loop that takes its batches at a line of a
+    file, by `for` or `next`, and after it in its block, that take the size of these, whose samples
+    are in dimension `dim`, as a number."""
+    loops: list[tuple[ast.For | ast.While, list[ast.expr]]]
+    loops = [(each, [each.target]) for each in loops_at(file, line)]
+    loops += [(each, taken.targets) for each, taken in loops_with_next(file, line)]
+    several = [
+        _Sizes(targets, loop.body, statements_after(file, loop), dim) for loop, targets in loops
+    ]
     numbers = {number for each in several for number in each.lines}
     return tuple(f"{os.path.basename(file)}:{number}" for number in sorted(numbers))
 
@@ -49,14 +53,20 @@ class _Sizes:
     """The sizes that a loop takes of its batches, followed by name through its body and what
     comes after it."""
 
-    def __init__(self, loop: ast.For, dim: int, after: Sequence[ast.stmt]) -> None:
+    def __init__(
+        self,
+        targets: Sequence[ast.expr],
+        body: Sequence[ast.stmt],
+        after: Sequence[ast.stmt],
+        dim: int,
+    ) -> None:
         self._dim = dim
-        self._batches = _names(loop.target)
+        self._batches = {name for each in targets for name in _names(each)}
         """Names of batches, and of all that is computed from them."""
         self._sizes: set[str] = set()
         self.lines: set[int] = set()
         self._is_after = False
-        for statement in loop.body:
+        for statement in body:
             self._statement(statement)
         self._is_after = (
             True  # Names may be those of other batches there, such as of an evaluation.
