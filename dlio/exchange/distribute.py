@@ -544,7 +544,8 @@ def distribute(
     where parameters that no optimizer has are clipped with them. Hooks on
     parameters see this rank's gradients, before the mean: clip those that `backward` leaves. An
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
-    alike, each on its own share of the data, with losses that are means. Ranks count by the samples
+    alike, each on its own share of the data, with losses that are means: gradients of different
+    steps are an error, but for those on a GPU. Ranks count by the samples
     that a `dlio.DataLoader` hands out, until `weigh` is called; a loss that joins batches of
     several loaders with other shares is told. `ReduceLROnPlateau` gets the ranks' mean metric, by
     their samples, with a warning where theirs differ. Learning rates, and weights that are to be

@@ -1,8 +1,8 @@
 """Notices that ranks of `dlio.distribute` no longer have one model, at no message of its own.
 
 Each rank keeps a digest of the learning rates of its steps, and of its weights after the 1st, 2nd,
-4th, 8th step and so on. It travels with the gradients, as numbers whose sums tell if all ranks have
-the same one; only where they have not, ranks compare them.
+4th, 8th step and so on. It travels with the gradients, and so does the number of steps, as numbers
+whose sums tell if all ranks have the same ones; only where they have not, ranks compare them.
 """
 
 import logging
@@ -19,6 +19,7 @@ import xxhash
 
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import uniform
+from dlio.errors import UsageError
 from dlio.exchange.buckets import Named, broadcast_tensors
 from dlio.exchange.step_rows import StepRows
 from dlio.util.printable import log_line
@@ -35,6 +36,8 @@ _PACKAGES: Final = tuple(
 """Folders of torch, dlio and Python."""
 PARTS: Final = 2
 """Parts of a digest that travel with a sum of gradients."""
+_OF_STEPS: Final = 3
+"""Numbers that tell whether ranks average gradients of the same step."""
 _NAMED_RANKS: Final = 3
 """Other ranks whose steps the error of a deadline names."""
 
@@ -46,7 +49,7 @@ class StepWatch:
         named: returns the parameters that all ranks have alike, in the same order, with names.
     """
 
-    count = 1 + 2 * PARTS
+    count = _OF_STEPS + 2 * PARTS
 
     def __init__(self, comm: Communicator, named: Callable[[], Named]) -> None:
         self._comm, self._named = comm, named
@@ -62,12 +65,30 @@ class StepWatch:
         self._has_told = False
 
     def depart(self, into: torch.Tensor, factor: float) -> None:
-        parts = parts_of(self._digest, self._bits)
-        into.copy_(torch.tensor([1, *parts], dtype=into.dtype))
+        parts, steps = parts_of(self._digest, self._bits), self._steps & (1 << self._bits) - 1
+        into.copy_(torch.tensor([1, steps, steps * steps, *parts], dtype=into.dtype))
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
+        """Learn the sums of what departed.
+
+        Raises UsageError if ranks have averaged gradients of different steps. Collective then.
+        """
+        numbers = sums.tolist()
+        if not are_same(numbers[:_OF_STEPS]):
+            raise UsageError(uniform(self._comm, self._steps_apart))
         if not self._has_told:
-            self._sums.append(sums.tolist())
+            self._sums.append([numbers[0], *numbers[_OF_STEPS:]])
+
+    def _steps_apart(self) -> str:
+        """Tell that ranks have averaged gradients of different steps. Collective."""
+        mine = f"in step {self._steps + 1}, at{_line_of_script()}"
+        everyone: list[str] = self._comm.allgather(mine)
+        other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+        return (
+            f"the ranks average gradients of different steps: rank 0 is {everyone[0]}, rank "
+            f"{other} {everyone[other]}. Ranks have to call backward equally often in each step, "
+            "but for calls while the exchange is held"
+        )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that an optimizer has made."""

@@ -18,8 +18,8 @@ from mpi4py import MPI
 net = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 dlio.distribute(net, optimizer)
-for turn in range(3):
-    if MPI.COMM_WORLD.rank == 0 or turn != 1:
+for calls in TURNS[MPI.COMM_WORLD.rank]:
+    for _ in range(calls):
         net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
 """
@@ -58,7 +58,20 @@ def test_a_deadline_names_the_steps_of_ranks_that_called_backward_more_seldom(
 ) -> None:
     monkeypatch.setenv("DLIO_TIMEOUT", "3")
     script = tmp_path / "parted.py"
-    script.write_text(_PARTED)
+    script.write_text(_PARTED.replace("TURNS", "((1, 1, 1), (1, 1, 0))"))
     error = mpirun(2, str(script)).stderr
     assert "Rank 0 has made 2 steps of its optimizers and waits at parted.py:10; " in error
     assert "rank 1 has made 3 steps, the latest at parted.py:11: ranks that" in error
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("turns", ["((2, 1), (1, 2))", "((1, 1, 1), (1, 0, 1, 1))"])
+def test_gradients_of_different_steps_are_not_averaged(
+    mpirun: MpiRun, tmp_path: Path, turns: str
+) -> None:
+    script = tmp_path / "parted.py"
+    script.write_text(_PARTED.replace("TURNS", turns))
+    done = mpirun(2, str(script))
+    assert done.returncode
+    said = "rank 0 is in step {}, at parted.py:10, rank 1 in step {}, at parted.py:10. Ranks have"
+    assert said.format(*((1, 2) if "2" in turns else (2, 3))) in done.stderr

@@ -6,11 +6,12 @@ samples, weighs a loss or decides, the script computes another number than one p
 
 import ast
 import os
+from collections.abc import Sequence
 from enum import Enum, auto
 from functools import cache
 from typing import Final
 
-from dlio.integrations.script.script_lines import loops_at
+from dlio.integrations.script.script_lines import loops_at, loops_with_next, statements_after
 
 _KEEPS: Final = ("int", "float", "str", "round", "max", "min", "abs", "sum")
 """Functions that return a number of their arguments."""
@@ -35,22 +36,42 @@ class _Use(Enum):
 
 @cache
 def size_lines(file: str, line: int, dim: int = 0) -> tuple[str, ...]:
-    """Return the places, such as `train.py:41`, in the `for` loop at a line of a file where it
-    takes the size of its batches, whose samples are in dimension `dim`, as a number."""
-    numbers = {number for loop in loops_at(file, line) for number in _Sizes(loop, dim).lines}
+    """Return the places, such as `train.py:41`, in the loop that takes its batches at a line of a
+    file, by `for` or `next`, and after it in its block, that take the size of these, whose samples
+    are in dimension `dim`, as a number."""
+    loops: list[tuple[ast.For | ast.While, list[ast.expr]]]
+    loops = [(each, [each.target]) for each in loops_at(file, line)]
+    loops += [(each, taken.targets) for each, taken in loops_with_next(file, line)]
+    several = [
+        _Sizes(targets, loop.body, statements_after(file, loop), dim) for loop, targets in loops
+    ]
+    numbers = {number for each in several for number in each.lines}
     return tuple(f"{os.path.basename(file)}:{number}" for number in sorted(numbers))
 
 
 class _Sizes:
-    """The sizes that a loop takes of its batches, followed by name through its body."""
+    """The sizes that a loop takes of its batches, followed by name through its body and what
+    comes after it."""
 
-    def __init__(self, loop: ast.For, dim: int) -> None:
+    def __init__(
+        self,
+        targets: Sequence[ast.expr],
+        body: Sequence[ast.stmt],
+        after: Sequence[ast.stmt],
+        dim: int,
+    ) -> None:
         self._dim = dim
-        self._batches = _names(loop.target)
+        self._batches = {name for each in targets for name in _names(each)}
         """Names of batches, and of all that is computed from them."""
         self._sizes: set[str] = set()
         self.lines: set[int] = set()
-        for statement in loop.body:
+        self._is_after = False
+        for statement in body:
+            self._statement(statement)
+        self._is_after = (
+            True  # Names may be those of other batches there, such as of an evaluation.
+        )
+        for statement in after:
             self._statement(statement)
 
     def _statement(self, node: ast.AST) -> None:
@@ -74,8 +95,9 @@ class _Sizes:
             self._sizes |= names
         elif self._mentions(value):
             self._batches |= names
-        elif _joins(value):
+        elif _joins(value) or self._is_after:
             self._batches -= names
+            self._sizes -= names
 
     def _expression(self, node: ast.AST, use: _Use) -> None:
         if self._is_size(node):

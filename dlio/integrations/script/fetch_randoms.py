@@ -109,3 +109,37 @@ class FetchRandoms:
         else:
             generator.set(generator.own)
         return generator.own
+
+
+def draws_differ(
+    kind: str, modules: list[str], by_dlio: bool, workers: int, has_generator: bool
+) -> str:
+    """Return a notice of samples that draw other random numbers than in one process.
+
+    Args:
+        kind: name of the data set's class.
+        modules: those whose numbers samples draw in the script's process; none if dlio draws
+            instead, or a loader's workers.
+        has_generator: True if the loader's order is drawn from a generator of its own.
+    """
+    such = "" if has_generator else ", such as the next pass's order,"
+    remedy = "they are" if has_generator else "or its generator= the order is"
+    remedy = f"not one process's; with the loader's num_workers=1 {remedy}"
+    if by_dlio:
+        later = "" if workers else f": numbers that are drawn afterwards{such} are {remedy}"
+        return (
+            f"dlio draws the random numbers by which samples of {kind} are transformed, the same "
+            "on any number of ranks, but others than the transforms draw in one process without "
+            f"dlio{later}"
+        )
+    if modules:
+        return (
+            f"samples of {kind} draw random numbers of {' and '.join(modules)} in the script's "
+            "process, and each rank draws for its own samples: numbers drawn from these "
+            f"afterwards{such} are the same on all ranks, but {remedy}"
+        )
+    return (
+        f"samples of {kind} draw random numbers in the loader's workers, and those of a rank draw "
+        "for its own samples: they are not one process's, and the training is as that of one "
+        "process with another seed"
+    )

@@ -11,14 +11,13 @@ masked. In the first steps of a line of the script, ranks add up their counts be
 one message of 2.5 KiB; later only where a rank's own numbers do not tell (see `loss_plan`).
 """
 
-import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,73 +33,28 @@ from dlio.integrations.script.learned_products import (
     learned_products,
     multiplied_values,
 )
-from dlio.integrations.script.loss_plan import OWN, LossPlan, LossPlans, PlannedStep, TermUse
+from dlio.integrations.script.loss_counts import (
+    ROW,
+    TERMS,
+    Count,
+    Totals,
+    count_of,
+    is_count,
+    likely_count,
+    place_of,
+    row_of,
+)
+from dlio.integrations.script.loss_notices import LossNotices
+from dlio.integrations.script.loss_plan import LossPlan, PlannedStep, TermUse
 from dlio.integrations.script.loss_terms import (
-    NEARLY_NONE,
-    Divisor,
     GraphStates,
     LossTerm,
     LossTerms,
     find_terms,
-    has_mask,
-    is_of_one,
 )
-from dlio.integrations.script.mixed_samples import mixed_samples
 from dlio.integrations.script.script_assigner import ScriptBatch
 from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext
-
-_TERMS: Final = 24
-"""Most terms of a loss with weights of their own."""
-_DIVISORS: Final = 3
-_ROW: Final = 5 + 4 * _DIVISORS
-_READ: Final = 2.0**-20
-"""Added to the 1 of a divisor that counts where the script has read it from a tensor."""
-_UNEVEN: Final = 3
-"""Steps with uneven counts after which the script may pad."""
-_LOOKS: Final = 2
-"""Times that the whole graph of a loss is searched, for each line of the script and kind."""
-
-
-_SEVERAL: Final = (
-    " of one batch, where batches of several loaders are under way: if it joins them, the gradient "
-    "is not quite that of one process"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Sums over all ranks, of one backward: of samples, their squares, and losses."""
-
-    samples: float
-    squared: float
-    loss_by_samples: float
-    loss_by_count: float
-    loss: float
-    alike: bool
-    """True if all ranks have the same terms."""
-    terms: npt.NDArray[np.float64]
-    """Sums of `_row`, one row for each term."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """A number that a mean divides by, and its sums over the ranks."""
-
-    own: float
-    whole: float
-    squared: float
-    by_samples: float
-    """Sum of products with the ranks' samples."""
-    place: int = OWN
-    """Which divisor of a sum it is."""
-    is_of_data: bool = False
-    """True for a number of the script's that follows from the samples' values."""
-
-    def is_even(self, totals: _Totals) -> bool:
-        """True if the ranks' counts are in proportion to their samples."""
-        product = self.squared * totals.squared
-        return abs(self.by_samples**2 - product) <= 1e-9 * product
 
 
 class ScriptLossWeights:
@@ -124,15 +78,7 @@ class ScriptLossWeights:
         """Seconds that this rank has waited for others so far."""
         self.is_inside = False
         """True within a backward."""
-        self._looks: dict[str, int] = {}
-        self._tellers: dict[str, int] = {}
-        """By line, the rank that tells of samples compared."""
-        self._uneven: dict[str, int] = {}
-        """By line and operation, steps in which means without a mask had uneven counts; -1 if a
-        mask was seen."""
-        self._slices: dict[str, tuple[ScriptBatch, float]] = {}
-        """By line and operation, the batch of the latest mean over some of its samples, and how
-        many."""
+        self._notices = LossNotices(comm, context)
         self._plan = LossPlan()
         """That of the latest backward."""
         context.guard.doubted = self.doubted
@@ -208,7 +154,7 @@ class ScriptLossWeights:
         states = _states(batch)
         parts = find_terms(roots, states, loops, gradients)
         loops.update(term.name for term in parts.terms if term.each)
-        self._tell(roots, batch, parts, line)
+        self._notices.tell(roots, batch, parts, line)
         products = learned_products(parts, states)
         exchanges = self._exchanges()
         factors: Sequence[float] = []
@@ -253,7 +199,7 @@ class ScriptLossWeights:
         size, part = int(batch.weight), batch.weight / len(batch.samples)
         parts = find_terms(roots, _states(batch))
         means = [
-            not term.is_sum or any(_is_count(term, each, size) for each in term.divisors)
+            not term.is_sum or any(is_count(term, each, size) for each in term.divisors)
             for term in parts.terms
         ]
         pairs = zip(parts.terms, means, strict=True)
@@ -337,7 +283,7 @@ class ScriptLossWeights:
         ratio, size = len(batch.samples) / batch.weight, int(batch.weight)
         return [
             1.0
-            if not term.is_sum or any(_is_count(term, each, size) for each in term.divisors)
+            if not term.is_sum or any(is_count(term, each, size) for each in term.divisors)
             else ratio
             for term in parts.terms
         ]
@@ -358,13 +304,13 @@ class ScriptLossWeights:
         if self._context.has_others:
             origins = [self._context.origins.of(term.reduces) for term in parts.terms]
         rows = [
-            _row(
+            row_of(
                 term,
                 batch,
                 bool(of) and not any(each.weight for each in of),
                 self._context.numbers_read,
             )
-            for term, of in zip(parts.terms[:_TERMS], origins, strict=False)
+            for term, of in zip(parts.terms[:TERMS], origins, strict=False)
         ]
         loss = 0.0
         if len(roots) == 1 and roots[0].numel() == 1 and batch.weight:
@@ -374,9 +320,9 @@ class ScriptLossWeights:
         def counts_data(term: LossTerm, number: int) -> bool:
             value = term.divisors[number].value
             counts = value != len(batch.samples) and term.counts(value, int(batch.weight))
-            return counts or value in read or plans.is_of_data(_place(term, number))
+            return counts or value in read or plans.is_of_data(place_of(term, number))
 
-        likely = _likely_count(parts, counts_data)
+        likely = likely_count(parts, counts_data)
         totals = self._totals(batch.weight, parts, rows, loss, likely, products)
         if not totals.samples:
             return [], None
@@ -394,11 +340,11 @@ class ScriptLossWeights:
             )
             return [], None
         counts = [
-            self._count(term, row, len(batch.samples), batch.of.use.plans)
+            count_of(self._context, term, row, len(batch.samples), batch.of.use.plans)
             for term, row in zip(parts.terms, totals.terms, strict=False)
         ]
         if self._context.is_alone:
-            self._tell_padding(parts, batch, totals, counts)
+            self._notices.tell_padding(parts, batch, totals, counts)
             self._learn(roots, parts, batch, totals, counts, line)
         elif self._context.has_others and any(map(_is_unclear, origins)):
             self._context.say(
@@ -417,9 +363,9 @@ class ScriptLossWeights:
         self,
         batch: ScriptBatch,
         rows: Sequence[Sequence[float]],
-        counts: Sequence[_Count | None],
+        counts: Sequence[Count | None],
         origins: Sequence[frozenset[ScriptBatch]],
-        totals: _Totals,
+        totals: Totals,
     ) -> list[float]:
         """Return the factor of each term, none on a rank without samples."""
         factors: list[float] = []
@@ -477,7 +423,7 @@ class ScriptLossWeights:
         parts.learned = seen[common].learned
         plans.loops[line] = {term.name for term in parts.terms if term.each}
         self._plan = plans.plan(line, common)
-        self._tell(roots, batch, parts, line)
+        self._notices.tell(roots, batch, parts, line)
         return True
 
     def _agree_on_loop(
@@ -504,8 +450,8 @@ class ScriptLossWeights:
         roots: Sequence[torch.Tensor],
         parts: LossTerms,
         batch: ScriptBatch,
-        totals: _Totals,
-        counts: Sequence[_Count | None],
+        totals: Totals,
+        counts: Sequence[Count | None],
         line: str,
     ) -> None:
         knows = self._context.batch == "per-rank" or (
@@ -516,9 +462,8 @@ class ScriptLossWeights:
         uses = [TermUse(None)] * len(counts)
         for place, count in enumerate(counts):
             if count is not None:
-                uneven = self._uneven.get(f"{line} {parts.terms[place].name}", 0)
                 per_sample, is_even = count.whole / totals.samples, count.is_even(totals)
-                masks = uneven < 0 or uneven >= _UNEVEN
+                masks = self._notices.may_mask(f"{line} {parts.terms[place].name}")
                 uses[place] = TermUse(count.place, per_sample, is_even, masks)
         self._plan.learn(parts, uses, knows)
         if self._plan.is_settled:
@@ -532,7 +477,7 @@ class ScriptLossWeights:
         loss: float,
         likely: float,
         products: Sequence[LearnedProduct],
-    ) -> _Totals:
+    ) -> Totals:
         keys = [*(term.key for term in parts.terms), *(product.text for product in products)]
         mark = zlib.crc32("/".join(keys).encode()) & 0xFFFFF
         first = likely if weight else 0.0
@@ -546,7 +491,7 @@ class ScriptLossWeights:
             loss * first if first else 0.0,
             loss,
         ]
-        own = np.zeros(len(head) + _TERMS * _ROW, np.float64)
+        own = np.zeros(len(head) + TERMS * ROW, np.float64)
         own[: len(head)] = head
         flat = [value for row in rows for value in row]
         own[len(head) : len(head) + len(flat)] = flat
@@ -561,61 +506,15 @@ class ScriptLossWeights:
         self.wait_s += time.perf_counter() - began
         ranks, marks, squares, *sums = total[: len(head)].tolist()
         alike = abs(ranks * squares - marks**2) < 0.5
-        table = total[len(head) :].reshape(_TERMS, _ROW)
-        return _Totals(sums[0], sums[1], sums[2], sums[3], sums[4], alike, table)
-
-    def _count(
-        self, term: LossTerm, row: npt.NDArray[np.float64], whole: int, plans: LossPlans
-    ) -> _Count | None:
-        """Return the divisor of a mean; None for a sum.
-
-        All ranks decide alike, as they do by totals. `whole` is the size of the batch.
-        """
-        ranks = row[3]
-        if not term.is_sum:
-            for number, divisor in enumerate(term.divisors[:_DIVISORS]):
-                values, squares = row[5 + 4 * number : 7 + 4 * number].tolist()
-                if divisor.is_tensor and ranks * squares - values**2 > 1e-9 * values**2:
-                    self._context.say(
-                        f"{script_line()}: a mean over the batch is divided or multiplied there by "
-                        "a number that is another one on each rank: the gradient is not that of "
-                        "one process. If it is a mean or sum of weights, divide a sum by a sum"
-                    )
-            return _Count(term.count, *row[:3].tolist())
-        for number, divisor in enumerate(term.divisors[:_DIVISORS]):
-            values, squares, products, counts = row[5 + 4 * number : 9 + 4 * number].tolist()
-            differs = ranks * squares - values**2 > 1e-9 * values**2
-            is_read = counts % 1 > 0
-            place = _place(term, number)
-            if divisor.is_tensor:
-                if not divisor.is_factor:
-                    return _Count(divisor.value, values, squares, products, number)
-            elif (
-                divisor.value == whole
-                and not (differs or is_read)
-                and (self._context.is_alone or counts < ranks)
-            ):
-                # The script's batch size: a constant; and not the part of another loader's batch.
-                continue
-            elif plans.is_constant(place, counts < ranks, differs):
-                continue
-            elif (counts >= ranks or differs) and divisor.is_factor and _is_round(divisor.value):
-                self._context.say(
-                    f"{script_line()}: a sum over the batch is multiplied by "
-                    f"{1 / divisor.value:g}, taken for a constant; if that is 1 / len(batch), "
-                    "divide by len(batch) instead"
-                )
-            elif counts >= ranks or plans.is_of_data(place):
-                is_of_data = is_read or plans.is_of_data(place)
-                return _Count(divisor.value, values, squares, products, number, is_of_data)
-        return None
+        table = total[len(head) :].reshape(TERMS, ROW)
+        return Totals(sums[0], sums[1], sums[2], sums[3], sums[4], alike, table)
 
     def _value(
         self,
         roots: Sequence[torch.Tensor],
         parts: LossTerms,
-        totals: _Totals,
-        counts: Sequence[_Count | None],
+        totals: Totals,
+        counts: Sequence[Count | None],
         likely: float,
     ) -> float | None:
         """Return the loss of the whole batch, None if its terms differ too much to tell."""
@@ -627,7 +526,7 @@ class ScriptLossWeights:
             or not parts.terms
         ):
             return None
-        if len(parts.terms) > _TERMS:
+        if len(parts.terms) > TERMS:
             return None
         if all(count is None for count in counts):
             is_whole = not parts.has_constants and self._context.batch == "global"
@@ -640,128 +539,6 @@ class ScriptLossWeights:
         if len(counts) > 1 or count is None or count.own != likely or not count.whole:
             return None
         return totals.loss_by_count / count.whole
-
-    # Losses that cannot be made right.
-
-    def _tell(
-        self, roots: Sequence[torch.Tensor], batch: ScriptBatch, parts: LossTerms, where: str
-    ) -> None:
-        context, size = self._context, int(batch.weight)
-        if parts.unknown:
-            context.say(
-                f"{where}: the loss is not a mean over samples ({parts.unknown[0]} of a "
-                "value of the whole batch): ranks average the gradients of their parts of a "
-                "batch, which is not the gradient of one process"
-            )
-        if parts.hidden:
-            context.say(
-                f"{where}: the loss comes from {parts.hidden[0]}, which nothing sees into: it is "
-                "taken for a mean over the samples of each rank's part"
-                + ("" if context.is_alone else _SEVERAL)
-            )
-        if any(term.may_be_kept for term in parts.terms):
-            context.say(
-                f"{where}: a sum over a rank's part of a batch is divided by 1 there, which "
-                "clamp(min=1) makes of a part without any element that counts, too: if so, the "
-                "loss and the gradient of such a step are not those of one process",
-                any_rank=True,
-            )
-        if context.has_unlike and any(map(self._counts_more, parts.terms)):
-            context.say(
-                f"{where}: a sum is divided there by a count over several batches: in a step for "
-                "which a rank has one of them whole, as may be in a first pass, or a stand-in for "
-                "none of its samples, as at the end of a pass, the ranks count more than one "
-                "process, and the gradient is not quite that of one process",
-                any_rank=True,
-            )
-        if parts.is_given:
-            context.say(
-                f"{where}: backward is given a gradient of each sample there, which is taken as it "
-                "is, as of a sum over samples: if it was divided by the number of samples, that is "
-                "the number of those of the rank's part, and it is too large: divide by the size "
-                "of the whole batch"
-            )
-        if len(parts.terms) > _TERMS:
-            context.say(f"{where}: terms of the loss beyond {_TERMS} are taken for means")
-        look = "/".join([where, *(term.key for term in parts.terms), *parts.unknown])
-        teller = self._tellers.setdefault(where, batch.widest)  # One rank, though parts change.
-        if not size or self._looks.get(look, 0) >= _LOOKS:
-            return
-        self._looks[look] = self._looks.get(look, 0) + 1
-        sums = [term.reduces for term in parts.terms if term.is_sum and not term.each]
-        dim = batch.of.use.plans.dim
-        if size > 1 and any(is_of_one(node, size, dim) for node in sums):
-            context.say(
-                f"{where}: a sum there is of one row, such as net(torch.zeros(1, 1)), and each "
-                "rank adds its own, as if it were of its part of the batch: use a mean, which "
-                "counts as in one process"
-            )
-        ways = (mixed_samples(roots, rows, parts, dim) for rows in (size, *sorted(batch.rows)))
-        mixed = next((way for way in ways if way is not None), None)
-        # In a part of few samples it may not be seen.
-        if mixed is not None and self._comm.rank == teller:
-            context.say(
-                f"{where}: the loss compares samples of a batch ({mixed}), and each rank sees part "
-                "of a batch: it is another loss than that of one process, not a mean over samples. "
-                "--batch per-rank gives each rank a whole batch",
-                any_rank=True,
-            )
-
-    def _counts_more(self, term: LossTerm) -> bool:
-        """True if a sum is divided by a number of the data that its batch has not."""
-        read = self._context.numbers_read
-        numbers = [each.value for each in term.divisors if each.is_tensor or each.value in read]
-        elements = sum(math.prod(each.shape) for each in term.each or (term,))
-        return term.is_sum and any(each > max(elements, 1) for each in numbers)
-
-    def _is_slice(self, term: LossTerm, batch: ScriptBatch, key: str) -> bool:
-        """True if a mean at a line has counted another number of samples of the same batch."""
-        if _has_all(term, batch):
-            return False
-        before = self._slices.get(key)
-        self._slices[key] = (batch, term.count)
-        return before is not None and before[0] is batch and before[1] != term.count
-
-    def _tell_padding(
-        self,
-        parts: LossTerms,
-        batch: ScriptBatch,
-        totals: _Totals,
-        counts: Sequence[_Count | None],
-    ) -> None:
-        for term, row, count in zip(parts.terms, totals.terms, counts, strict=False):
-            if count is None or term.is_sum:
-                continue
-            key = f"{script_line()} {term.name}"
-            is_slice = self._is_slice(term, batch, key)
-            # Even slices of the first parts say nothing of the last one.
-            if count.is_even(totals) and not is_slice and _has_all(term, batch):
-                continue
-            if not is_slice and not batch.rows.isdisjoint(term.rows):
-                continue  # All boxes, or the like, of the part's samples.
-            if row[3] * count.squared - count.whole**2 <= 1e-9 * count.whole**2 and not is_slice:
-                continue  # As many on each rank, whatever its samples: they are of another input.
-            if is_slice or not _has_all(term, batch):
-                self._context.say(
-                    f"{script_line()}: {term.name} is a mean over some of the samples of each "
-                    "rank's part of a batch, as of a slice (split, chunk, x[i:i + n]), and counts "
-                    "by them: one process has other slices, and this gradient only where all "
-                    "slices are of one size. Take batches of that size from the loader and step "
-                    "after some of them, or give each rank whole batches by --batch per-rank",
-                    any_rank=is_slice,
-                )
-                continue
-            if row[4] < row[3]:
-                self._uneven[key] = -1  # Something is masked.
-            elif self._uneven.get(key, 0) >= 0:
-                self._uneven[key] = self._uneven.get(key, 0) + 1
-            if self._uneven[key] == _UNEVEN:
-                self._context.say(
-                    f"{script_line()}: {term.name} counts all elements of parts of a batch whose "
-                    "samples have other lengths. If the script pads them, one process pads to the "
-                    "longest of the batch and counts more: mask padding, as by ignore_index, to "
-                    "train as one process does"
-                )
 
 
 @dataclass(slots=True)
@@ -786,37 +563,9 @@ class _WholeLoss:
             self.context.whole_losses.set([self.unscaled], True)
 
 
-def _is_count(term: LossTerm, divisor: Divisor, size: int) -> bool:
-    if divisor.is_factor:
-        return term.counts(divisor.value, size) and not _is_round(divisor.value)
-    return divisor.is_tensor or term.counts(divisor.value, size)
-
-
-def _is_round(value: float) -> bool:
-    """True for a number such as 2, 5, 10 or 400, whose inverse is a usual coefficient."""
-    digits = f"{value:.0f}".rstrip("0")
-    return len(digits) <= 1 or digits == "25"
-
-
 def _is_unclear(origins: frozenset[ScriptBatch]) -> bool:
     """True if a term is not of one batch alone, or of one that is not known."""
     return len(origins) != 1
-
-
-def _likely_count(parts: LossTerms, counts: Callable[[LossTerm, int], bool]) -> float:
-    """Return the divisor of the first term, as it seems to this rank.
-
-    `counts` tells whether a divisor that is a number of the script's seems to be one.
-    """
-    if not parts.terms:
-        return 0.0
-    term = parts.terms[0]
-    by = [
-        each.value
-        for number, each in enumerate(term.divisors[:_DIVISORS])
-        if not each.is_factor and (each.is_tensor or counts(term, number))
-    ]
-    return by[0] if by and term.is_sum else term.count
 
 
 def _states(batch: ScriptBatch) -> GraphStates:
@@ -825,40 +574,6 @@ def _states(batch: ScriptBatch) -> GraphStates:
 
 def _structure(parts: LossTerms) -> str:
     return " + ".join([*(term.key for term in parts.terms), *parts.unknown, *parts.hidden])
-
-
-def _place(term: LossTerm, number: int) -> str:
-    """Return a name of a divisor of a term of the loss in the present line of the script."""
-    return f"{script_line()} {term.name} {number}"
-
-
-def _row(
-    term: LossTerm, batch: ScriptBatch, is_dummy: bool, numbers_read: Collection[float]
-) -> list[float]:
-    """Return the numbers that ranks add up for a term.
-
-    They are its count, the square, the product with the samples, 1, 1 if it may count padding; and
-    for each divisor its value, the square, the product, and 1 if it is a number of samples, or one
-    that the script has read from a tensor of the batch.
-    """
-    row = [0.0] * _ROW
-    if not batch.weight or is_dummy:
-        return row
-    row[:5] = [term.count, term.count**2, term.count * batch.weight, 1.0, float(term.pads)]
-    for number, divisor in enumerate(term.divisors[:_DIVISORS]):
-        value = term.divided_by(number)
-        counts = float(term.counts(divisor.value, int(batch.weight)))
-        is_kept = divisor.value == 1 and 0 in numbers_read  # As by max(1, count.item()).
-        if (divisor.value in numbers_read or is_kept) and not divisor.is_factor:
-            counts = 1 + _READ
-            value = NEARLY_NONE if divisor.value == 1 and term.selects_nothing else value
-        row[5 + 4 * number : 9 + 4 * number] = [
-            value,
-            value**2,
-            value * batch.weight,
-            counts,
-        ]
-    return row
 
 
 @contextmanager
@@ -875,13 +590,6 @@ def _multiplied(parts: LossTerms, factors: Sequence[float]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _has_all(term: LossTerm, batch: ScriptBatch) -> bool:
-    """True if a mean may be over all samples of a rank's part of a batch, some of whose elements a
-    mask may leave out."""
-    size = len(batch.place)
-    return not size or any(each % size == 0 for each in term.rows) or has_mask(term.node)
 
 
 def _is_uneven(term: LossTerm, size: int) -> bool:

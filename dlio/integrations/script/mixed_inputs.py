@@ -39,6 +39,8 @@ _NORMALISES: Final = {
     "normalize": 2,
 }
 """Functions whose results are each made of several values, with the place of their dimension."""
+_WEIGHTS: Final = ("sum", "softmax", "softmin")
+"""Functions by which weights of samples may add up to 1."""
 _PICKS: Final = frozenset(
     "__getitem__ select narrow split chunk unbind tensor_split topk unique masked_select "
     "nonzero".split()
@@ -292,10 +294,15 @@ class MixedInputs(TorchFunctionMode):
 
     def _tell(self, function: str, line: str) -> None:
         self._has_told = True
+        # Else nothing tells that the gradient is as many times as large as there are ranks.
+        remedy = (
+            ". If it makes weights of losses that add up to 1, the sum of these is too large "
+            "by the number of ranks: divide the sum of weighted losses by that of the weights"
+        )
         self._say(
             f"{line}: samples of a batch meet there ({function} over the batch) before the "
             "network or the loss takes them, and each rank has its part of the batch alone: the "
-            "training is not quite that of one process"
+            f"training is not quite that of one process{remedy if function in _WEIGHTS else ''}"
         )
 
     def _orders_meet(

@@ -140,7 +140,10 @@ def _reduction(node: Any, samples: int, dim: int) -> str | None:
     if below is None or is_parameter(below):
         return None
     shape = shape_of(below)
-    over = len(shape) > 1 and dims_of(node, len(shape)) == (dim,) and shape[dim] == samples
+    # Some of the samples are those of a class, whose mean is compared with others.
+    picks = name_of(below) == "IndexBackward0" and below._saved_self_sym_sizes[dim] == samples
+    is_of_batch = len(shape) > dim and (shape[dim] == samples or picks)
+    over = len(shape) > 1 and dims_of(node, len(shape)) == (dim,) and is_of_batch
     return f"{_OVER_SAMPLES[name_of(node)]} over the batch" if over else None
 
 

@@ -274,6 +274,7 @@ class _ScriptTakeover:
             self._losses.close()
         self._context.assigner.close()
         self._context.claims.close()
+        self._context.worker_draws.close()
 
     def notes(self) -> list[str]:
         """Limits that the user should know of, one line each."""

@@ -121,6 +121,31 @@ def loops_at(file: str, line: int) -> tuple[ast.For, ...]:
 
 
 @cache
+def loops_with_next(file: str, line: int) -> tuple[tuple[ast.For | ast.While, ast.Assign], ...]:
+    """Return the innermost loop around an assignment of `next(...)` on a line of a file, and that
+    assignment; none if there is none."""
+    several = [
+        (loop, node)
+        for loop in _nodes(file)
+        if isinstance(loop, ast.For | ast.While)
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign)
+        and node.lineno == line
+        and isinstance(node.value, ast.Call)
+        and getattr(node.value.func, "id", "") == "next"
+    ]
+    return tuple(several[-1:])  # Outer ones come first.
+
+
+@cache
+def statements_after(file: str, loop: ast.For | ast.While) -> tuple[ast.stmt, ...]:
+    """Return the statements that follow a loop of a file in its block."""
+    blocks = [getattr(node, name, ()) for node in _nodes(file) for name in ("body", "orelse")]
+    block = next((each for each in blocks if isinstance(each, list) and loop in each), [loop])
+    return tuple(block[block.index(loop) + 1 :])
+
+
+@cache
 def takes_size(code: CodeType, instruction: int) -> bool:
     """True if the call at an instruction (a frame's `f_lasti`) has an argument such as `len(x)`,
     `x.shape[0]` or `x.size(0)`, alone or in a tuple."""

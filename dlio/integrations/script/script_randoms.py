@@ -239,6 +239,8 @@ class ScriptRandoms:
         script's is noted, as ranks may have others, such as the time."""
         if _has_no_seed(args, options):
             return (self._next_seed(),), {}
+        if _is_called_by_others():
+            self._context.worker_draws.seeded()
         is_main = threading.get_ident() == self._thread
         is_main &= not self._context.is_outside and _is_called_by_others()
         if is_main and (frame := script_frame()):
@@ -294,8 +296,10 @@ class ScriptRandoms:
 
         @wraps(original)
         def draw(*args: Any, **options: Any) -> Any:
-            if self._is_worker() and options.get("generator") is None:
-                options["generator"] = self._generators.torch
+            if options.get("generator") is None and not torch.compiler.is_compiling():
+                self._context.worker_draws.drawn()
+                if self._is_worker():
+                    options["generator"] = self._generators.torch
             return self._context.collate_draws.call(original, args, options)
 
         return draw
@@ -305,6 +309,8 @@ class ScriptRandoms:
 
         @wraps(original)
         def draw(*args: Any, **options: Any) -> Any:
+            if original.__name__ not in _STATES:
+                self._context.worker_draws.drawn()
             if self._is_worker():
                 own = getattr(self._generators.bound[module], original.__name__)
                 return self._drawn(own, args, options)

@@ -28,7 +28,7 @@ from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.batch_sizes import size_lines
 from dlio.integrations.script.batch_tensors import rows_of, sizes_of
 from dlio.integrations.script.collate_draws import CollateDraws
-from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
+from dlio.integrations.script.fetch_randoms import FetchRandoms, draws_differ, rank_seed
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.joined_rows import joined_rows
 from dlio.integrations.script.loss_plan import LossPlans
@@ -50,10 +50,11 @@ from dlio.integrations.script.script_assigner import (
     ScriptBatch,
 )
 from dlio.integrations.script.script_lines import loops_at, script_frames, script_line
+from dlio.integrations.script.worker_draws import WorkerDraws
 from dlio.loader.contract import CollateFn, Sample
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party import accelerate
-from dlio.loader.third_party.adapters import adapted
+from dlio.loader.third_party.adapters import adapted, holds_own
 from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
 from dlio.train.step_clock import StepClock
 from dlio.util.units import counted
@@ -112,6 +113,11 @@ class ScriptContext:
         """The batch that the script computed on last."""
         self._computed: ScriptBatch | None = None
         """The same, also after the optimizer's step and a pass of whole batches."""
+        self._again: ScriptBatch | None = None
+        """A batch of a pass that is over, as `itertools.cycle` keeps it, on which the script
+        computes next to the latest one of another pass."""
+        self._was_again: ScriptBatch | None = None
+        """The same of the step before."""
         self._under_way = PassesUnderWay()
         self.passes = PassMemory()
         self.mixed_losses: TensorNotes[bool] = TensorNotes()
@@ -137,7 +143,7 @@ class ScriptContext:
         self.waited: Callable[[], float] = lambda: 0.0
         """Seconds that this rank has waited for others so far."""
         self.assigner = ScriptAssigner(comm)
-        self.collate_draws = CollateDraws()
+        self.collate_draws, self.worker_draws = CollateDraws(), WorkerDraws()
         self.mixed_inputs = MixedInputs(self.say, self.collate_draws)
         self.origins = BatchOrigins(self._of_tensor.get)
         self.batches = 0
@@ -204,14 +210,16 @@ class ScriptContext:
 
     @property
     def is_alone(self) -> bool:
-        """True if a single pass is under way."""
-        return len(self._current) <= 1
+        """True if a single pass is under way, and the script computes on none that is over."""
+        return len(self._current) <= 1 and self._again is self._was_again is None
 
     @property
     def has_others(self) -> bool:
         """True if one of several latest batches is not this rank's part of it: a stand-in where it
         has no sample, or a whole one."""
-        batches = self._under_way.batches.values()
+        batches = list(self._under_way.batches.values())
+        if self._was_again is not None:  # From then on `origins` look at it.
+            batches.append(self._was_again)
         return len(batches) > 1 and any(not each.weight or not each.divided for each in batches)
 
     @property
@@ -223,6 +231,7 @@ class ScriptContext:
     def took(self, batch: ScriptBatch, data: Any, use: PassUse) -> None:
         """Note that the script gets a batch of a pass, as the loader yields its data."""
         self._latest = batch
+        self._again, self._was_again = None, self._again
         self._taken.append(batch)
         self._recent.append(bool(batch.divided and batch.weight))
         self._under_way.took(use, batch)
@@ -389,8 +398,11 @@ class ScriptContext:
             while self._taken and batch in self._taken:
                 self._taken.popleft()
             self.assigner.use(batch)
-            batch.of.use.computes()
-            self._under_way.used(batch.of.use)
+            use = batch.of.use
+            use.computes()
+            self._under_way.used(use)
+            if use.is_over and self._current:
+                self._again = batch
         elif self._used and not self._used.divided and self._used.of.use not in self._current:
             # It computes on no loader's batch: the pass before, such as a validation, is over
             # and does not train.
@@ -755,8 +767,7 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
                 parts = context.fetched(randoms.around(parts))
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.guard.took_batch(use)
-                if randoms.drawn_from:
-                    self._tell_draws(randoms.drawn_from)
+                self._tell_draws(randoms.drawn_from, deal.divided)
                 context.took(deal.take(weight), data, use)
                 measured = self._balance.step(int(weight)) if deal.divided else nothing
                 if registration is not None:
@@ -776,19 +787,16 @@ class SharingLoader(DataLoader[_T_co], metaclass=_InTorchsPlace):
             registration.step(ended=True)
         context.guard.note("the end of a pass over a loader")
 
-    def _tell_draws(self, modules: list[str]) -> None:
-        """Tell of samples that draw, each rank for its own, from numbers that orders are from."""
-        file, line = self._context.guard.place
-        has_own = self.generator is not None  # Of its order.
-        such = "" if has_own else ", such as the next pass's order,"
-        remedy = "they are" if has_own else "or its generator= the order is"
-        self._context.say(
-            f"{os.path.basename(file)}:{line}: samples of {type(self.dataset).__name__} draw "
-            f"random numbers of {' and '.join(modules)} in the script's process, and each rank "
-            f"draws for its own samples: numbers drawn from these afterwards{such} are the "
-            "same on all ranks, but not one process's; with the loader's num_workers=1 "
-            f"{remedy}"
-        )
+    def _tell_draws(self, modules: list[str], divided: bool) -> None:
+        """Tell of samples that draw other random numbers than in one process."""
+        context, data = self._context, self._planned_data()
+        in_workers = context.worker_draws.take() and divided
+        by_dlio = data is not None and data.recipe.is_random and not holds_own(self.dataset)
+        if modules or in_workers or by_dlio:
+            file, line = context.guard.place
+            kind, has_own = type(self.dataset).__name__, self.generator is not None
+            said = draws_differ(kind, modules, by_dlio, self.num_workers, has_own)
+            context.say(f"{os.path.basename(file)}:{line}: {said}")
 
     def _deals(
         self, batches: "_PassBatches", shares: RankShares, use: PassUse

@@ -288,7 +288,8 @@ _KNOWN: Final = (
     ),
     _Notice(
         re.compile(
-            "samples of Rows draw random numbers of torch in the script's process, and each"
+            "samples of Rows draw random numbers (of torch in the script's process, and each|in "
+            "the loader's workers, and those of a rank draw)"
         ),
         _is("data", "augmented"),
         (WEIGHTS,),

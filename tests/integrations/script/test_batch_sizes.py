@@ -49,6 +49,32 @@ def test_samples_in_the_second_dimension_are_counted_there(tmp_path: Path) -> No
     assert _lines("total += len(x) * x.shape[0]", tmp_path / "first", dim=1) == ()
 
 
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [
+        ("print(loss.item() / len(x))", True),
+        ("if k: print(n)", True),
+        ("print(len(loader))", False),
+        ("x = held; print(len(x))", False),
+        ("for x, y in held_loader: total += len(x)", False),
+    ],
+)
+def test_a_size_is_found_after_the_loop_while_its_name_is_the_batch_s(
+    line: str, counts: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "loop.py"
+    loop = "for epoch in range(2):\n    for x, y in loader:\n        n = len(x)\n"
+    script.write_text(f"{loop}    {line}\n")
+    assert size_lines(str(script), 2) == (("loop.py:4",) if counts else ())
+
+
+@pytest.mark.parametrize("head", ["while step < 9:", "for step in range(9):"])
+def test_a_size_of_batches_that_are_taken_by_next_is_found(head: str, tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(f"{head}\n    x, y = next(batches)\n    seen += len(x)\nprint(x.shape[0])\n")
+    assert size_lines(str(script), 2) == ("loop.py:3", "loop.py:4")
+
+
 def _lines(line: str, folder: Path, dim: int = 0) -> tuple[str, ...]:
     folder.mkdir(exist_ok=True)
     script = folder / "loop.py"

@@ -167,6 +167,7 @@ def _mixed(make: Loss) -> str | None:
             _out()[torch.tensor([0, 1])], _out()[torch.tensor([2, 3])], _out()[torch.tensor([4, 5])]
         ),
         lambda: (_out() - _out().mean(0)).square().mean(),
+        lambda: (_out() - _out()[_y == 0].mean(0)).square().mean(),
         lambda: functional.mse_loss(_out(), _t) + _out().std(0).mean(),
         lambda: ((_out().T @ _out()) / _N - torch.eye(4)).pow(2).sum(),
         lambda: functional.cross_entropy(_out(), _y, reduction="none").topk(3).values.mean(),
@@ -221,6 +222,8 @@ def test_losses_of_single_samples_compare_none() -> None:
     assert _mixed(lambda: square(_x).square().mean()) is None
     assert _mixed(lambda: _out().topk(2, dim=1).values.mean()) is None
     assert _mixed(lambda: _out().max(1).values.mean()) is None
+    assert _mixed(lambda: _out()[_y == 0].mean(1).square().mean()) is None
+    assert _mixed(lambda: _out()[_y == 0].mean(0).sum()) is None
     assert _mixed(lambda: attention(sequences).square().mean()) is None
     assert _mixed(lambda: functional.cross_entropy(_out() @ torch.randn(4, 50), _y)) is None
     classes = nn.Linear(4, _N)  # As many as samples.

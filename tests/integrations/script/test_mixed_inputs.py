@@ -235,6 +235,7 @@ def test_samples_that_meet_are_told(step: _Step, function: str) -> None:
     said = _said(step)
     assert len(set(said)) == 1
     assert f"({function} over the batch)" in said[0]
+    assert ("by the number of ranks" in said[0]) == (function in ("sum", "softmax"))
     assert said[0].startswith("test_mixed_inputs.py:")
 
 

@@ -541,7 +541,7 @@ def test_a_learned_weight_of_a_sum_of_terms_that_count_otherwise_is_refused(tmp_
 
 
 _TRUE_NOTICES = """
-import sys, torch
+import itertools, sys, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 torch.manual_seed(0)
@@ -578,6 +578,16 @@ for a, b in DataLoader(boxes, 8, collate_fn=lambda each: tuple(zip(*each))):
     loss.backward()
     optimizer.step()
     print(f"{loss.item():.5f}")  # of all boxes of the batch
+print(f"{net.bias.item():.5f}")
+numbers = DataLoader([(each, each.sum()) for each in x[:26]], 10)
+second = DataLoader([(each, each.mean()) for each in x[26:33]], 7)
+for epoch in range(2):
+    for (a, b), (c, d) in zip(numbers, itertools.cycle(second)):  # A batch whose pass is over.
+        out, other = net(a)[:, 0], net(c)[:, 0]
+        loss = nn.functional.mse_loss(out, b) + nn.functional.mse_loss(other, d)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 print(f"{net.bias.item():.5f}")
 for a, _ in loader:  # It trains nothing: whole batches.
     white(a)

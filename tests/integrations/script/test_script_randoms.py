@@ -3,6 +3,8 @@
 import copy
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from dlio.integrations.script.collate_draws import CollateDraws
 from dlio.integrations.script.fetch_randoms import FetchRandoms, rank_seed
 from dlio.integrations.script.mixed_inputs import MixedInputs
 from dlio.integrations.script.script_randoms import ScriptRandoms
+from dlio.integrations.script.worker_draws import WorkerDraws
 from tests.conftest import MpiRun
 
 _numpy: Any = np.random
@@ -34,7 +37,7 @@ class _HalfBatch:
         self._rank, self.part = rank, part
         self.notes: list[str] = []
         self.note = self.notes.append
-        self.collate_draws = CollateDraws()
+        self.collate_draws, self.worker_draws = CollateDraws(), WorkerDraws()
         self.mixed_inputs = MixedInputs(self.note, self.collate_draws)
         self.batches = 1
 
@@ -527,3 +530,92 @@ def test_functions_are_put_back(name: str) -> None:
     with _installed(0).installed():
         assert torch.randn is not before[1]
     assert (getattr(random, name), torch.randn, functional.dropout) == before
+
+
+_OF_SAMPLES = '''
+import os, sys, types
+import numpy as np, torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+class DatasetFolder(Dataset):
+    """torchvision's, as far as dlio looks at it."""
+    def __init__(self, root, transform):
+        self.root, self.transform, self.target_transform = root, transform, None
+        self.samples = [
+            (f"{root}/{each}/{file}", number)
+            for number, each in enumerate(sorted(os.listdir(root)))
+            for file in sorted(os.listdir(f"{root}/{each}"))
+        ]
+    def loader(self, path):
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    loader.__name__ = "default_loader"
+    def __len__(self):
+        return len(self.samples)
+    def __getitem__(self, index):
+        path, label = self.samples[index]
+        return self.transform(self.loader(path)), label
+DatasetFolder.__module__ = "torchvision.datasets.folder"
+for number in range(16):
+    os.makedirs(f"photos/{number % 2}", exist_ok=True)
+    colours = np.random.default_rng(number).integers(0, 255, (2, 2, 3), np.uint8)
+    Image.fromarray(colours).save(f"photos/{number % 2}/{number}.png")
+def pixels(image):
+    return torch.from_numpy(np.array(image)).flatten() / 255
+def moved(image):
+    return pixels(image) + torch.rand(1)
+class Rows(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        if seeds:
+            torch.manual_seed(index)
+        return torch.rand(12), index % 2
+torch.manual_seed(0)
+net = nn.Linear(12, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def train(data, **options):
+    for x, y in DataLoader(data, 8, shuffle=True, **options):
+        loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"{loss.item():.5f}")
+seeds = True
+train(DatasetFolder("photos", pixels))
+train(Rows(), num_workers=2)
+if sys.argv[1:]:
+    seeds = False
+    for options in ({}, {"worker_init_fn": torch.manual_seed}):
+        class Rows(Rows):
+            pass
+        Rows.__name__ = f"Rows{len(options)}"
+        train(Rows(), num_workers=1, **options)
+    train(DatasetFolder("photos", moved))
+    train(DatasetFolder("photos", moved), num_workers=1)
+'''
+
+
+@pytest.mark.mpi
+def test_samples_that_draw_otherwise_than_in_one_process_are_told(
+    tmp_path: Path, mpirun: MpiRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "draws.py"
+    script.write_text(_OF_SAMPLES)
+    sound = mpirun(2, "-m", "dlio.cli", "run", str(script))
+    alone = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True
+    )
+    assert sound.stdout == alone.stdout
+    assert "not one process's" not in sound.stderr
+    assert "dlio draws" not in sound.stderr
+    errors = mpirun(2, "-m", "dlio.cli", "run", str(script), "more").stderr
+    in_workers = "samples of {} draw random numbers in the loader's workers, and those of a rank"
+    assert all(errors.count(in_workers.format(name)) == 1 for name in ("Rows0", "Rows1"))
+    by_dlio = "dlio draws the random numbers by which samples of DatasetFolder are transformed"
+    later = [each.partition(by_dlio)[2] for each in errors.splitlines() if by_dlio in each]
+    assert len(later) == 2
+    assert "such as the next pass's order, are not one process's; with the loader's" in later[0]
+    assert later[1].endswith("one process without dlio")
