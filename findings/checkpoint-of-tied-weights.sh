@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # torch 2.13.0: torch.distributed.checkpoint writes weights that two names share once for each name.
 #
 # A language model ties its embedding and its output layer; torch.save stores their memory once. A
@@ -8,7 +8,7 @@
 #
 # Output seen:
 #   weights of 4.0 MB under two names: torch.save 4.0 MB, torch.distributed.checkpoint 8.0 MB
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # datasets 5.2.0: the epoch of a shuffled IterableDataset is forgotten by all that is derived from it:
 # after `data.set_epoch(1)`, `split_dataset_by_node(data, rank, world)` has the order of epoch 0.
 #
@@ -11,7 +11,7 @@
 #   take: set before: the same order, set after: another one
 #   with_format: set before: the same order, set after: another one
 #   split_dataset_by_node: set before: the same order, set after: another one
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # fsspec 2026.9.0: of a remote file that is read at two places in turn, 81 times the bytes read are
 # fetched. The cache of files, `readahead`, keeps one range and fetches `block_size` more behind each
 # read, so that every read of the other place throws it away. So it is for a file read backwards.
@@ -10,7 +10,7 @@
 #   readahead: forward 1 requests, 5 MiB; at two places 64 requests, 324 MiB; backward 64 requests, 324 MiB
 #   bytes: forward 1 requests, 5 MiB; at two places 64 requests, 324 MiB; backward 64 requests, 324 MiB
 #   blockcache: forward 1 requests, 5 MiB; at two places 2 requests, 10 MiB; backward 1 requests, 5 MiB
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

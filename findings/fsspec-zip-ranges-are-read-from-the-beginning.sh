@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # fsspec 2026.9.0 on Python 3.11: a range of an uncompressed file in a zip costs all bytes before it.
 #
 # Archives of pictures and of HDF5 files are often written without compression, so that a range of a
@@ -12,7 +12,7 @@
 #   Python 3.11.7: 64 ranges, once over a stored member of 8 MiB: zip 260 MiB read, tar 8 MiB
 #   the same through one open file of the zip: 8 MiB read
 #   Python 3.12.1, 3.13.0: zip 8 MiB read
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

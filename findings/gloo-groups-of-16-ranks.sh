@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # torch 2.13.0: each gloo group of 16 ranks takes 19 descriptors and 3 threads of each of them, and
 # destroying it gives none of them back while a variable refers to it.
 #
@@ -11,7 +11,7 @@
 # Output seen:
 #   a group of 16 ranks: 19 descriptors and 3 threads of each rank
 #   8 groups: 177 descriptors, 28 threads; destroyed: 177, 28; forgotten: 25, 4
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # pylance 14.0.2, torch 2.13.0: the type of an integer column's batches depends on whether that very
 # batch has a missing value.
 #
@@ -9,7 +9,7 @@
 #
 # Output seen:
 #   torch.float64 [9007199254740992.0, nan]; torch.int64 [3, 4]; torch.int64 [9007199254740993, 6]
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # numpy 2.4.6: a seed made of several numbers is the same as that seed with zeros behind it, up to four
 # words: default_rng(7), default_rng([7, 0]) and default_rng([7, 0, 0, 0]) draw the same numbers.
 #
@@ -15,7 +15,7 @@
 #   [1 << 32, 5] and [0, 1, 5]: the same numbers
 #   [7, 3, 0, 0] and [7, 3, 0, 0, 0]: other numbers
 #   16 ranks: the noise of rank 0 alone is what the epoch's order is drawn from
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

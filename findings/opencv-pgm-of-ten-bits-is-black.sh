@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # OpenCV 5.0.0.93: the greatest value that a PGM file declares is not used.
 #
 # A PGM says which value is white: 255 in most, 1023 in those of a camera of 10 bits, 100 in some of
@@ -9,7 +9,7 @@
 # Output seen:
 #   white of 100: OpenCV 100, Pillow 255
 #   white of 1023, as 8 bits: OpenCV 3, Pillow 255
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # Open MPI 5.0.11, mpi4py 4.1.2, 3 ranks: a persistent allreduce that is freed keeps its buffer.
 #
 # MPI_Allreduce_init makes a schedule with a temporary buffer as large as the message, and
@@ -11,7 +11,7 @@
 # Output seen (by some kB):
 #   made and freed: 4.0 MB kept of each sum of 4.0 MB
 #   one, started again: 0.0 MB; MPI_Iallreduce: 0.0 MB
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # torch 2.13.0: persistent workers of a DataLoader keep the modes of the thread that began the first
 # pass. A first pass in `torch.autocast` (a sanity check of the validation, for example) makes all
 # later ones compute products in bfloat16 and in `torch.no_grad()`, outside of both blocks.
@@ -12,7 +12,7 @@
 #   persistent: bfloat16, False; then bfloat16, False
 #   made anew: bfloat16, False; then float32, True
 #   persistent, begun outside: float32, True; in a block float32, True
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

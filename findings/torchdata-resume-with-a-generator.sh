@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # torchdata 0.11.0 with torch 2.13.0: with `generator=` and without workers, a StatefulDataLoader that
 # was resumed ends its epoch rightly, and then shuffles all later epochs otherwise than an
 # uninterrupted run.
@@ -12,7 +12,7 @@
 #   0 workers: resumed in epoch 1: 1 none none; after epoch 1: none none none
 #   1 workers: resumed in epoch 1: 1 2 3; after epoch 1: 2 3 4
 #   2 workers: resumed in epoch 1: 1 2 3; after epoch 1: 2 3 4
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

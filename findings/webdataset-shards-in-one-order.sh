@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # webdataset 1.0.2 with torch 2.13.0: `shardshuffle=` shuffles the shards once: all epochs have the
 # same order of shards. With `detshuffle=True` they have others, but not in torch's workers, which
 # begin at epoch 0 again unless `persistent_workers=True` is given.
@@ -6,7 +6,7 @@
 # Output seen (epochs with different orders, of 4):
 #   shardshuffle=6: no workers 1, workers 1, persistent workers 1
 #   shardshuffle=6, detshuffle=True: no workers 4, workers 1, persistent workers 4
-set -euo pipefail
+set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"

@@ -50,11 +50,7 @@ _USES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Commands by use, in the order of the help."""
 _BRIEF_EXAMPLES: Final = 2
-_HELP: Final = (
-    "Feed distributed deep learning from a deep memory hierarchy. Commands that read data take "
-    "--follow-links: follow symbolic links that lead out of a data set's folder; and --trust: read "
-    "it without the guards against files that strangers made."
-)
+_HELP: Final = "Feed distributed deep learning from a deep memory hierarchy."
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,7 +350,12 @@ def describe(
         close = nearest(word, field.choices) if word else ""
         return f"{field.flag}{' ' if word else ''}{word}: {field.remedy}{close}{more}"
     if isinstance(error, exceptions.UnusedCliTokensError):
-        return f"{' '.join(error.unused_tokens or ())}: unexpected argument{more}"
+        unused = [*(error.unused_tokens or ())]
+        at = len(tokens) - len(unused)
+        path = " ".join(tokens[at - 1 :])
+        if unused and at and [*tokens[at:]] == unused and os.path.exists(path):
+            return f"{path}: quote a name with spaces, as in '{path}'{more}"
+        return f"{' '.join(unused)}: unexpected argument{more}"
     return " ".join(str(error).split()) + more
 
 

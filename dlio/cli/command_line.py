@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from dlio.errors import CommError, DlioError, UsageError
 from dlio.util.child_processes import die
@@ -29,6 +29,30 @@ _FAILED = 2
 _AGAIN = 76
 """Of a rank that has lost another: the launcher starts all ranks again."""
 _DEBUG = "DLIO_DEBUG"
+_MEANT: Final = {
+    word: meant
+    for words, meant in {
+        "list info inspect describe stat stats dataset data": "ls",
+        "show browse display preview": "view",
+        "convert shard write build prepare": "pack",
+        "prefetch copy cp load fetch download warm preload": "stage",
+        "check validate test fsck checksum scrub": "verify (data) or doctor (the machine)",
+        "clean clear purge delete remove rm unstage free": "evict (staged data) or cache clean",
+        "report reports plot summary": "bench html (a page of reports) or bench compare",
+        "benchmark measure profile speed": "bench",
+        "evaluate predict inference infer score": "eval",
+        "tune sweep hpo optimize optimise": "search",
+        "fit finetune": "train",
+        "submit sbatch srun slurm": "launch --slurm",
+        "mpirun mpiexec torchrun exec start": "launch or run",
+        "monitor watch ps jobs": "top",
+        "forecast estimate": "plan",
+        "version": "--version",
+        "help": "--help",
+    }.items()
+    for word in words.split()
+}
+"""Commands by the words that other tools have for them."""
 _FLAGS = ("--version", "--debug", "--help", "--help-all", "-h", "--install-completion")
 
 
@@ -221,9 +245,13 @@ def run_command(tokens: list[str]) -> None:
         del tokens[0]
     _warn_of_unknown_variables()
     if tokens and tokens[0].startswith("-") and tokens[0] not in _FLAGS:
+        later = next((each for each in tokens if each in places()), "")
+        if later:
+            raise UsageError(f"{tokens[0]}: write options after the command: dlio {later} ...")
         raise UsageError(f"{tokens[0]}: no such option{nearest(tokens[0], _FLAGS)} (`dlio --help`)")
     if tokens and not tokens[0].startswith("-") and tokens[0] not in places():
-        close = nearest(tokens[0], places())
+        meant = _MEANT.get(tokens[0].lower())
+        close = f"; did you mean {meant}?" if meant else nearest(tokens[0], places())
         raise UsageError(f"{tokens[0]}: no such command{close} (`dlio --help`)")
     if tokens[:1] == ["--version"]:
         import dlio

@@ -54,7 +54,8 @@ class TwoColumns:
         """Print the description of a command."""
         text = _text(description)
         paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
-        wrapped = [textwrap.fill(each, min(console.width, 100)) for each in paragraphs if each]
+        width = min(console.width, 100)
+        wrapped = ["\n".join(_wrapped(each, width)) for each in paragraphs if each]
         if self._examples:
             wrapped.append("\n".join(["Examples:", *(f"  {line}" for line in self._examples)]))
         if wrapped:
@@ -84,12 +85,17 @@ def _rows(label: str, entry: "HelpEntry", names: int, width: int) -> list[str]:
     if entry.required:
         text += " [required]"
     room = max(30, min(width, 100) - names - 2)
-    rows = textwrap.wrap(" ".join(text.split()), room) or [""]
+    rows = _wrapped(" ".join(text.split()), room) or [""]
     first = f"  {label}"
     indent = " " * (names + 2)
     if len(first) > names:
         return [first, *(f"{indent}{row}" for row in rows)]
     return [f"{first:<{names + 2}}{rows[0]}", *(f"{indent}{row}" for row in rows[1:])]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of a text; values such as per-rank, which users copy, stay in one piece."""
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _text(renderable: object) -> str:

@@ -52,16 +52,18 @@ _ENDS: Final = (
 
 
 def _state(job: str) -> str | None:
-    """Return a job's state; None if Slurm does not answer. Some minutes after a job's end only
-    Slurm's accounts know it."""
+    """Return a job's state, with the reason if it waits; None if Slurm does not answer. Some
+    minutes after a job's end only Slurm's accounts know it."""
     command = ["scontrol", "--oneliner", "show", "job", job]
     printed, complained = printed_by(command, _ANSWER_TIMEOUT_S)
     if "Invalid job id" in complained:
         accounts = ["sacct", "--noheader", "--parsable2", "--allocations"]
         printed, _ = printed_by([*accounts, "--format=State", f"--jobs={job}"], _ANSWER_TIMEOUT_S)
         return next((line.strip() for line in printed.splitlines() if line.strip()), _FORGOTTEN)
-    words = (word.partition("=") for word in printed.split())
-    return next((value for key, _, value in words if key == "JobState"), None)
+    known = {key: value for key, _, value in (word.partition("=") for word in printed.split())}
+    state, reason = known.get("JobState"), known.get("Reason", "None")
+    # Some jobs that wait can never run, as those of more nodes than a partition has.
+    return f"{state} ({reason})" if state == "PENDING" and reason != "None" else state
 
 
 def _print_from(path: str, at: int, to_end: bool = False) -> int:

@@ -626,6 +626,11 @@ def check_state(given: object, formula: tuple[int | None, int] | None) -> State:
             )
         return state
     wanted = sampler_state(0, 0, 0)
+    if "kind" not in state and "position" in state:
+        raise UsageError(
+            "state of a loader with dlio's own order does not fit this one, which follows a "
+            "sampler or torch's order: make it as the one that was saved"
+        )
     if state.get("kind") != SAMPLER_KIND or state.get("format") != wanted["format"]:
         raise UsageError(
             f"loader state of kind {state.get('kind')!r} and format {state.get('format')!r} does "

@@ -17,6 +17,7 @@ from PIL import Image
 from dlio.cli import main
 from dlio.cli.app import all_commands, find_command, places
 from dlio.cli.cli_command import Command, default_of
+from dlio.cli.command_line import _MEANT
 from dlio.cli.option_groups import examples_of, groups_of, usual_of
 from dlio.errors import UsageError
 
@@ -140,8 +141,9 @@ def test_help_fits_a_screen_and_help_all_has_the_rest(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = _shown(monkeypatch, capsys, *command.split(), "--help").rstrip().splitlines()
-    assert len(lines) <= 46
+    assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if re.search(r"\w-$", line)]  # Values stay in one piece.
     known = COMMANDS.get(command)
     usual = {} if known is None else usual_of(known.function)
     if known is None or not usual:
@@ -204,6 +206,12 @@ def test_commands_stand_by_use(
         ("pack data out --quality 101", "--quality 101: give a number from 1 to 100"),
         ("run --check 0 train.py", "--check 0: give at least 1$"),
         ("cache clean --older 3x", r"--older 3x: give a number \(unit: days\)"),
+        ("report", r"report: no such command; did you mean bench html \(a page of reports\) or b"),
+        ("Validate data", r"did you mean verify \(data\) or doctor \(the machine\)\?"),
+        ("ls my data", "my data: quote a name with spaces, as in 'my data' "),
+        ("ls my other data", "other data: unexpected argument "),
+        ("--json ls data", "--json: write options after the command: dlio ls ...$"),
+        ("--jsn", r"--jsn: no such option \("),
         ("cache lst", "cache lst: no such command; did you mean ls"),
         ("bench nosuch", "bench nosuch: no such command; there are agreement, chaos"),
         ("doctor --nodes", r"--nodes: no such option \("),
@@ -245,6 +253,7 @@ def test_a_wrong_command_is_told_in_one_true_line(
 ) -> None:
     (tmp_path / "data" / "a").mkdir(parents=True)
     Image.new("RGB", (40, 40)).save(tmp_path / "data" / "a" / "0.png")
+    (tmp_path / "my data").mkdir()
     (tmp_path / "words.txt").write_text("words\n")
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -301,3 +310,16 @@ def test_commands_of_a_group_stand_under_a_heading_of_that_name(
     lines = _shown(monkeypatch, capsys, group, "--help").splitlines()
     assert "Commands:" in lines
     assert "Other:" not in lines
+
+
+@pytest.mark.parametrize("word", sorted(_MEANT))
+def test_words_of_other_tools_name_commands_that_there_are(word: str) -> None:
+    assert word not in places()
+    for meant in _MEANT[word].split(" or "):
+        tokens = meant.partition(" (")[0].split()
+        assert tokens[0] in {*places(), "--version", "--help"}
+        if len(tokens) > 1:
+            command = find_command(tokens)
+            assert command is not None
+            known = {field.flag for field in command.fields}
+            assert tokens[1] in {command.name.split()[-1], *known}

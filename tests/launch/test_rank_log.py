@@ -112,7 +112,8 @@ case $n in
 0) echo "JobId=7 JobState=PENDING Reason=None" ;;
 1) echo "line 1" > out; printf half >> out; echo "JobId=7 JobState=RUNNING" ;;
 2) echo "scontrol: error: no answer" >&2; exit 1 ;;
-3) echo " and half" >> out; printf end >> out; echo "JobId=7 JobState=END Reason=x" ;;
+3) echo "JobId=7 JobState=PENDING Reason=PartitionConfig Dependency=(null)" ;;
+4) echo " and half" >> out; printf end >> out; echo "JobId=7 JobState=END Reason=x" ;;
 *) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;;
 esac
 """
@@ -133,7 +134,8 @@ def test_a_job_is_followed_to_its_end(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert follow("7", "out", every_s=0) == code
     assert capsys.readouterr().out.splitlines() == [
-        *("job 7 is PENDING", "line 1", "job 7 is RUNNING", "half and half"),
+        *("job 7 is PENDING", "line 1", "job 7 is RUNNING"),
+        *("job 7 is PENDING (PartitionConfig)", "half and half"),
         *(f"job 7 is {end}", "end"),
     ]
 

@@ -190,6 +190,17 @@ def test_a_state_of_another_sampler_is_refused_in_the_middle_of_an_epoch(
     assert len(list(loader)) == 11
 
 
+@pytest.mark.parametrize("saved", [True, False], ids=["to torch's order", "to dlio's order"])
+def test_a_state_of_dlios_order_and_one_of_torchs_are_not_taken_for_each_other(saved: bool) -> None:
+    def loader(own: bool) -> dlio.DataLoader:
+        more = {"shuffle": True, "seed": 0} if own else {"shuffle": False}
+        return dlio.DataLoader(list(range(12)), 4, num_workers=1, **more)
+
+    middle, _ = _middle_and_end(loader(saved))
+    with pytest.raises(UsageError, match=r"^state of a loader .* does not fit this one, .*: make"):
+        loader(not saved).load_state_dict(middle)
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_data_set_may_have_another_length_in_the_next_epoch(shuffle: bool) -> None:
     samples = list(range(20))

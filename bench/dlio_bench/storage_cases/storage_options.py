@@ -45,7 +45,7 @@ class StorageCase:
     path: Annotated[
         str,
         Option(
-            "Folder on the storage to measure. The data is generated in a folder inside it.",
+            "Folder to measure; data are generated in it.",
             positional=True,
             metavar="PATH",
         ),
