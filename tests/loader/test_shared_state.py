@@ -170,7 +170,7 @@ def test_texts_are_not_padded_and_cut_as_other_threads_have_it(
         loader = dlio.DataLoader(_Texts(tokenizer), batch_size=8, num_workers=2)
         lengths = torch.cat([torch.stack(each, 1) for each in loader])
     assert lengths.tolist() == [[80, 40]] * 400
-    assert tokenizer._tokenizer.padding is None  # What a checkpoint holds of it.
+    assert tokenizer._tokenizer.padding is None  # A checkpoint holds it.
     line = r"_Texts: worker processes .* test_shared_state\.py:\d+ has the tokenizer tokenizer "
     assert len(re.findall(line, caplog.text)) == 1
     loader = dlio.DataLoader(_Encoded(), batch_size=8, num_workers=2, collate_fn=collate)
