@@ -19,6 +19,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 warnings.simplefilter("ignore")
@@ -58,9 +59,11 @@ class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         self.layer = torch.nn.Linear(3, 1)
 
     def training_step(self, batch: Any, _: int) -> Any:
-        x, y = batch
+        x, y = batch["long"] if "two" in sys.argv else batch
         out = self.layer(x)[:, 0]
         loss = (out - y).square().mean()
+        if "two" in sys.argv:
+            loss = loss + self.layer(batch["short"][0]).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log_dict({"positive": (out > 0).float().mean()})
         self.log("worst", (out - y).abs().max(), on_step=False, on_epoch=True, reduce_fx="max")
@@ -87,6 +90,10 @@ def main(way: str, folder: Path) -> None:
     # The last batch of training has one sample, and so one rank has none.
     sets = [TensorDataset(x := torch.randn(n, 3), x.sum(1) + torch.randn(n)) for n in (33, 21, 9)]
     loaders = [kind(each, _BATCH // ranks, shuffle=False) for each in sets]
+    train: Any = loaders[0]
+    if "two" in sys.argv:
+        short = kind(sets[1], _BATCH // ranks, shuffle=False)
+        train = CombinedLoader({"long": train, "short": short}, "max_size_cycle")
     saved = ModelCheckpoint(folder / f"{way}-saved", "{epoch}-{loss_epoch:.3f}", "loss_epoch")
     saved.save_top_k = 2
     lines, steps = Lines(), Steps()
@@ -101,7 +108,7 @@ def main(way: str, folder: Path) -> None:
         enable_model_summary=False,
         callbacks=[steps, saved, EarlyStopping("loss_epoch", patience=9)],
     )
-    trainer.fit(Module(), loaders[0], loaders[1:])
+    trainer.fit(Module(), train, loaders[1:])
     seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
     names = sorted(each.name for each in (folder / f"{way}-saved").iterdir())
     if trainer.global_rank == 0:

@@ -69,3 +69,8 @@ def test_in_a_script_of_dlio_run(tmp_path: Path, alone: list[Any]) -> None:
     assert "rank 0's part" not in said
     said = _start("-m", "dlio.cli", "run", "-n", "2", BODY, "run", str(tmp_path), "sum")
     assert said.count("'count', which is logged with reduce_fx='sum', is the sum over") == 1
+
+
+def test_values_of_several_loaders_are_told(tmp_path: Path) -> None:
+    said = _start("-m", "dlio.cli", "run", "-n", "2", BODY, "run", str(tmp_path), "two")
+    assert said.count("logs in a step on batches of several loaders are means over ranks") == 1

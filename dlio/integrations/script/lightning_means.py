@@ -24,9 +24,16 @@ def follow_lightning(context: ScriptContext) -> None:
         context.guard.meet("the values that Lightning logs")
         return uniform(context.comm, lambda: context.comm.allgather(logged))
 
-    trainer._dlio_means = LoggedMeans(
-        trainer, gather, lambda: context.weight, context.say, every_step=True
-    )
+    def weight() -> float:
+        if len({len(place) / samples for place, samples in context.places()}) > 1:
+            context.say(
+                "values that Lightning logs in a step on batches of several loaders are means over "
+                "ranks by the samples of one of them: not quite one process's where this rank's "
+                "parts of the batches differ, as in the last ones of an epoch"
+            )
+        return context.weight
+
+    trainer._dlio_means = LoggedMeans(trainer, gather, weight, context.say, every_step=True)
     results = trainer.fit_loop.epoch_loop._results
     results.update_metrics = _counting(results.update_metrics, context)
 
