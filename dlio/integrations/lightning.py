@@ -36,6 +36,7 @@ from dlio.exchange.buckets import averaged_state
 from dlio.exchange.distribute import ExchangeHandle, distribute
 from dlio.exchange.script_takeover import take_over
 from dlio.integrations.batch_size import BatchSize
+from dlio.integrations.lightning_logs import Logged, LoggedMeans
 from dlio.integrations.lightning_losses import LightningLosses, deals_itself
 from dlio.integrations.lightning_shares import SharedBatches, count_batches, uncounted
 from dlio.integrations.objects import REDUCED, AllGather, broadcast_object, gather_tensor
@@ -158,6 +159,9 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     DistributedSampler. Under MPI, torch.distributed is initialised from set-up to teardown, for
     metrics that use it.
 
+    A mean that is logged without `sync_dist` is over the samples of all ranks, in an epoch and in
+    the steps that loggers or progress bars get.
+
     Where ranks survive the loss of others, training continues without them: each sample of a
     `dlio.DataLoader` is still used once an epoch. Rank and world size are then those of the
     survivors. torch.distributed is not initialised then; the module's torchmetrics are
@@ -202,8 +206,9 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self._batch_size = BatchSize()
         self._owns_group = self._failed = False
         self._batches = SharedBatches()
-        self._weight = 1.0
-        """Of this rank in means over ranks, inside a step."""
+        self._weight = self._latest_weight = 1.0
+        """Of this rank in means over ranks, inside a step; and in the latest step."""
+        self._logs: LoggedMeans | None = None
 
     @property
     def _place(self) -> LaunchInfo:
@@ -277,6 +282,13 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if self.is_distributed:
             listen(self._batches)
             trainer.fit_loop.epoch_loop._get_monitor_value = self._monitored
+            self._logs = LoggedMeans(
+                trainer,
+                self._gathered,
+                lambda: self._latest_weight,
+                _rank_zero.rank_zero_warn,
+                every_step=False,
+            )
 
     def _prepare_for_losses(self, trainer: Any) -> None:
         if self._losses is not None:
@@ -301,6 +313,9 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         stop_listening(self._batches)
+        if self._logs is not None:
+            self._logs.close()
+            self._logs = None
         vars(self.lightning_module.trainer.fit_loop.epoch_loop).pop("_get_monitor_value", None)
         # After an error other ranks may not reach a collective.
         if not self._failed:
@@ -369,6 +384,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         """Have ranks count by their samples of the batch in means over ranks. One that repeats
         other ranks' samples is kept out of the module's metrics."""
         share = self._batches.share
+        self._latest_weight = 1.0 if share is None else share.weight
         if share is None:
             yield
             return
@@ -476,6 +492,10 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         """Return the ranks' communicator; None if this process is (still) the only rank."""
         comm = world()
         return comm if comm.size > 1 else None
+
+    def _gathered(self, logged: Logged) -> list[Logged]:
+        comm = self._comm()
+        return [logged] if comm is None else self._together(lambda: comm.allgather(logged))
 
     def barrier(self, name: str | None = None) -> None:
         if (comm := self._comm()) is not None:

@@ -22,6 +22,7 @@ from typing import Any, Final
 from dlio.util.called_code import CalledCode, codes_of, package_of
 from dlio.util.copied_classes import is_library
 from dlio.util.copied_files import opening_again
+from dlio.util.tokenizer_calls import tokenizer_call
 
 _SEEDS: Final = frozenset(
     "seed manual_seed setstate set_state set_rng_state fork_rng seed_everything set_seed "
@@ -91,7 +92,9 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
     samples; None if there is none. Objects in a tuple are looked at alike."""
     walk = CalledCode(held)
     first: SharedState | None = None
+    functions = []
     for function in walk:
+        functions.append(function)
         for code in codes_of(function.__code__):
             use = _CodeLook(code, function, walk).first_use()
             if use is not None and use.seeds:
@@ -106,7 +109,13 @@ def shared_state_of(held: object, only_seeds: bool = False) -> SharedState | Non
             first = SharedState("it", f"holds a {package} {_HANDLES[package]}", seeds=False)
         if _is_seeding(each):
             return SharedState("it", "holds a function that seeds random numbers", seeds=True)
-    return None if only_seeds else first
+    if only_seeds:
+        return None
+    if first is None and (call := tokenizer_call(functions, walk.objects)) is not None:
+        place, name = call
+        effect = f"has the tokenizer {name} encode, which sets how it pads and cuts"
+        return SharedState(place, effect, seeds=False)
+    return first
 
 
 def _is_seeding(value: object) -> bool:

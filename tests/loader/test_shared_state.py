@@ -122,3 +122,69 @@ def test_buffers_of_classes_are_each_threads_own() -> None:
     assert "engine='threads'" in repr(loader)
     assert all((rows == index[:, None]).all() for rows, index in loader)
     assert not _Scratch.buffer.any()
+
+
+def _tokenizer() -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"[PAD]": 0, "a": 1}, unk_token="[PAD]")
+    rust = tokenizers.Tokenizer(words)
+    rust.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=rust, pad_token="[PAD]")
+
+
+class _Texts(torch.utils.data.Dataset[Any]):
+    """Texts and summaries, each with its own longest length, of a tokenizer that pads to it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        text = " a" * (20 + index % 50)
+        of_text = self.tokenizer(text, padding="max_length", truncation=True, max_length=80)
+        summary = self.tokenizer(text, truncation=True, padding="max_length", max_length=40)
+        return len(of_text["input_ids"]), len(summary["input_ids"])
+
+
+class _Encoded(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": [1] * (1 + index % 7)}
+
+
+def test_texts_are_not_padded_and_cut_as_other_threads_have_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = _tokenizer()
+
+    def collate(rows: Any) -> Any:
+        tokenizer(["a"] * len(rows), padding="max_length", max_length=9)
+        return rows
+
+    with caplog.at_level(logging.WARNING, "dlio"):
+        loader = dlio.DataLoader(_Texts(tokenizer), batch_size=8, num_workers=2)
+        lengths = torch.cat([torch.stack(each, 1) for each in loader])
+    assert lengths.tolist() == [[80, 40]] * 400
+    assert tokenizer._tokenizer.padding is None  # A checkpoint holds it.
+    line = r"_Texts: worker processes .* test_shared_state\.py:\d+ has the tokenizer tokenizer "
+    assert len(re.findall(line, caplog.text)) == 1
+    loader = dlio.DataLoader(_Encoded(), batch_size=8, num_workers=2, collate_fn=collate)
+    assert "has the tokenizer tokenizer encode" in repr(loader)
+
+
+def test_a_tokenizer_that_pads_what_was_encoded_is_for_threads() -> None:
+    tokenizer = _tokenizer()
+    transformers: Any = pytest.importorskip("transformers")
+
+    def collate(rows: Any) -> Any:
+        return tokenizer.pad(rows, return_tensors="pt")["input_ids"] != tokenizer.pad_token_id
+
+    for each in (collate, transformers.DataCollatorWithPadding(tokenizer)):
+        loader = dlio.DataLoader(_Encoded(), batch_size=8, num_workers=2, collate_fn=each)
+        assert "engine='threads'" in repr(loader), each
+        assert len(list(loader)) == 50

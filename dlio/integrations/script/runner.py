@@ -35,6 +35,7 @@ from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.gradient_hooks import GradientHooks
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.input_gradients import InputGradients
+from dlio.integrations.script.lightning_means import follow_lightning
 from dlio.integrations.script.loss_weights import ScriptLossWeights
 from dlio.integrations.script.muted_output import muted
 from dlio.integrations.script.readings import METHODS, Readings
@@ -158,7 +159,7 @@ class _ScriptTakeover:
         context.mixed_inputs.requires_gradient = self._inputs.require
         self._readings = Readings(context)
         self._randoms = ScriptRandoms(comm.rank, context, lambda: self._ranks.parameters)
-        context.between_passes = self._tell
+        context.between_passes = self._pass_begins
         context.before_backward = self._follow
         context.waited = lambda: self._losses.wait_s + self._ranks.statistics().get("wait_s", 0.0)
 
@@ -224,6 +225,10 @@ class _ScriptTakeover:
                 put(logging.StreamHandler, "emit", self._emit_by_rank_0(emit))
                 put(builtins, "__import__", _without_writers(builtins.__import__))
             yield
+
+    def _pass_begins(self) -> None:
+        self._tell()
+        follow_lightning(self._context)
 
     def _tell(self) -> None:
         self._readings.tell()

@@ -171,6 +171,13 @@ class ScriptContext:
         )
 
     @property
+    def counts_now(self) -> bool:
+        """True if this rank's values of the present batch count: of one that all ranks have whole,
+        rank 0's."""
+        used = self._used
+        return bool(used.weight) if used is not None and used.divided else self.comm.rank == 0
+
+    @property
     def is_in_pass(self) -> bool:
         """True while the script has a batch of a pass under way."""
         return bool(self._current)

@@ -26,6 +26,11 @@ def fits() -> bool:
     return _loop("setup_data", "advance") is not None
 
 
+def trainer() -> Any | None:
+    """Return the trainer that fits a module now; None if there is none."""
+    return getattr(_loop("run"), "trainer", None)
+
+
 def resumes(loader: _Resumable) -> bool:
     """True if Lightning begins the pass with which a training resumes. A state of the loader that
     Lightning has not loaded is loaded."""
