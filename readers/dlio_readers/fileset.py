@@ -23,7 +23,7 @@ from dlio.data.requests import are_observed, request
 from dlio.data.source import ReadErrors, Source
 from dlio.data.splits import split_of
 from dlio.errors import SourceError
-from dlio.image.native.listed_files import look_at_files, read_files
+from dlio.image.native.listed_files import files_a_look, look_at_files, read_files
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular
@@ -117,10 +117,11 @@ def _by_pictures(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolder
 # Files of a listing
 
 _THREADS: Final = 32
-LOOKED_AT: Final = 64
-"""Files per task of reading attributes."""
+_FEW_THREADS: Final = 8
 _CHECKED: Final = 2048
 """Files whose attributes are compared with a listing."""
+_A_TASK: Final = 64
+"""Of these, those that a thread compares at a time."""
 _DEEPEST: Final = 32
 _COARSE_NS: Final = 100_000_000
 """Times of files lag behind the clock by some milliseconds."""
@@ -171,10 +172,11 @@ class FileSet:
         lost: list[int] = []
         if source.local:
             runs: list[tuple[str, int, int]] = []  # Names one after another in the same folder.
+            step = files_a_look()
             for folder, own in groupby(names, lambda name: name.rpartition("/")[0]):
                 begin = runs[-1][2] if runs else 0
                 end = begin + sum(1 for _ in own)
-                runs += [(folder, k, min(k + LOOKED_AT, end)) for k in range(begin, end, LOOKED_AT)]
+                runs += [(folder, k, min(k + step, end)) for k in range(begin, end, step)]
 
             def look(run: tuple[str, int, int]) -> None:
                 folder, begin, end = run
@@ -309,7 +311,7 @@ class FileSet:
             return True
 
         chosen = spread(len(self), _CHECKED)
-        parts = [chosen[k : k + LOOKED_AT] for k in range(0, len(chosen), LOOKED_AT)]
+        parts = [chosen[k : k + _A_TASK] for k in range(0, len(chosen), _A_TASK)]
         return all(each_of(same, parts, min(len(parts), _THREADS), self._source.path("")))
 
     def content_samples(self) -> list[str]:
@@ -351,6 +353,17 @@ class FileSet:
             status.st_ctime_ns < self._opened_ns and status.st_mtime_ns == self._times[number]
         )
         return memoryview(memory) if is_listed else None
+
+
+def listing_threads() -> int:
+    """Return how many threads list folders: fewer where the kernel looks at files in parallel."""
+    return _FEW_THREADS if files_a_look() > _A_TASK else _THREADS
+
+
+def by_look(names: Sequence[str]) -> list[Sequence[str]]:
+    """Cut the names of a folder's files into those that one call of `look_at` gets."""
+    step = files_a_look()
+    return [names[k : k + step] for k in range(0, len(names), step)]
 
 
 def look_at(source: Source, folder: str, names: Sequence[str]) -> npt.NDArray[np.int64]:

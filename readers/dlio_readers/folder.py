@@ -43,12 +43,13 @@ from dlio.storage.shard_file import SUFFIX
 from dlio.util.parallel import each_of, follow
 from dlio.util.units import counted
 from dlio_readers.fileset import (
-    LOOKED_AT,
     PICTURES,
     FileSet,
     ListedReader,
+    by_look,
     files_in,
     index_kind,
+    listing_threads,
     look_at,
     note_others,
 )
@@ -76,7 +77,6 @@ from dlio_readers.unread_labels import (
     write_them,
 )
 
-_LISTING_THREADS: Final = 32
 _FEW: Final = 8
 """Files of which fewer are read one by one: a call for all costs some 40 us."""
 _CHOICES: Final = ("layout", "table", "label")
@@ -712,8 +712,8 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     note_others(source, "", [name for name, folder in top if not folder])
     if source.local:
         here = [name for name, folder in top if not folder and name.lower().endswith(PICTURES)]
-        parts = [here[k : k + LOOKED_AT] for k in range(0, len(here), LOOKED_AT)]
-        rows = each_of(partial(look_at, source, ""), parts, _LISTING_THREADS, source.path(""))
+        parts = by_look(here)
+        rows = each_of(partial(look_at, source, ""), parts, listing_threads(), source.path(""))
         own, looks = _present(here, np.concatenate([_NO_ROWS, *rows]))
         source.check_dangling(len(own))
     else:
@@ -759,7 +759,7 @@ class _Walk:
     def run(self, folders: Sequence[str]) -> list[_FolderFiles]:
         """List all folders at and below `folders`."""
         tasks = [partial(self._list_folder, name, ()) for name in folders]
-        follow(tasks, _LISTING_THREADS, self._source.path(""))
+        follow(tasks, listing_threads(), self._source.path(""))
         return self.listed
 
     def _list_folder(self, folder: str, came_by: tuple[str, ...]) -> "list[_Task]":
@@ -777,7 +777,7 @@ class _Walk:
             return [partial(self._list_folder, f"{folder}/{name}", came_by) for name in inner]
         rows = source.names(folder, keep=False)
         names = [n for n, inside in rows if not inside and n.lower().endswith(PICTURES)]
-        parts = [names[k : k + LOOKED_AT] for k in range(0, len(names), LOOKED_AT)] or [[]]
+        parts = by_look(names) or [[]]
         below = [name for name, inside in rows if inside]
         note_others(source, folder, [name for name, inside in rows if not inside])
         _look_for_folders(source, folder, rows)
@@ -786,7 +786,7 @@ class _Walk:
             *(partial(self._look_at, folder, times_ns, part) for part in parts),
         ]
 
-    def _look_at(self, folder: str, times_ns: list[int], names: list[str]) -> "list[_Task]":
+    def _look_at(self, folder: str, times_ns: list[int], names: Sequence[str]) -> "list[_Task]":
         images = _present(names, look_at(self._source, folder, names))
         self.listed.append(_listed(folder, times_ns, *images))
         return []

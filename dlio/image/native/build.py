@@ -45,7 +45,7 @@ def build(folder: str = HERE, flags: tuple[str, ...] = ()) -> str:
         raise BuildError("no C compiler was found (install gcc or clang, or set CC)")
     machine = [*shlex.split(os.environ.get("ARCHFLAGS", ""))]  # set on macOS by cibuildwheel
     is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in machine
-    plain = ("header", "crop", "files", "make", "pieces", "png", "pool")
+    plain = ("header", "crop", "files", "make", "pieces", "png", "pool", "ring")
     units: dict[str, list[str]] = {name: [] for name in plain}
     shared = [*_FLAGS, *_WARNINGS, *machine, *flags]
     if is_x86 and sysconfig.get_config_var("SIZEOF_VOID_P") == 8:

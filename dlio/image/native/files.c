@@ -21,6 +21,7 @@
 
 enum {
     FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW,
+    FEW = 32,     /* files whose attributes are asked for one by one, at most */
     LINE = 64,    /* bytes of the processor's cache */
     FETCHED = 4096, /* bytes that are fetched ahead at a time, at most */
     POPULATED = 1 << 23, /* bytes of a file all of whose pages are mapped at once, at most */
@@ -320,7 +321,9 @@ EXPORT void dlio_files_status(int64_t folder, int64_t follows, const uint8_t *na
     char name[PATH_MAX];
     struct stat status;
     int flags = follows ? 0 : AT_SYMLINK_NOFOLLOW;
-    for (int64_t k = 0, begin = 0; k < count; begin = ends[k++], rows += 4) {
+    int64_t done = count < FEW ? 0 : dlio_ring_status((int)folder, flags, names, ends, count, rows);
+    rows += 4 * done;
+    for (int64_t k = done, begin = k ? ends[k - 1] : 0; k < count; begin = ends[k++], rows += 4) {
         memset(rows, 0, 4 * sizeof *rows);
         if (!copy_name(name, names + begin, ends[k] - begin) ||
             fstatat((int)folder, name, &status, flags) || !S_ISREG(status.st_mode))

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,10 @@ from dlio.data.reader_contract import NAMED_FILE
 from dlio.data.schema import WholeNumbers
 from dlio.image.native import LIBRARY
 from dlio.util.settings import settings
+
+_SOME: Final = 64
+_MANY: Final = 1024
+"""Files of a call that takes few system calls: its ring is made and mapped anew each time."""
 
 
 def read_files(
@@ -56,6 +61,14 @@ def look_at_files(
 
 
 @functools.cache
+def files_a_look() -> int:
+    """Return how many files one call is to look at: many where the kernel takes them together, by
+    io_uring, and some for each of several threads elsewhere."""
+    library = _library()
+    return _MANY if library is not None and library.dlio_ring_works() else _SOME
+
+
+@functools.cache
 def _library() -> ctypes.CDLL | None:
     # Another decoder of pictures may be the faster one here; this has nothing to do with it.
     if not settings().native:
@@ -64,6 +77,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(LIBRARY)
         read, look = library.dlio_files_read, library.dlio_files_status
+        library.dlio_ring_works.restype = number
     except (OSError, AttributeError):
         return None
     read.argtypes = (address, address, address, number, address, address)

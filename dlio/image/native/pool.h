@@ -207,6 +207,10 @@ void dlio_distrust(Thread *thread);
 int dlio_read_named(const NamedFile *named, uint8_t *into, size_t size);
 /* Returns 0 if the file cannot be read, or ends before. */
 int dlio_read_all(int file, uint8_t *into, size_t size, int64_t offset);
+/* Look at files as `dlio_files_status`, by few system calls. Returns how many of them were looked at, from
+ * the first on: the others are to be looked at by other means. */
+int64_t dlio_ring_status(int folder, int flags, const uint8_t *names, const int64_t *ends,
+                         int64_t count, int64_t *rows);
 /* Have one more user of them. */
 void dlio_files_use(Files *files);
 /* Close what is open and that no thread reads; maps stay. */
