@@ -273,12 +273,13 @@ def _of_typer(name: str, loaded: Any) -> App:
 def _broken(name: str, place: str, error: Exception) -> App:
     """Return an app that reports why a command's module cannot be loaded."""
 
-    def run(*_: str) -> None:
+    def run(*tokens: str) -> None:  # noqa: ARG001 - whatever they are
         raise UsageError(
             f"the command {name} ({place}) cannot be loaded: {error}; install its package again"
         )
 
     app = _app(name, f"(cannot be loaded: {error})")
+    run.__annotations__["tokens"] = Annotated[str, Parameter(allow_leading_hyphen=True)]
     app.default(run)
     return app
 

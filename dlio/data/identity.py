@@ -20,6 +20,8 @@ from dlio.util.trusted_files import closing_descriptor
 _BLOCK: Final = 4096
 _BLOCKS: Final = 8
 """Parts of a file that are read: the first, the last, and some between."""
+_COARSEST_NS: Final = 2_000_000_000
+"""Step of the coarsest clock of file systems: FAT's."""
 _LOOKED_AT: Final = 64
 """Files of a store of many that are sampled, next to those that describe its arrays."""
 _SAMPLED: Final = (64, 50, 512)
@@ -81,22 +83,35 @@ def sample_of(descriptor: int, size: int, blocks: int = _BLOCKS) -> str:
     return digest.hexdigest()
 
 
-def look_again(descriptor: int, name: str, size: int, content: str | None) -> tuple[int, int]:
-    """Return the size and the time of change of an open file whose time is another than it was.
+def look_again(
+    descriptor: int, name: str, known: tuple[int, int], size: int, content: str | None
+) -> tuple[int, int]:
+    """Return the size and the time of change of an open file, which are not the `known` ones.
 
-    If bytes were added at most to its `size`, its `content_sample` is compared, if it was taken:
-    that somebody has touched a file, as against a purge, ends no run, and is told.
+    If bytes were added at most to its `size`, its `content_sample` is compared, if it was
+    taken: that somebody has touched a file, as against a purge, ends no run, and is told unless all
+    of it was compared.
 
     Raises SourceError if it has changed.
     """
     status = os.fstat(descriptor)
     if status.st_size < size or content not in (None, sample_of(descriptor, size)):
         raise SourceError(f"{name} has changed since it was opened: run again")
-    tell_once(
-        f"{name} was written to, or touched, since it was opened: parts of it that were compared "
-        "are as they were; if its samples have changed, run again"
-    )
-    return status.st_size, status.st_mtime_ns
+    now = status.st_size, status.st_mtime_ns
+    is_whole = content is not None and status.st_size == size <= _BLOCKS * _BLOCK
+    # A server with a coarse clock cuts the time that it gave at first.
+    is_cut = content is not None and now[0] == known[0] and 0 < known[1] - now[1] < _COARSEST_NS
+    if not is_whole and not is_cut:
+        compared = (
+            "no part of it was compared"
+            if content is None
+            else "parts of it that were compared are as they were"
+        )
+        tell_once(
+            f"{name} was written to, or touched, since it was opened: {compared}; if its samples "
+            "have changed, run again"
+        )
+    return now
 
 
 def store_sample(root: str, opened: Callable[[str, int], int]) -> str:

@@ -174,7 +174,9 @@ class Names:
 
 def cache_folder() -> str:
     """Return the folder that indexes are kept in."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):  # Such paths count as none, as the standard of XDG has it.
+        home = os.path.join(os.path.expanduser("~"), ".cache")
     return settings().cache or os.path.join(home, "dlio")
 
 

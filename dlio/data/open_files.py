@@ -15,13 +15,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TypeVar
 
 from dlio.data.links import DataRoot
 from dlio.data.requests import fill, request
 from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError
 
+_Read = TypeVar("_Read")
 _MOST: Final = 256
 """Files that a process keeps open, at most."""
 _SHARE: Final = 4
@@ -29,6 +30,8 @@ _SHARE: Final = 4
 _LOOKING: Final = 100.0
 """A file is looked at again after so many times as long as the last look has taken: a microsecond
 on a disk, and a request to a server on some parallel file systems."""
+_LONGEST_S: Final = 1.0
+"""But after no longer, as a look may take the time that a process was stopped, or a server hung."""
 
 
 class Descriptor:
@@ -103,8 +106,7 @@ class PersistentFile(File):
     """A file that stays open between reads, if it is local. Thread-safe.
 
     A file that another one has replaced since is read as it was, and one that was overwritten is
-    refused. Owner: its reader, which closes
-    it; a reader that is garbage-collected closes it, too.
+    refused. Owner: its reader, which closes it; a reader that is garbage-collected closes it, too.
     """
 
     def __init__(self, url: str, root: DataRoot | None = None) -> None:
@@ -114,7 +116,7 @@ class PersistentFile(File):
         """Time at which the file is looked at again."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "opened": None}
+        return {**self.__dict__, "opened": None, "_due": 0.0}
 
     def descriptor(self) -> Descriptor:
         """Return the open file, which must be local, and which the caller does not close.
@@ -131,12 +133,13 @@ class PersistentFile(File):
                     raise
                 _opened.close_all()
                 opened = self._descriptor(self.local_path)
+            self._due = 0.0  # Another file may have taken its name.
             self.opened = opened
             _opened.add(self)
         now = time.monotonic()
         if now >= self._due:
             self.check_open(opened.number)
-            self._due = now + _LOOKING * (time.monotonic() - now)
+            self._due = now + min(_LOOKING * (time.monotonic() - now), _LONGEST_S)
         return opened
 
     def _descriptor(self, path: str) -> Descriptor:
@@ -152,24 +155,29 @@ class PersistentFile(File):
 
     def _pread(self, path: str, offset: int, count: int | None) -> bytes:
         with request():
-            left = max(0, os.fstat(self.descriptor().number).st_size - offset)
-            memory = bytearray(left if count is None else min(count, left))
-            done = self._fill(offset, memoryview(memory))
-            return bytes(memory[:done])
+            return self._reading(_part, offset, count)
 
     def _pread_into(self, path: str, offset: int, into: memoryview) -> int:
         with request():
-            return self._fill(offset, into)
+            return self._reading(fill, offset, into)
 
-    def _fill(self, offset: int, into: memoryview) -> int:
-        opened = self.descriptor()
+    def _reading(self, read: Callable[..., _Read], *place: Any) -> _Read:
+        """Return the result of a function that gets the number of the open file, then `place`."""
         try:
-            return fill(opened.number, offset, into)
+            opened = self.descriptor()  # Held until it has been read.
+            return read(opened.number, *place)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
             self.opened = None  # A server of NFS was restarted.
-            return fill(self.descriptor().number, offset, into)
+            opened = self.descriptor()
+            return read(opened.number, *place)
+
+
+def _part(descriptor: int, offset: int, count: int | None) -> bytes:
+    left = max(0, os.fstat(descriptor).st_size - offset)
+    memory = bytearray(left if count is None else min(count, left))
+    return bytes(memory[: fill(descriptor, offset, memoryview(memory))])
 
 
 def open_file(file: File) -> Descriptor | None:
@@ -200,6 +208,7 @@ def open_ranges(file: File) -> Iterator[ReadRange]:
     def read(offset: int, into: memoryview) -> None:
         with ReadErrors(file.url), request():
             done = fill(descriptor, offset, into)
+            file.check_open(descriptor)
         file.check_whole(into, done)
 
     try:
@@ -228,6 +237,9 @@ class InMemoryFile(File):
         if len(part) < len(into):
             raise SourceError(f"{self.name} is cut off: restore it")
         into[:] = part
+
+    def check(self) -> None:
+        """Return: the file is not asked again."""
 
     def open(self) -> BinaryIO:
         return io.BytesIO(self._data)

@@ -11,7 +11,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -550,7 +550,7 @@ class File(FsspecHandle):
         now = os.fstat(descriptor)
         if (now.st_size, now.st_mtime_ns) != self._known:
             content = self.__dict__.get("_content")
-            self._known = look_again(descriptor, self.name, self.size, content)
+            self._known = look_again(descriptor, self.name, self._known, self.size, content)
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset` on. Raises SourceError when the file is too short."""
@@ -577,7 +577,10 @@ class File(FsspecHandle):
         with ReadErrors(self.url):
             if self.local_path is not None:
                 stream: BinaryIO = io.FileIO(self.root.open_regular(self.local_path))
-                self.check_open(stream.fileno())
+                with ExitStack() as failed:
+                    failed.callback(stream.close)
+                    self.check_open(stream.fileno())
+                    failed.pop_all()
                 return stream
             files = self._files
             stream = open_stored(files, self._path) or files.open(self._path, "rb")

@@ -271,7 +271,8 @@ def shortfall(done: StageResult) -> str:
         return (
             f"{done.unplaced_blocks:,} of {counted(done.blocks, 'block')} ({missing}) of "
             f"{done.source} ({samples}) have no room, and jobs will read them from the source: "
-            "make room on the disk (`df` shows its bytes, `df -i` its inodes), or allow that by "
+            "make room there (`df` shows bytes of a disk, `df -i` inodes, `ulimit -f` the limit "
+            "of file sizes), or allow that by "
             "--allow-partial"
         )
     return (

@@ -70,8 +70,6 @@ def test_messages_are_counted_as_theory_has_them(
 @pytest.mark.mpi
 @pytest.mark.nightly
 @pytest.mark.needs("balance")
-@pytest.mark.mpi
-@pytest.mark.nightly
 def test_compressed_sums_of_many_ranks_send_few_messages_with_about_the_least_bytes() -> None:
     with warm_ranks([message_cost.__name__]) as warm:
         for p in (16, 32):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlio.cli import main
+from dlio.cli import app, main
 from dlio.cli.app import all_commands, places
 from dlio.cli.cli_command import Command
 from dlio.errors import UsageError
@@ -270,3 +270,9 @@ def test_completion_knows_commands_and_options() -> None:
 
     script = make_app().generate_completion(shell="bash")
     assert all(word in script for word in ("verify", "--lr-schedule", "--bwlimit", "-n"))
+
+
+def test_a_command_that_cannot_be_loaded_says_so_whatever_its_options_are() -> None:
+    broken = app._broken("stage", "somewhere:stage", EOFError("marshal data too short"))
+    with pytest.raises(UsageError, match="cannot be loaded: marshal data too short"):
+        broken(["data", "--tiers", "/local:1GiB"], exit_on_error=False, print_error=False)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.data import index as index_module
-from dlio.data.index import Arrays, GrowingColumn, cached_index, clean_cache
+from dlio.data.index import Arrays, GrowingColumn, cache_folder, cached_index, clean_cache
 from dlio.data.reader import open_reader
 from dlio.data.source import File
 
@@ -198,3 +198,16 @@ def test_why_an_index_is_not_kept_is_said(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert "cannot be written (File too large)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("named", "folder"), [("/caches", "/caches/dlio"), ("", "~"), ("caches", "~"), ("./c", "~")]
+)
+def test_a_relative_folder_of_caches_is_ignored(
+    named: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the standard of XDG says: it would be another in each current folder."""
+    monkeypatch.delenv("DLIO_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    assert cache_folder() == folder.replace("~", "/home/somebody/.cache/dlio")
