@@ -31,6 +31,10 @@ from dlio.exchange.round_commit import RoundCommit
 from dlio.exchange.sums import BucketSums
 
 _FIRST_TAG: Final = 1
+_OF_SUMS: Final = 2.0**-16
+"""Factor of all weights of a sum, which cancels out of the mean, to the bit. Gradients that are
+multiplied by samples would overflow sooner than those of one process, and a gradient scaler would
+skip the step."""
 
 
 class StepPhase(Enum):
@@ -141,13 +145,15 @@ class SynchronousSgd(Exchange):
         """True once a step had gradients that no backward has made."""
         self._expects_changes = False
         """True if such gradients may have been added to means since the last average."""
-        self._weights = _GradientWeights()
-        self._wait_s = 0.0
-        self._ranks = comm.size
-        """Ranks at the beginning, by which a loss is scaled."""
         # A lossy weight or flag would falsify the mean of every gradient of the bucket.
         self._carries_weight = context.spec.compressor is None
         """True if each bucket carries the rank's weight and its parameters' flags."""
+        self._unit = _OF_SUMS if self._carries_weight else 1.0
+        """Weight of a sample."""
+        self._weights = _GradientWeights(self._unit, self._unit)
+        self._wait_s = 0.0
+        self._ranks = comm.size
+        """Ranks at the beginning, by which a loss is scaled."""
         self._values = context.values
         self._places: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=2)
         """The first bucket's buffers, and the place of the values in each."""
@@ -175,13 +181,13 @@ class SynchronousSgd(Exchange):
 
     def before_backward(self, samples: int, planned: int) -> None:
         self._weights = _GradientWeights(
-            float(samples), scale=planned / self._ranks, everything=True
+            samples * self._unit, self._unit, scale=planned / self._ranks, everything=True
         )
 
     def weigh(self, samples: float) -> None:
-        now = self._weights  # `dlio run` calls this for each module.
-        if now.everything or now.weight != samples or now.factor != samples:
-            self._weights = _GradientWeights(samples, factor=samples)
+        now, weight = self._weights, samples * self._unit  # `dlio run` calls this for each module.
+        if now.everything or now.weight != weight or now.factor != weight:
+            self._weights = _GradientWeights(weight, factor=weight)
 
     def hold(self, held: bool) -> None:
         self._held = held
@@ -383,9 +389,11 @@ class SynchronousSgd(Exchange):
         if parameter.grad is None or not factor:  # A gradient of weight 0 may be NaN.
             view.zero_()
             return
-        view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-        if factor != 1.0:
-            view.mul_(factor)
+        dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        if dense.dtype is view.dtype:
+            torch.mul(dense, factor, out=view)
+        else:  # In the type of sums, which is the wider one.
+            view.copy_(dense).mul_(factor)
 
     def _widen(self, number: int) -> None:
         """Continue a bucket in float64. All ranks do so before they start its next sum."""

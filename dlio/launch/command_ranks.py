@@ -71,7 +71,7 @@ def on_ranks(
             line = stack.enter_context(LiveLine("checking the data", shown=live))
             check()
             module = function.__module__.rpartition(".")[2]
-            text = _task(function, records, may_end)
+            text = _task(function, records, may_end, ranks + spares if start is None else 1)
             code = _launch(module, text, ranks, min_ranks, spares, backend, start, line)
         if code:
             raise SystemExit(code)
@@ -105,7 +105,7 @@ def captured_ranks(
     """
     from dlio.launch import mpi_launch, torch_launch
 
-    text = _task(function, records)
+    text = _task(function, records, ranks=ranks)
     _check_length(text)
     command = module_command(_RANK_MAIN, function.__module__.rpartition(".")[2])
     by_mpi = backend == "mpi" or (backend == "auto" and has_mpi())
@@ -114,9 +114,15 @@ def captured_ranks(
     return launch(command, ranks, environment=full, capture=True, timeout_s=timeout_s)
 
 
-def _task(function: Callable[..., object], records: Sequence[object], may_end: bool = False) -> str:
-    """Return the call of a function as JSON, for `run_as_rank`."""
+def _task(
+    function: Callable[..., object],
+    records: Sequence[object],
+    may_end: bool = False,
+    ranks: int = 1,
+) -> str:
+    """Return the call of a function as JSON, for `run_as_rank` of so many ranks."""
     task = {
+        "ranks": ranks,
         "may_end": may_end,
         "function": f"{function.__module__}:{function.__qualname__}",
         "command": sys.argv,
@@ -190,10 +196,19 @@ def has_mpi() -> bool:
 
 def run_as_rank() -> None:
     """Call the function that `on_ranks` passed to this rank."""
+    from dlio.comm.launch_environment import under_mpi, under_torch
+
     text = os.environ.pop(RECORD, None)
     if text is None:
         raise UsageError(f"{sys.argv[0]} is for dlio's internal use: start `dlio train -n 4`")
     task = json.loads(text)
+    # Else each rank would do all of the work; of those that MPI does not find, `world` tells.
+    if task["ranks"] > 1 and not (under_mpi() or under_torch()):
+        raise UsageError(
+            f"{counted(task['ranks'], 'rank')} were to start, but this process has no variables of "
+            "a launcher, so that each rank would do all of the work: run `dlio doctor`, or take "
+            "--backend torch"
+        )
     sys.argv[:] = task["command"]  # Reports name the command that the user gave.
     records = [from_mapping(resolve_name(name), values) for name, values in task["records"]]
     with ending_at_once(task["may_end"]):

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from dlio.comm import Op, Request
+from dlio.comm import Communicator, Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.exchange import NAMES, ExchangeContext, parse_exchange
 from dlio.exchange.asgd import Asgd, _IncomingMessage
 from dlio.exchange.buckets import BUCKET_BYTES, trainable
+from dlio.testing import run_ranks
 from tests.conftest import TorchRun
 from tests.exchange.training import started
 from tests.exchange.type_checks import CHECKS as TYPE_CHECKS
@@ -198,6 +199,27 @@ def test_closing_removes_the_hooks() -> None:
     started("allreduce", model, comm, 0).close()
     model(torch.ones(1, 4)).sum().backward()
     assert comm.started == []
+
+
+@pytest.mark.parametrize("samples", [1.0, 64.0])
+@pytest.mark.parametrize("gradient", [3e38, 1e-30])
+def test_sums_bear_the_gradients_that_one_process_bears(samples: float, gradient: float) -> None:
+    """A gradient scaler skips a step where gradients overflow: not sooner on ranks."""
+    means: dict[int, list[float]] = {}
+
+    def step(comm: Communicator) -> None:
+        net = nn.Linear(2, 1, bias=False)
+        exchange = started("allreduce", net, comm, 0)
+        exchange.weigh(samples)
+        net(torch.tensor([[gradient, 1.0]])).sum().backward()
+        exchange.before_step()
+        assert net.weight.grad is not None
+        means[comm.rank] = net.weight.grad[0].tolist()
+        exchange.close()
+
+    run_ranks(3, step)
+    for each in means.values():
+        assert each == pytest.approx([gradient, 1.0], rel=1e-6, abs=0)
 
 
 class _Alone(SingleCommunicator):

@@ -209,7 +209,9 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
         assert (min_ranks, spares) == (None, 0)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        command_ranks.run_as_rank()
+        with monkeypatch.context() as rank:
+            rank.setenv("PMI_RANK", "0")
+            command_ranks.run_as_rank()
         assert not set(environment) & set(os.environ), "the script of a rank must not see it"
         return subprocess.CompletedProcess(argv, 0)
 
@@ -217,6 +219,18 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
     monkeypatch.setattr(train_command, "train_rank", train_rank := _recorder(seen))
     assert command_ranks.on_ranks(2, train_rank, config)
     return seen[0]
+
+
+def test_a_rank_without_its_launcher_does_not_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would do all of the work, and print each line again."""
+    from dlio.launch import command_ranks
+
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "DLIO_STORE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DLIO_RECORD", command_ranks._task(_recorder([]), [], ranks=2))
+    with pytest.raises(UsageError, match="2 ranks were to start, but"):
+        command_ranks.run_as_rank()
 
 
 def _recorder(seen: list[TrainConfig]) -> Callable[[TrainConfig], None]:
