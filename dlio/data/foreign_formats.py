@@ -63,6 +63,11 @@ _FORMATS: Final[Mapping[str, str]] = {
     "its windows and labels",
     r"\.au": "sound, which dlio does not decode: store samples or spectrograms as .npy in the same "
     "folders",
+    r"\.(gif|jfif|jpe|avif|heic|heif|jxl|jp2|j2k|tga|ico|psd|cr2|nef|arw|dng)": "a picture of a "
+    "kind that is left out, as by torchvision's ImageFolder: convert it to .png or .jpg (PIL.Image."
+    "open(...).convert('RGB').save(...); HEIC needs pillow-heif, raw photos rawpy)",
+    r"\.(sqsh|sqfs|squashfs)": "an image of a file system: mount it (squashfuse FILE FOLDER), and "
+    "open the folder",
     r"\.(7z|rar)": "an archive that is not read in place: extract it",
 }
 _KNOWN: Final = [
@@ -74,6 +79,20 @@ _PROTOCOLS: Final = (b"\2", b"\3", b"\4", b"\5")
 """Second bytes of pickles."""
 _PICTURES: Final = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 _LANCE: Final = "_versions"
+_INDEXES: Final = {
+    "index.json": (
+        b'"chunk_bytes"',
+        "litdata: litdata.StreamingDataset(...) reads it, to write by numpy.savez or into a tar of "
+        "WebDataset (webdataset.TarWriter)",
+    ),
+    "dataset_meta.json": (
+        b'"tensors"',
+        "Deep Lake: deeplake.load(...).pytorch() reads it, to write by numpy.savez or into a tar "
+        "of WebDataset (webdataset.TarWriter)",
+    ),
+}
+"""Indexes of formats: what stands in them, and the words about each."""
+_INDEX_HEAD: Final = 1 << 16
 _LOOKED_INTO: Final = 8
 _MOST_FILES: Final = 16
 
@@ -94,6 +113,7 @@ def check_folder(url: str) -> None:
     that is known and not read, or is a data set as Hugging Face's Hub keeps it in its cache."""
     source = Source(url)
     rows = source.names()
+    check_index(source)
     if ("snapshots", True) in rows and (("blobs", True) in rows or ("refs", True) in rows):
         _refuse_hub_cache(source)
     places = ["", *(name for name, folder in rows if folder)][: _LOOKED_INTO + 1]
@@ -106,6 +126,13 @@ def check_folder(url: str) -> None:
             if words:
                 shown = source.path(f"{place}/{name}" if place else name)
                 raise SourceError(f"{shown} is {_article(words)}")
+
+
+def check_index(source: Source) -> None:
+    """Raise SourceError for a folder with an index of a format that is known and not read."""
+    for name, (mark, words) in _INDEXES.items():
+        if (name, False) in source.names() and mark in source.read(name, 0, _INDEX_HEAD):
+            raise SourceError(f"{source.path()} is a data set of {words}")
 
 
 def _pickled(source: Source, place: str, name: str) -> str:

@@ -39,6 +39,16 @@ TAR_LABEL_NAMES: Final = ("label", "cls", "class", "id", "index")
 _LIKELY: Final = ("label", "class", "category", "target", "arr_1")
 """Parts of the names of fields that may be labels, by which a user is told of them; the last one is
 that of the second array which `numpy.savez` is given."""
+# fmt: off
+_USUAL: Final = frozenset((
+    "survived", "churn", "churned", "exited", "outcome", "diagnosis", "species", "quality",
+    "default", "fraud", "spam", "sentiment", "emotion", "toxic", "attrition", "defaulted", "breed",
+))
+# fmt: on
+"""Words by which people call labels."""
+_INPUTS: Final = frozenset(("smiles", "selfies", "inchi", "sequence", "sentence", "text"))
+"""Names of texts from which others are predicted."""
+_WORDS: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 MAX_CLASSES: Final = 1 << 16
 """Most different texts of a column that are taken for classes."""
 # fmt: off
@@ -287,11 +297,37 @@ def likely_label(names: Iterable[str]) -> str | None:
     return next((name for name in names if any(part in name.lower() for part in _LIKELY)), None)
 
 
+def most_likely_label(names: Sequence[str]) -> str:
+    """Return that of some fields which is most likely a label by its name; without one the last,
+    as a label mostly stands last in a table."""
+    truths = [name for name in names if _words(name)[:1] in (["is"], ["has"])]
+    return label_like(names) or next(reversed(truths), None) or likely_label(names) or names[-1]
+
+
+def label_like(names: Iterable[str]) -> str | None:
+    """Return the first of some fields with a word by which people call labels; None without one."""
+    known = {*LABEL_NAMES, *_USUAL} - {"y"}  # Of a place, as in `centre_y`.
+    clear = [name for name in names if not known.isdisjoint(_words(name))]
+    return next(filter(_is_usual, clear), None) or next(iter(clear), None)
+
+
+def _is_usual(name: str) -> bool:
+    return not _USUAL.isdisjoint(_words(name))
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _WORDS.findall(name)]
+
+
 def label_candidates(kinds: Mapping[str, str], is_wide: bool) -> list[str]:
     """Return the fields that may be labels, given the kinds of all: by their names, and of a wide
     table whole numbers and, next to numbers, texts; but no ids and times."""
-    single = {name: kind for name, kind in kinds.items() if _SINGLE.fullmatch(kind)}
-    likely = [name for name in single if likely_label([name])]
+    single = {
+        name: kind
+        for name, kind in kinds.items()
+        if _SINGLE.fullmatch(kind) and name.lower() not in _INPUTS
+    }
+    likely = [name for name in single if likely_label([name]) or _is_usual(name)]
     if not is_wide or all(kind == "text" for kind in single.values()):
         return likely  # Texts to learn from, or about pictures.
     return likely + [

@@ -13,6 +13,7 @@ import numpy as np
 from dlio.data.concatenation import ConcatReader
 from dlio.data.foreign_formats import (
     check_folder,
+    check_index,
     error_of_file,
     hive_words,
     pattern_for,
@@ -39,7 +40,7 @@ from dlio.data.labels import (
     is_number,
     label_candidates,
     label_names,
-    likely_label,
+    most_likely_label,
     repeating_fields,
     several_labels,
 )
@@ -63,6 +64,7 @@ from dlio.data.splits import (
     not_chosen_by,
     reading_options,
     split_column,
+    split_folders,
     split_of,
     splits_among,
 )
@@ -236,7 +238,7 @@ def _tell_of_labels(reader: Reader, kind: object) -> None:
         able = label_candidates({name: kind.text for name, kind in kinds.items()}, is_wide)
         able = able or _repeating_fields(reader)
         if able and not reader.labels.any():
-            best = able[0] if likely_label(able[:1]) else able[-1]  # Mostly the last column.
+            best = most_likely_label(able)
             some = able if len(able) <= _MOST_CANDIDATES else [*able[: _MOST_CANDIDATES - 1], best]
             which = some[0] if len(some) == 1 else f"one of {', '.join(dict.fromkeys(some))}"
             remedy = "name it label in the source"
@@ -398,10 +400,13 @@ def _of_folder(
         if inner is not None:
             made = _of_folder(inner[0], fields, kinds, None, options)
             made.split = inner[1]
-            beside = _lists_of_split(url, inner)
+            known = " ".join(made.left_out)
+            beside = [name for name in _lists_of_split(url, inner) if name not in known]
             if beside:
                 words = f"{named_files(beside)} in {redact(url)}, which may hold labels"
-                if "table" in inspect.signature(made.kind).parameters:
+                if beside[0].lower().endswith(".mat"):
+                    words += ": scipy.io.loadmat(...) reads them, to write to a labels.csv"
+                elif "table" in inspect.signature(made.kind).parameters:
                     words += ": choose one with table= and label="
                 made.left_out.append(words)
             made.others = other_folders(url, inner[1])
@@ -445,9 +450,10 @@ def _of_folder(
 
 def _lists_of_split(url: str, inner: tuple[str, str]) -> list[str]:
     """Return the files next to the folder of a split that are called as it is, such as `train.csv`
-    and `train_labels.txt`, or labels."""
+    and `train_labels.txt`, or labels, and MATLAB's also in folders next to it."""
     own = split_of(inner[1], folder=True) or split_of(inner[1])
-    names = [name for name in files_beside(url, inner[0]) if "/" not in name]
+    beside = files_beside(url, inner[0])
+    names = [name for name in beside if "/" not in name or name.lower().endswith(".mat")]
     return [
         name
         for name in names
@@ -495,16 +501,27 @@ def _lone_data(url: str, fields: str, kinds: Kinds, has_data: bool) -> str | Non
     """Return the only folder of a folder, or of that one and so on, that is a data set."""
     lone = lone_folder(url, has_data=has_data)
     for _ in range(_DEEPEST_LONE):
-        inner = _fitting_of(lone + fields, kinds)[0] if lone is not None else []
-        if lone is None or (inner and not path_rules_of(inner[0][1]).is_fallback):
+        if lone is None or _data_of(lone, fields, kinds) is not None:
             return lone
         lone = lone_folder(lone, has_data=has_data)
+    return None
+
+
+def _data_of(url: str, fields: str, kinds: Kinds) -> tuple[str, Any] | None:
+    """Return the reader of the samples of a folder, or of its folders of splits; None for a reader
+    of class folders, or without one."""
+    splits = split_folders([name for name, folder in Source(url).names() if folder])
+    for each in (url, *(inside(url, name) for name in splits)):
+        fitting = _fitting_of(each + fields, kinds)[0]
+        if fitting and not path_rules_of(fitting[0][1]).is_fallback:
+            return fitting[0]
     return None
 
 
 def _check_files(url: str, kinds: Kinds) -> None:
     """Raise UsageError for a folder with files of a format whose files are opened by their names,
     such as nanoGPT's `train.bin` and `val.bin`."""
+    check_index(Source(url))
     names = [name for name, folder in Source(url).names() if not folder]
     for form, kind in kinds:
         owns = path_rules_of(kind).owns
@@ -524,9 +541,9 @@ def _check_several(url: str, kinds: Kinds) -> None:
     folders = [name for name, folder in rows if folder][:_MOST_FOLDERS]
     known = {}
     for name in folders:
-        fitting = _fitting_of(inside(url, name), kinds)[0]
-        if fitting and not path_rules_of(fitting[0][1]).is_fallback:
-            known[name] = fitting[0]
+        data = _data_of(inside(url, name), "", kinds)
+        if data is not None:
+            known[name] = data
     if not known:
         return
     hive = hive_words(folders)

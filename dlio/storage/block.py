@@ -7,6 +7,7 @@ exist before memory is allocated for it, and every payload with its checksum.
 
 import errno
 import functools
+import itertools
 import os
 import struct
 import threading
@@ -199,6 +200,9 @@ _LZ4_LIMIT: Final = 256
 """LZ4 cannot expand by more than about 255; a larger claim is damage, or an attack."""
 _CHECKED_BYTES: Final = 1 << 19
 """Bytes that are read at a time and then checked, while they are in the processor's cache."""
+_MOST_WRITTEN: Final = 1 << 20
+"""Bytes of one write. Linux 6.18 caches a file of ext4 in pages as large as a write: 8 MiB at a
+time cost two to four times the processor time of 1 MiB, and at worst ten times the seconds."""
 _REMEDY: Final = " (the file is damaged: restore it, or make it again)"
 
 
@@ -460,18 +464,26 @@ def read_exactly(
 def write_all(descriptor: int, pieces: Sequence[Buffer], offset: int | None = None) -> None:
     """Write all pieces in order; the kernel may write less than it is given. They are written from
     `offset` of the file on; for None from where the descriptor is."""
-    left = [memoryview(piece) for piece in pieces if len(piece)]
-    while left:
+    left = [
+        view[start : start + _MOST_WRITTEN]
+        for view in [memoryview(piece) for piece in pieces]
+        for start in range(0, len(view), _MOST_WRITTEN)
+    ]
+    done = 0
+    while done < len(left):
         # No system that dlio runs on takes fewer than 1,024 pieces (IOV_MAX).
+        ends = itertools.accumulate(map(len, left[done : done + 1024]))
+        parts = left[done : done + max(1, sum(end <= _MOST_WRITTEN for end in ends))]
         if offset is None:
-            written = os.writev(descriptor, left[:1024])
+            written = os.writev(descriptor, parts)
         else:
-            written = os.pwritev(descriptor, left[:1024], offset)
+            written = os.pwritev(descriptor, parts, offset)
             offset += written
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if left and written:
-            left[0] = left[0][written:]
+        while written and written >= len(left[done]):
+            written -= len(left[done])
+            done += 1
+        if written:
+            left[done] = left[done][written:]
 
 
 def _check_table(table: npt.NDArray[np.void], head: int, length: int, where: str) -> None:

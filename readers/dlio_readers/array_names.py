@@ -41,13 +41,20 @@ T = TypeVar("T")
 
 
 # Not class, which HDF5's own tools write.
+_ANNDATA: Final = {"encoding-type", "encoding-version"}
 _LABEL_ATTRIBUTES: Final = frozenset(("label", "labels", "target", "targets"))
 
 
-def tell_of_attributes(where: str, names: Iterable[str]) -> None:
-    """Warn once if the `names` of an array's attributes are of a scale, as netCDF has it, or of
-    labels."""
+def tell_of_attributes(where: str, names: Iterable[str], *, is_root: bool = True) -> None:
+    """Warn once if the `names` of an array's attributes are of a scale, as netCDF has it, of
+    labels, or AnnData's."""
     names = list(names)
+    if is_root and {*names} >= _ANNDATA:
+        tell_once(
+            f"{where} is AnnData, whose arrays are read as they are stored: sparse ones, and "
+            "categories of obs, such as cell types, are not joined to X; write X and labels by "
+            "numpy.savez"
+        )
     labels = sorted(_LABEL_ATTRIBUTES.intersection(names))
     if labels:
         tell_once(

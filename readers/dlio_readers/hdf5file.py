@@ -370,7 +370,7 @@ class Hdf5File:
                 f"{where} is {dataset.dtype}, which samples cannot have: name the "
                 "others, as in x.h5::image,label"
             )
-        tell_of_attributes(where, dataset.attrs)
+        tell_of_attributes(where, dataset.attrs, is_root=False)
         unit = dataset.chunks[0] if dataset.chunks else 1
         # Do not decode chunks together that exceed a few blocks.
         row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))

@@ -117,7 +117,11 @@ def read_table(
                         for row, name in zip(rows, hot, strict=True)
                     ],
                 )
+        inner = [f"{name}.{each}" for name, value in rows[0].items() if isinstance(value, dict)
+                 for each in value]  # fmt: skip
         if label is None and table.startswith(DESCRIPTIONS):
+            if tell_of_boxes(source.path(table), [*columns, *inner]):
+                return {}
             tell_once(
                 f"{source.path(table)} has {', '.join(columns)} and no column {LABEL_NAMES[0]}: "
                 "it gives the pictures no labels; label= chooses a column that does"

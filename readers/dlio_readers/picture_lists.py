@@ -615,16 +615,18 @@ def _folder_of(source: Source, tops: Sequence[str], rows: Rows) -> str | None:
     return best
 
 
-def tell_of_boxes(where: str, columns: Sequence[str]) -> None:
-    """Warn once of columns of boxes in a table of labels."""
+def tell_of_boxes(where: str, columns: Sequence[str]) -> bool:
+    """Warn once of columns of boxes in a table of labels, or of values within these, such as
+    `objects.bbox`; True if there are some."""
     lower = {name.lower() for name in columns}
     known = {*_BOXES, *(name for quad in _QUADS if quad <= lower for name in quad)}
-    boxes = [name for name in columns if name.lower() in known]
+    boxes = [name for name in columns if name.lower().rpartition(".")[2] in known]
     if boxes:
         tell_once(
             f"{where}: its boxes ({', '.join(boxes[:4])}) are left out: write them as COCO's JSON "
             "or as YOLO's texts to read them"
         )
+    return bool(boxes)
 
 
 def same_name(name: str) -> str:

@@ -78,7 +78,7 @@ class ShardReader(PathReader):
         self._data_bytes = sum(each.payload_bytes for each in footers)
         self._tables = BlockTables(_TABLE_BYTES)
         self._names: tuple[int, int, list[bytes]] = (-1, 0, [])
-        """Shard, first sample and names of those that were asked for last."""
+        """Shard, first sample and names of those that were asked for last; none at first."""
 
     @property
     def abilities(self) -> Abilities:
@@ -114,14 +114,17 @@ class ShardReader(PathReader):
         shard = int(np.searchsorted(self._firsts, sample, side="right")) - 1
         place = sample - int(self._firsts[shard])
         chunk = place - place % _NAMES
-        known = self._names
-        if known[:2] != (shard, chunk):
-            index = self._footers[shard]
-            stop = min(chunk + _NAMES, len(index.sizes))
-            try:
-                self._names = known = (shard, chunk, index.names_of(chunk, stop))
-            except (SourceError, CorruptBlock):  # The shard was truncated, or removed.
-                return f"sample {sample} of {self._files[shard].name}"
+        index, known = self._footers[shard], self._names
+        try:
+            if known[:2] != (shard, chunk):
+                # The next one may lie elsewhere, as in a shuffled order.
+                self._names = (shard, chunk, [])
+                return str(index.names_of(place, place + 1)[0], "utf-8", "replace")
+            if not known[2]:
+                names = index.names_of(chunk, min(chunk + _NAMES, len(index.sizes)))
+                self._names = known = (shard, chunk, names)
+        except (SourceError, CorruptBlock):  # The shard was truncated, or removed.
+            return f"sample {sample} of {self._files[shard].name}"
         return str(known[2][place - chunk], "utf-8", "replace")
 
     def stored_at(self, block: int) -> int:

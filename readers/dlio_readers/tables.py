@@ -1,5 +1,7 @@
 """The reader of NumPy files and text tables (`.npy`, `.npz`, `.csv`, `.tsv`), without pickle."""
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -48,6 +50,7 @@ from dlio_readers.texttable import open_text_tables
 _TEXTS: Final = tuple(text + packed for packed in ("", *COMPRESSED) for text in (".csv", ".tsv"))
 _ARRAYS: Final = (".npy", ".npz")
 _PROBED: Final = 64
+_LOOKED_AT: Final = 1 << 13
 _SUFFIXES: Final = (*_ARRAYS, *_TEXTS)
 _DOCUMENTS: Final = (".md", ".txt", ".json", ".pdf", ".html", ".yaml", "license", "readme")
 """Ends of the names of files about a data set."""
@@ -104,10 +107,11 @@ class TablesReader(ColumnReader):
             places = files_below(paths, _ARRAYS)
             texts_beside = files_below(paths, _TEXTS)
             if places and texts_beside:
+                hint = _hint_of_files(texts_beside[0], places) if samples is None else ""
                 tell_once(
                     f"{self.path}: read as arrays; left out: "
                     f"{named_files([each.name for each in texts_beside])}, whose labels "
-                    "would be read out of an array, such as y.npy"
+                    f"would be read out of an array, such as y.npy{hint}"
                 )
             places = places or texts_beside
         else:
@@ -208,6 +212,21 @@ def _opened(place: FilePlace) -> File:
     """Return a table as a file that is read once, an array as one that stays open."""
     is_text = place.name.lower().endswith(_TEXTS)
     return place.opened() if is_text else place.opened_as(PersistentFile)
+
+
+def _hint_of_files(table: FilePlace, arrays: Sequence[FilePlace]) -> str:
+    """Return the words about a table whose first rows name files of arrays, which are its samples
+    then, and not their rows; "" otherwise."""
+    text = table.opened().read(0, _LOOKED_AT)
+    cells = set(re.split(rb"[,;\t\s\"]+", text))
+    names = [each.name for each in arrays[:_PROBED]]
+    known = [n for n in names if {os.fsencode(n), os.fsencode(os.path.splitext(n)[0])} & cells]
+    if len(known) < 2:
+        return ""
+    return (
+        f"; it names {known[0]} and {known[1]}: if each file is one sample, in place of its rows, "
+        "give samples='files'"
+    )
 
 
 def _parts(

@@ -740,7 +740,8 @@ class _Builder:
         what = f"{self._file}: sample {self._key!r} has no {field}"
         if any(self._name(k) == self._key for k in range(len(self._firsts))):
             return SourceError(
-                f"{what}: its members lie apart in the tar: pack it with tar --sort=name"
+                f"{what}: its members lie apart in the tar: pack their folder as a whole, with tar "
+                "--sort=name -cf x.tar -C FOLDER . (names on the command line stay in their order)"
             )
         if self._chosen:
             return SourceError(

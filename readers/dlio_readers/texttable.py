@@ -26,6 +26,7 @@ from dlio.data.labels import (
     are_alike,
     is_index,
     is_number,
+    label_like,
     label_name,
     label_names,
     no_such_label,
@@ -273,6 +274,13 @@ def _feature_names(
         chosen = [name for name in able if not is_index(name)]
         if len(chosen) < len(able):
             tell_once(f"{path}: row numbers that pandas wrote are left out of the features")
+        likely = label_like(name for name in kinds if not is_index(name)) if label is None else None
+        if likely is not None:
+            part = "one of its features" if likely in chosen else "left out, as it is text"
+            tell_once(
+                f"{path}: no column has a label's name, and {likely!r} is {part}: if it is the "
+                f"label, choose it, label={likely!r} (`--reader-option label={likely}`)"
+            )
     else:
         chosen = [features] if isinstance(features, str) else list(features)
     check_names(path, chosen, list(kinds), "column")

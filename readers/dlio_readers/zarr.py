@@ -138,7 +138,7 @@ class ZarrReader(ColumnReader):
                 continue
             if not storable(array.dtype):
                 raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
-            tell_of_attributes(where, array.attrs)
+            tell_of_attributes(where, array.attrs, is_root=False)
             part = slab(select, name, tuple(array.shape[1:]))
             columns[name] = PlainColumn(array, _unit(array), part)
         self._by_field = {

@@ -109,3 +109,19 @@ def test_the_pattern_for_several_data_sets_reads_them(
         assert len(open_reader(whole)) == len(names) * (2 if "parq" in pattern else 1)
     else:
         assert "by a pattern" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("index.json", '{"chunks": [{"chunk_bytes": 9, "filename": "chunk-0-0.bin"}]}', "litdata"),
+        ("dataset_meta.json", '{"version": "3.8", "tensors": ["images"]}', "Deep Lake"),
+    ],
+)
+def test_folders_with_the_index_of_another_format_are_called_so(
+    name: str, text: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    (tmp_path / "chunk-0-0.bin").write_bytes(bytes(40))
+    with pytest.raises(SourceError, match=f"is a data set of {words}: .* to write by numpy.savez"):
+        open_reader(str(tmp_path))

@@ -1,10 +1,14 @@
 """Folders without pictures among others are named with what can be read of the data set."""
 
+import shutil
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from dlio.data.reader import open_reader
+from dlio.data.reader import open_reader, open_reading
 from dlio.errors import SourceError, UsageError
 
 
@@ -78,3 +82,51 @@ def test_a_label_that_no_column_has_is_told_with_the_columns(
     with pytest.raises(UsageError, match=words):
         open_reader(str(tmp_path), label="specis")
     assert list(open_reader(str(tmp_path), label="species").classes) == ["cat"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "npz"])
+def test_splits_below_the_only_folder_are_the_splits(suffix: str, tmp_path: Path) -> None:
+    for split, count in (("train", 3), ("test", 2)):
+        _table(tmp_path / "default" / split / f"0000.{suffix}", count)
+    with pytest.raises(UsageError, match="default holds the splits test, train: choose one"):
+        open_reader(str(tmp_path))
+    for split, count in (("train", 3), ("test", 2)):
+        reader = open_reader(str(tmp_path), split=split)
+        assert reader.labels.tolist() == list(range(count))
+    shutil.rmtree(tmp_path / "default" / "test")
+    assert len(open_reader(str(tmp_path))) == 3
+    assert len(open_reader(str(tmp_path), split="train")) == 3
+    with pytest.raises(UsageError, match=r"split='test': .*default has train: choose one"):
+        open_reader(str(tmp_path), split="test")
+
+
+@pytest.mark.parametrize("split", [None, "train"])
+def test_configurations_with_folders_of_splits_are_named(split: str | None, tmp_path: Path) -> None:
+    for name in ("de", "en"):
+        _table(tmp_path / name / "train" / "0000.parquet", 3)
+    words = r"holds the data sets de \(parquet\), en \(parquet\): open one of them, such as .*/de"
+    with pytest.raises(UsageError, match=words):
+        open_reading(str(tmp_path), split=split)
+    assert len(open_reader(str(tmp_path / "en"), split="train")) == 3
+
+
+def test_class_folders_of_pictures_that_are_left_out_have_the_way_to_convert_them(
+    tmp_path: Path,
+) -> None:
+    for name in ("cat", "dog"):
+        _files(tmp_path / name, "0.heic", "1.heic")
+    with pytest.raises(
+        SourceError, match=r"0\.heic is a picture of a kind .*: convert it to \.png"
+    ):
+        open_reader(str(tmp_path))
+
+
+def _table(path: Path, count: int) -> None:
+    path.parent.mkdir(parents=True)
+    numbers = np.arange(count)
+    if path.suffix == ".npz":
+        np.savez(path, x=numbers / 2, label=numbers)
+    elif path.suffix == ".csv":
+        path.write_text("x,label\n" + "".join(f"{k / 2},{k}\n" for k in range(count)))
+    else:
+        pq.write_table(pa.table({"x": numbers / 2, "label": numbers}), path)

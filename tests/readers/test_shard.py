@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dlio.data.reader import Reader, open_reader
 from dlio.errors import CorruptBlock, SourceError, TierFull, UsageError
+from dlio.storage.shard_file import ShardIndex
 from dlio_readers.folder import FolderReader
 from dlio_readers.shard import ShardReader
 from dlio_staging.pack_folder import pack
@@ -96,6 +97,30 @@ def test_samples_are_read_in_any_order_and_number(packed: Path) -> None:
     chosen = np.random.default_rng(0).integers(0, len(reader), 60)
     for sample, payload in zip(chosen, reader.read(chosen), strict=True):
         assert bytes(payload) == bytes(whole[sample])
+
+
+def test_names_are_read_in_any_order_and_only_those_that_are_asked_for(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ShardReader(str(packed))
+    names = [reader.name(sample) for sample in range(len(reader))]
+    assert len(set(names)) == len(reader)
+    counts = []
+    real = ShardIndex.names_of
+
+    def counted(index: ShardIndex, first: int, stop: int) -> list[bytes]:
+        counts.append(stop - first)
+        return real(index, first, stop)
+
+    monkeypatch.setattr(ShardIndex, "names_of", counted)
+    ahead = ShardReader(str(packed))
+    assert [ahead.name(sample) for sample in range(len(ahead))] == names
+    assert len(counts) <= 2 * len(list(packed.iterdir()))  # Neighbours are read together.
+    counts.clear()
+    # A shuffled order of two shards, in turn, as those of a large data set are.
+    places = np.random.default_rng(0).integers(0, 20, 60) + np.resize([0, len(reader) - 20], 60)
+    assert [reader.name(sample) for sample in places] == [names[sample] for sample in places]
+    assert sum(counts) == len(places)
 
 
 def test_packing_mixes_classes(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 import zarr
 from PIL import Image
 
+from dlio.data.labels import label_candidates, most_likely_label
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.image.decoder import decode_whole
@@ -319,19 +320,67 @@ def test_a_table_without_a_column_of_labels_names_those_that_may_be(
     }
     _write_table(tmp_path / f"a.{suffix}", columns)
     (warning,) = _open(tmp_path / f"a.{suffix}", caplog)[1]
-    assert "if one of Pclass, Survived, Sex, valid is it, choose it" in warning
-    assert "label='Pclass' (`--reader-option label=Pclass`)" in warning
+    assert "if one of Survived, Pclass, Sex, valid is it, choose it" in warning
+    assert "label='Survived' (`--reader-option label=Survived`)" in warning
 
 
 def test_the_last_column_is_the_example_of_a_label_where_no_name_says_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     columns: dict[str, list[Any]] = {f"flag {k}": [0, 1, 1] for k in range(12)}
-    _write_table(
-        tmp_path / "a.csv", columns | {"tenure": [0.5, 2.5, 3.5], "Churn": ["n", "y", "n"]}
-    )
+    _write_table(tmp_path / "a.csv", columns | {"tenure": [0.5, 2.5, 3.5], "Gone": ["n", "y", "n"]})
     (warning,) = _open(tmp_path / "a.csv", caplog)[1]
-    assert "flag 6, Churn is it, choose it, such as label='Churn' (" in warning
+    assert "flag 6, Gone is it, choose it, such as label='Gone' (" in warning
+
+
+@pytest.mark.parametrize(
+    ("names", "best"),
+    [
+        (["Survived", "Pclass", "Name", "Sex", "Embarked"], "Survived"),
+        (["Pclass", "Sex", "Embarked", "Survived"], "Survived"),
+        (["default payment next month", "sex", "education"], "default payment next month"),
+        (["target_class", "Pclass", "sex"], "target_class"),
+        (["subclass", "targetLabel", "city"], "targetLabel"),
+        (["is_new", "is_fraudulent", "city"], "is_fraudulent"),
+        (["island", "has", "species"], "species"),
+        (["island", "sex", "kind"], "kind"),
+        (["superclass", "sex"], "superclass"),
+    ],
+)
+def test_the_example_of_a_label_has_a_name_that_people_give_to_labels(
+    names: list[str], best: str
+) -> None:
+    assert most_likely_label(names) == best
+
+
+def test_of_two_texts_the_one_that_is_called_as_labels_are_may_be_the_label() -> None:
+    kinds = {"review": "text", "sentiment": "text"}
+    assert label_candidates(kinds, is_wide=False) == ["sentiment"]
+    assert label_candidates({"text": "text", "title": "text"}, is_wide=False) == []
+
+
+def test_boxes_in_the_descriptions_of_the_hub_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "data", ["0.png", "1.png"])
+    objects = '{"file_name": "%d.png", "objects": {"bbox": [[1, 1, 2, 2]], "categories": [0]}}\n'
+    (tmp_path / "data" / "metadata.jsonl").write_text("".join(objects % k for k in range(2)))
+    (warning,) = _open(tmp_path / "data", caplog)[1]
+    assert "its boxes (objects.bbox) are left out: write them as COCO's JSON" in warning
+
+
+@pytest.mark.parametrize("rows", ["s0,0\ns1,1\n", "s0.npy,0\ns1.npy,1\n", "0,0\n1,1\n"])
+def test_a_table_that_names_files_of_arrays_is_told_with_the_option_that_reads_them(
+    rows: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for k in range(3):
+        np.save(tmp_path / f"s{k}.npy", np.full((5, 4), k, np.float32))
+    (tmp_path / "train.csv").write_text(f"id,label\n{rows}")
+    count, (warning,) = _open(tmp_path, caplog)
+    assert count == 15
+    named = "it names s0.npy and s1.npy: if each file is one sample" in warning
+    assert named == rows.startswith("s")
+    assert _open(tmp_path, caplog, samples="files")[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -399,3 +448,52 @@ def test_folders_of_persons_are_told_to_be_classes(
     count, warnings = _open(tmp_path, caplog)
     assert count == 2
     assert [text for text in warnings if "patient00001, patient00002 and so on name" in text]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("Survived", [0, 1], "'Survived' is one of its features: if it is the label, choose it"),
+        ("Churn", ["yes", "no"], "'Churn' is left out, as it is text: if it is the label"),
+        ("centre_y", [0, 1], ""),
+        ("label", [0, 1], ""),
+    ],
+)
+def test_a_label_among_all_features_of_a_table_is_told(
+    name: str, values: list[Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write_table(tmp_path / "a.csv", {"age": [0.5, 1.5], name: values})
+    logged = _open(tmp_path / "a.csv", caplog, columns="*")[1]
+    assert any(words in each for each in logged) if words else not logged
+    if words:
+        assert not _open(tmp_path / "a.csv", caplog, columns="*", label=name)[1]
+
+
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+def test_groups_of_anndata_are_called_so(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / f"cells.{kind}"
+    root: Any = h5py.File(path, "w") if kind == "h5" else zarr.open_group(path, mode="w")
+    root.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+    for name in ("X", "Z"):
+        values = np.zeros((5, 4), np.float32)
+        make = root.create_array if kind == "zarr" else root.create_dataset
+        array = make(name, data=values)
+        array.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    if kind == "h5":
+        root.close()
+    (warning,) = _open(path, caplog)[1]
+    assert f"cells.{kind} is AnnData, whose arrays are read as they are stored" in warning
+
+
+def test_labels_of_matlab_in_a_folder_next_to_a_split_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for split in ("cars_train", "cars_test"):
+        _pictures(tmp_path / split, ["0.png", "1.png"])
+    (tmp_path / "devkit").mkdir()
+    (tmp_path / "devkit" / "cars_train_annos.mat").write_bytes(b"MATLAB 5.0 MAT-file")
+    (warning,) = _open(tmp_path, caplog, split="train")[1]
+    assert "1 file (devkit/cars_train_annos.mat)" in warning
+    assert "scipy.io.loadmat(...) reads them, to write to a labels.csv" in warning

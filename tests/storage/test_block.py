@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import CorruptBlock
-from dlio.storage.block import PayloadScratch, aligned, block_sizes, encode_block, read_info
+from dlio.storage.block import (
+    PayloadScratch,
+    aligned,
+    block_sizes,
+    encode_block,
+    read_info,
+    write_all,
+)
 from tests.conftest import examples
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -169,3 +176,32 @@ def test_a_schema_that_blocks_have_in_common_is_parsed_once(tmp_path: Path) -> N
         with open(path, "rb") as file:
             schemas.append(read_info(file.fileno(), str(path)).schema)
     assert schemas[0] is schemas[1]
+
+
+@pytest.mark.parametrize("offset", [None, 5])
+def test_large_blocks_are_written_a_mebibyte_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int | None
+) -> None:
+    real, calls = os.pwritev, []
+
+    def short(descriptor: int, pieces: list[memoryview], at: int) -> int:
+        calls.append(sum(map(len, pieces)))
+        first = pieces[0]  # As a kernel may: less than it was given.
+        return real(
+            descriptor, [first[: -(-len(first) // 2)]] if len(calls) % 3 == 0 else pieces, at
+        )
+
+    def short_at_end(descriptor: int, pieces: list[memoryview]) -> int:
+        return short(descriptor, pieces, os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    monkeypatch.setattr(os, "writev", short_at_end)
+    generator = np.random.default_rng(0)
+    sizes = [3, 0, *[700] * 1500, 1 << 20, (5 << 20) + 1, *[300_000] * 9]
+    pieces = [generator.bytes(size) for size in sizes]
+    with open(tmp_path / "block", "wb") as file:
+        write_all(file.fileno(), pieces, offset)
+    written = (tmp_path / "block").read_bytes()
+    assert written[offset or 0 :] == b"".join(pieces)
+    assert max(calls) <= 1 << 20
+    assert len(calls) < 40
