@@ -120,11 +120,11 @@ def check_folder(url: str) -> None:
     for place in places:
         inner = source.names(place) if place else rows
         if (_LANCE, True) in inner:
-            raise SourceError(f"{source.path(place)} is a data set {words_of('.lance')}")
+            raise SourceError(f"{source.shown(place)} is a data set {words_of('.lance')}")
         for name, folder in inner:
             words = "" if folder else words_of(name) or _pickled(source, place, name)
             if words:
-                shown = source.path(f"{place}/{name}" if place else name)
+                shown = source.shown(f"{place}/{name}" if place else name)
                 raise SourceError(f"{shown} is {_article(words)}")
 
 
@@ -151,8 +151,8 @@ def _refuse_hub_cache(source: Source) -> None:
     chosen = newest if newest in kept else next(reversed(kept), None)
     if chosen is not None:
         raise SourceError(
-            f"{source.path()} is a cache of Hugging Face's Hub: open "
-            f"{source.path(f'snapshots/{chosen}')}, whose files are links to follow "
+            f"{source.shown()} is a cache of Hugging Face's Hub: open "
+            f"{source.shown(f'snapshots/{chosen}')}, whose files are links to follow "
             "(--follow-links; in Python, follow_links=True)"
         )
 

@@ -207,7 +207,7 @@ def files_further_down(source: Source, is_own: Callable[[str], bool]) -> list[st
     if not files:
         return []
     folder = files[0].rpartition("/")[0]
-    return [f"{named_files(files)} in folders: open {source.path(folder)}, or a list of folders"]
+    return [f"{named_files(files)} in folders: open {source.shown(folder)}, or a list of folders"]
 
 
 def counted_below(
@@ -352,8 +352,8 @@ def _check_alike(source: Source, chosen: str, splits: Sequence[str]) -> None:
     tables = [name for name, _ in source.names(chosen) if name.endswith((".csv", ".txt"))]
     if others and not tables:
         tell_once(
-            f"{source.path(chosen)} has no class folders, which {source.path(others[0])} has: its "
-            "samples have no labels; name a list of them with table= and label="
+            f"{source.shown(chosen)} has no class folders, which {source.shown(others[0])} has: "
+            "its samples have no labels; name a list of them with table= and label="
         )
 
 
@@ -368,7 +368,7 @@ def _tell_of_twins(source: Source, chosen: str, others: Sequence[str]) -> None:
         first = os.path.splitext(files[0])[0] if files else ""
         if first and any(first.startswith(stem) for stem in stems):
             tell_once(
-                f"{source.path(name)} holds files named as those of {chosen}, and is left out: if "
+                f"{source.shown(name)} holds files named as those of {chosen}, and is left out: if "
                 f"they are masks, read both with format='masks', images={chosen!r}, masks={name!r}"
             )
 

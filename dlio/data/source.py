@@ -206,6 +206,11 @@ class Source(FsspecHandle):
         # Archives (`zip://`) have no root of their own, and no names that begin with a slash.
         return f"{self.root}/{name}" if name and self.root else name or self.root
 
+    def shown(self, name: str = "") -> str:
+        """Return the full path or URL of a file below the root, as messages name it."""
+        url = inside(self.url, name) if name and not self.local else self.url
+        return self.path(name) if self.local else redact(url)
+
     def file_at(self, name: str) -> "FilePlace":
         """Return a file below the root, to be opened."""
         if self._files is not None:
@@ -239,15 +244,14 @@ class Source(FsspecHandle):
         may lead over links; None where files are opened otherwise."""
         if not self.local or not (self._place.follows or opens_at_once()):
             return None
-        try:
+        with suppress(OSError, SourceError):
             return self._place.folder(self.root), self._place.follows
-        except (OSError, SourceError):
-            return None
+        return None
 
     def folder_of(self, name: str) -> tuple[OpenFolder, bool]:
         """Return a local folder below the root, open for its files to be looked at, and True if
         links in it are followed. Raises SourceError."""
-        with ReadErrors(self.path(name)):
+        with ReadErrors(self.shown(name)):
             return self._place.folder(self.path(name)), self._place.follows
 
     def close(self) -> None:
@@ -272,7 +276,7 @@ class Source(FsspecHandle):
     def _exists_on_web(self, name: str, most: int | None = None) -> bool:
         """True if a web server has a file, of up to `most` bytes. fsspec itself says that there is
         none where a server is busy, refuses or is gone."""
-        with ReadErrors(self.path(name)):
+        with ReadErrors(self.shown(name)):
             try:
                 size = self._files.info(self.path(name))["size"]
             except FileNotFoundError as error:
@@ -282,7 +286,7 @@ class Source(FsspecHandle):
         return most is None or size is None or size <= most
 
     def _ask(self, question: str, local: Callable[[str], bool], name: str) -> bool:
-        with ReadErrors(self.path(name)):
+        with ReadErrors(self.shown(name)):
             if self._files is None:
                 self._place.note(self.path(name))
                 return local(self.path(name))
@@ -300,7 +304,7 @@ class Source(FsspecHandle):
         is_pattern = self.url.startswith(("http://", "https://")) and "*" in self.url
         lists = "patterns need a listing, so name files of a web server by {000..099} or a list"
         remedy = lists if is_pattern else "check the path"
-        advice = _near(self.path("")) if self.local else ""
+        advice = _near(self.root) if self.local else ""
         return SourceError(f"{self.url}: no such file or folder: {remedy}{advice}")
 
     def modified_ns(self, name: str = "") -> int:
@@ -320,7 +324,7 @@ class Source(FsspecHandle):
 
         Raises SourceError when it cannot be listed.
         """
-        with ReadErrors(self.path(name)):
+        with ReadErrors(self.shown(name)):
             if self._files is None:
                 return sorted(self._scan(name), key=lambda entry: entry.name)
             listed = self._files.ls(self.path(name), detail=True)
@@ -358,7 +362,7 @@ class Source(FsspecHandle):
             rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
             looks = self._place.looks
-            with ReadErrors(self.path(name)), self._scanned(name) as entries:
+            with ReadErrors(self.shown(name)), self._scanned(name) as entries:
                 rows = []
                 for each in entries:
                     if not is_hidden(each.name):
@@ -394,7 +398,7 @@ class Source(FsspecHandle):
 
         Raises SourceError.
         """
-        with ReadErrors(self.path(name)):
+        with ReadErrors(self.shown(name)):
             if self._files is None:
                 return pread(self._place, self.path(name), offset, count)
             if count == 0:
@@ -402,8 +406,7 @@ class Source(FsspecHandle):
             return self._range(self.path(name), offset, count)
 
     def check_links(self, name: str) -> None:
-        """Raise SourceError if a file, or a folder that it lies in, is a link out of the root,
-        unless those are followed. To open it judges it, too."""
+        """Raise SourceError if a path leads over a link out of the root that is not followed."""
         if self.local:
             self._place.check(self.path(name))
 
@@ -417,7 +420,7 @@ class Source(FsspecHandle):
             first = f"{first} -> {os.readlink(first)}"
         count = len(self.dangling)
         raise SourceError(
-            f"{self.path()}: links to missing files: {count} of "
+            f"{self.shown()}: links to missing files: {count} of "
             f"{counted(found + count, 'file')}, such as {printable(first)}: restore or fetch "
             "these, or remove the links"
         )

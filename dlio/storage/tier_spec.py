@@ -1,6 +1,7 @@
 """Specifications of tiers, as users write them: `ram:2GiB,/local/scratch:20GiB`."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -98,6 +99,8 @@ def _parsed(part: TierSpec | str) -> list[TierSpec]:
         raise UsageError(f"tier {part!r}: write ram:8GiB:decoded{nearest(kind, ('decoded',))}")
     place, colon, size = (body if decoded else part).rpartition(":")
     if not colon or not place:
+        if re.fullmatch(r"[\d.]+ *[KMGT]?i?B?", part, re.IGNORECASE):
+            raise UsageError(f"tier {part!r} is a size alone: write ram:{part} or FOLDER:{part}")
         raise UsageError(f"tier {part!r} has no size: write ram:2GiB or /local/scratch:20GiB")
     capacity = parse_bytes(size, f"tier {part}: the size")
     if not capacity:

@@ -27,7 +27,7 @@ def remedy_of_hollow(source: Source, folder: str, classes: Sequence[str]) -> str
         images = full[full[0] in masks]
         return f"format='masks', images={images!r}, masks={masks[0]!r} reads the two that have some"
     lone = (
-        f"; or open {source.path(full[0])}, the only folder with images" if len(full) == 1 else ""
+        f"; or open {source.shown(full[0])}, the only folder with images" if len(full) == 1 else ""
     )
     return _remedy(source, folder) + lone
 
@@ -60,10 +60,10 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
         if len(files) == 1 and files[0].lower().endswith((".csv", ".tsv")):
             return f"it holds a table: choose it with table={f'{at}/{files[0]}'!r} if it has labels"
         if files and (words := words_of(files[0])):
-            return f"{files[0]} in {source.path(at)} is {words}"
+            return f"{files[0]} in {source.shown(at)} is {words}"
         if files:
             return (
-                f"it holds other files, such as {files[0]} in {source.path(at)}: name the folder "
+                f"it holds other files, such as {files[0]} in {source.shown(at)}: name the folder "
                 "of the data"
             )
         if not entries:

@@ -151,7 +151,7 @@ class MaskReader(ListedReader, PathReader):
         if self._listed_split:
             lists = find_lists(source)
             assert lists is not None
-            own = lists.chosen(self._split, source.path())
+            own = lists.chosen(self._split, source.shown())
             pairs = [each for each in zip(images, masks, strict=True) if each[0] in own]
             images, masks = [each for each, _ in pairs], [each for _, each in pairs]
             names |= {*lists.files, *(file.rpartition("/")[0] for file in lists.files)}
@@ -249,7 +249,7 @@ def _chosen_sides(
         source = Source(path)
         for name in (images, masks):
             if not source.is_folder(name):
-                raise UsageError(f"{source.path(name)} is not a folder: check images= and masks=")
+                raise UsageError(f"{source.shown(name)} is not a folder: check images= and masks=")
         inner = [name for name, folder in source.names(images) if folder]
         own = [name for each in splits_among(inner, folder=True).values() for name in each]
         own = [name for name in own if source.is_folder(f"{masks}/{name}")]
@@ -320,7 +320,7 @@ def _matched(source: Source, sides: SideFolders, suffix: str | None) -> tuple[li
     left = sorted(set(masks) - set(wanted))
     if without or left or not images:
         raise SourceError(
-            f"{source.path()}: {len(without)} of {counted(len(images), 'picture')} in "
+            f"{source.shown()}: {len(without)} of {counted(len(images), 'picture')} in "
             f"{sides.images} have no mask {without[:3]}, {counted(len(left), 'mask')} in "
             f"{sides.others} no picture {[masks[stem] for stem in left[:3]]}: make both agree"
         )
@@ -348,14 +348,14 @@ def _by_suffix(
         numbers = [each for each in kinds if _NUMBERS in each.lower()]
         if len(kinds) > 1 and len(numbers) != 1:
             raise UsageError(
-                f"{source.path(images[0])} has the masks {', '.join(kinds)}: choose one with "
+                f"{source.shown(images[0])} has the masks {', '.join(kinds)}: choose one with "
                 f"mask_suffix={kinds[0]!r}"
             )
         suffix = (numbers or kinds)[0]
         others = [each for each in kinds if each != suffix]
         if others:
             tell_once(
-                f"{source.path(sides.others)}: masks are the files *{suffix}; left out: "
+                f"{source.shown(sides.others)}: masks are the files *{suffix}; left out: "
                 f"{', '.join('*' + each for each in others)}, which mask_suffix= chooses"
             )
     known = set(files)
@@ -369,7 +369,7 @@ def _by_suffix(
     left = {file for file in files if file.endswith(suffix)} - set(made)
     if without or left:
         raise SourceError(
-            f"{source.path()}: {len(without)} of {counted(len(images), 'picture')} in "
+            f"{source.shown()}: {len(without)} of {counted(len(images), 'picture')} in "
             f"{sides.images} have no mask *{suffix} {without[:3]}, {counted(len(left), 'mask')} in "
             f"{sides.others} no picture {sorted(left)[:3]}: make both agree"
         )

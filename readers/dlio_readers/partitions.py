@@ -48,7 +48,7 @@ def files_of_partitions(
     while stack and (most is None or len(files) < most):
         here, depth = stack.pop()
         if depth > _DEEPEST:
-            raise SourceError(f"{source.path(here)} lies too deep: move its files further up")
+            raise SourceError(f"{source.shown(here)} lies too deep: move its files further up")
         names = [name for name, inner in source.names(here) if not inner]
         files += [
             source.file_at(f"{here}/{name}") for name in names if name.lower().endswith(suffixes)
@@ -62,8 +62,8 @@ def _check_delta(source: Source) -> None:
     """Raise SourceError for a table of Delta Lake, in which rows that were removed lie as well."""
     if (_DELTA, True) in source.names():
         raise SourceError(
-            f"{source.path()} is a table of Delta Lake, whose log says which files are of its last "
-            "version: write that one by deltalake.DeltaTable(...).to_pyarrow_table() and "
+            f"{source.shown()} is a table of Delta Lake, whose log says which files are of its "
+            "last version: write that one by deltalake.DeltaTable(...).to_pyarrow_table() and "
             "pyarrow.parquet.write_table, or open '*.parquet' in it for the rows of all versions"
         )
 

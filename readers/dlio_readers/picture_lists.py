@@ -189,7 +189,7 @@ def find_lists(
             if table is not None:
                 raise SourceError(
                     f"{table}: its first pictures ({', '.join(n for n, _ in each.rows[:3])}) are "
-                    f"not in {source.path()}: check table="
+                    f"not in {source.shown()}: check table="
                 )
             continue
         keys = _keys(source, folder, each.rows)
@@ -208,27 +208,27 @@ def find_lists(
         _add(own, each, keys, source, folder)
         used += [each.file, *each.beside]
         if each.words:
-            tell_once(f"{source.path(each.file)}: {each.words}")
+            tell_once(f"{source.shown(each.file)}: {each.words}")
         folders.add(folder)
         folders |= {picture.partition("/")[0] for picture in own if "/" in picture}
         unlisted |= set(keys.values())
     if unclear and not made:
         first, folder = unclear[0]
-        check_label(source.path(first.file), first.columns, label)
+        check_label(source.shown(first.file), first.columns, label)
         if known_words := foreign_words(source, [first.file]):
             raise UsageError(
-                f"{source.path()}: {known_words}; layout='flat' reads the pictures without them"
+                f"{source.shown()}: {known_words}; layout='flat' reads the pictures without them"
             )
         masks = next(filter(_RUN_LENGTHS.search, first.columns), None)
         if masks is not None:
             raise UsageError(
-                f"{source.path(first.file)}: its {masks} are masks by their runs of pixels, which "
+                f"{source.shown(first.file)}: its {masks} are masks by their runs of pixels, which "
                 "are read from pictures: draw each into a folder masks, as 0.png of images/0.jpg, "
-                f"or read the pictures without them: {source.path(folder)}, layout='flat'"
+                f"or read the pictures without them: {source.shown(folder)}, layout='flat'"
             )
         likely = likely_label(first.columns) or first.columns[0]
         raise UsageError(
-            f"{source.path(first.file)} names pictures of {folder or 'the folder'}, and has no "
+            f"{source.shown(first.file)} names pictures of {folder or 'the folder'}, and has no "
             f"column that is clearly the label ({', '.join(first.columns)}): choose with "
             f"table={first.file!r}, label={likely!r}, or read them without labels with "
             "layout='flat'"
@@ -252,7 +252,7 @@ def find_lists(
     if named and listed_texts and not (named >= listed_texts or listed_texts >= named):
         by_folder = {top: encode_labels(made[top].values()) for top in unread}
         tell_once(
-            f"{source.path()}: labels of {', '.join(unread)} are its folders, and those of other "
+            f"{source.shown()}: labels of {', '.join(unread)} are its folders, and those of other "
             f"splits of {', '.join(dict.fromkeys(used))} ({min(listed_texts)}, ...): check that "
             "they mean the same"
         )
@@ -388,7 +388,7 @@ def _read(source: Source, file: str, label: str | None, is_named: bool = False) 
         data = file_at(file).opened().read(0, MAX_TABLE + 1)
     else:
         data = source.read(file, 0, MAX_TABLE + 1)
-    where = source.path(file) if not os.path.isabs(file) else file
+    where = source.shown(file) if not os.path.isabs(file) else file
     head = data[:_HEAD]
     has_header = (
         b"," in head or file.endswith(".tsv") or _has_count(head.decode("utf-8", "replace"))
@@ -585,7 +585,7 @@ def _by_numbers(source: Source, rows: Sequence[tuple[str, bool]]) -> list[_List]
     pictures, labels = parts[:2]
     if pictures.keys() != labels.keys() or any(part.keys() != pictures.keys() for part in parts):
         raise SourceError(
-            f"{source.path()}: {', '.join(names)} number other pictures: restore them"
+            f"{source.shown()}: {', '.join(names)} number other pictures: restore them"
         )
     if len(parts) < len(names):
         made = [(name, labels[k]) for k, name in pictures.items()]
@@ -684,13 +684,13 @@ def _add(
         text = own.partition("/")[0] if label is None and "/" in own else label or ""
         if into.setdefault(picture, text) != text:
             raise SourceError(
-                f"{source.path(each.file)}: {name} has several labels, here or in another list: "
+                f"{source.shown(each.file)}: {name} has several labels, here or in another list: "
                 f"choose one list, as with table={each.file!r}"
             )
     if lost:
         raise SourceError(
-            f"{source.path(each.file)}: {len(lost)} of its {counted(len(each.rows), 'picture')} "
-            f"are not in {source.path(folder)} {lost[:3]}: copy them, remove their rows, or "
+            f"{source.shown(each.file)}: {len(lost)} of its {counted(len(each.rows), 'picture')} "
+            f"are not in {source.shown(folder)} {lost[:3]}: copy them, remove their rows, or "
             "leave the list out with layout='classes'"
         )
 

@@ -57,6 +57,9 @@ def test_help_lists_all_commands(dlio: Dlio) -> None:
         assert f"\n  {name} " in done.stdout
     assert "cannot be loaded" not in done.stdout
     assert dlio("--version").stdout.startswith("dlio 0.")
+    words = [sys.executable, "-m", "dlio", "--version"]
+    env = {**os.environ, "PYTHONPATH": SOURCES}
+    assert subprocess.check_output(words, env=env, text=True).startswith("dlio 0.")
 
 
 @pytest.mark.cold

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import zipfile
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,23 @@ def test_files_are_read_alike_local_remote_and_chained(tmp_path: Path) -> None:
             assert stream.read(5) == data[5:10]
         with pytest.raises(SourceError, match="cannot be read"):
             File(f"{url}x")
+
+
+def test_errors_name_the_whole_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: MemoryFileSystem, path: str, *_: Any, **__: Any) -> Any:
+        raise PermissionError(f"no access to {path}")
+
+    for question in ("exists", "isdir", "ls", "info", "cat_file"):
+        if hasattr(MemoryFileSystem, question):
+            monkeypatch.setattr(MemoryFileSystem, question, refuse)
+    source = Source("memory://bucket/data")
+    calls: list[Callable[[str], object]] = [source.exists, source.is_folder, source.read]
+    calls.append(source.listing)
+    for call in calls:
+        for name in ("", "a.png"):
+            url = f"memory://bucket/data/{name}".rstrip("/")
+            with pytest.raises(SourceError, match=f"^{url} cannot be read: no access"):
+                call(name)
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])

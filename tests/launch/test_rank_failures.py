@@ -1,5 +1,7 @@
 """The cause of a job's end is printed last: as a rank has left it, or as the launcher knows it."""
 
+import faulthandler
+import io
 import json
 import os
 import re
@@ -90,6 +92,21 @@ def test_a_rank_that_is_interrupted_with_others_does_not_hide_the_lost_one(
         raise KeyboardInterrupt
     assert _shown(tmp_path, KILLED) == [f"dlio: error: {BY_SIGNAL}\n"]
     assert "KeyboardInterrupt" in _shown(tmp_path, [])[-1]  # Nobody else was lost.
+
+
+@pytest.mark.parametrize("has_stderr", [True, False])
+def test_a_script_runs_where_standard_error_is_no_file(
+    monkeypatch: pytest.MonkeyPatch, has_stderr: bool
+) -> None:
+    faulthandler.disable()  # As in a notebook.
+    stderr = io.StringIO() if has_stderr else None
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stderr)
+            with telling_failures("train.py", 0):
+                pass
+    finally:
+        faulthandler.enable(2)
 
 
 def test_a_signal_or_an_exit_code_is_said_with_its_rank(tmp_path: Path) -> None:

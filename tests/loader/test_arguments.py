@@ -96,6 +96,8 @@ def test_arguments_of_open(pictures: pathlib.Path, option: str, value: Any, reme
         ("ram:1GiB:decodd", "did you mean decoded?"),
         ("ram:1GiB,,", "empty"),
         ("ram", "has no size"),
+        ("8G", "write ram:8G"),
+        ("1.5 GiB", "write ram:1.5 GiB"),
         ("ram:0GiB", "would hold nothing"),
     ],
 )

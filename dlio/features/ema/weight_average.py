@@ -15,9 +15,11 @@ from dlio.train.feature_hooks import FeatureHooks, FeatureRun, SavedFeature
 
 
 class EmaHooks(FeatureHooks):
-    """The moving average of a run's weights, in a copy of the model on its device.
+    """The moving average of a run's weights, and a copy of the model that has it, on its device.
 
     In each step the factor of the average is that of `--ema`; in step n at most (1 + n) / (10 + n).
+    Weights of 16 bits are averaged in float32: a step by a thousandth of a difference would be
+    rounded away in their own format, so that the average would never move.
     """
 
     has_weights = True
@@ -25,28 +27,41 @@ class EmaHooks(FeatureHooks):
     def __init__(self, options: EmaOptions, run: FeatureRun) -> None:
         assert options.ema is not None
         self._of, self._decay, self._layout = run.model, options.ema, run.layout
-        self._average = copy.deepcopy(run.model).requires_grad_(False)
+        self._copy = copy.deepcopy(run.model).requires_grad_(False)
+        self._average: dict[str, torch.Tensor] = {
+            name: value.detach().to(_precise(value.dtype))  # The copy's own memory if it suffices.
+            for name, value in self._copy.named_parameters()
+        }
 
     @torch.no_grad()
     def after_update(self, updates: int) -> None:
         weight = 1 - min(self._decay, (1 + updates) / (10 + updates))
-        average: list[torch.Tensor] = list(self._average.parameters())
-        torch._foreach_lerp_(average, list(self._of.parameters()), weight)
+        present = (value.to(_precise(value.dtype)) for value in self._of.parameters())
+        torch._foreach_lerp_(list(self._average.values()), list(present), weight)
 
     @torch.no_grad()
     def evaluated(self) -> nn.Module:
+        for own, average in zip(self._copy.parameters(), self._average.values(), strict=True):
+            own.copy_(average)
         # Buffers are the present ones.
-        for own, value in zip(self._average.buffers(), self._of.buffers(), strict=True):
-            own.copy_(value)
-        return self._average
+        for buffer, value in zip(self._copy.buffers(), self._of.buffers(), strict=True):
+            buffer.copy_(value)
+        return self._copy
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        named = self._average.named_parameters()
-        return {name: self._layout.whole(name, each) for name, each in named}
+        # Under each name of tied weights: a checkpoint has all of them.
+        of = dict(zip(map(id, self._copy.parameters()), self._average.values(), strict=True))
+        named = self._copy.named_parameters(remove_duplicate=False)
+        return {name: self._layout.whole(name, of[id(value)]) for name, value in named}
 
     @torch.no_grad()
     def restore(self, saved: SavedFeature) -> None:
         # From the present weights where a tensor is missing.
         given = {**dict(self._of.named_parameters()), **self._layout.part_state(saved.tensors)}
-        for name, value in self._average.named_parameters():
+        for name, value in self._average.items():
             value.copy_(given[name])
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """Return the format in which weights of a format are averaged."""
+    return torch.promote_types(dtype, torch.float32)

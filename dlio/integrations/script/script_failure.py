@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Final
 
@@ -33,7 +33,9 @@ def telling_failures(
     `sys.exit(0)` ends the block.
     """
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # The script's line at a crash.
+        # The script's line at a crash. A notebook's standard error has no descriptor.
+        with suppress(OSError, AttributeError, RuntimeError):
+            faulthandler.enable()
     try:
         yield
     except KeyboardInterrupt as error:
