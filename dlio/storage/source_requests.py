@@ -239,8 +239,8 @@ class SourceRequests(Closable):
         reader = self.reader
         if self._locate is None or are_observed() or not can_read_payloads():
             return None
-        if self._piece and not reader.objects:
-            return None  # Over a network the reader's ranges of many samples take fewer requests.
+        if not reader.objects:
+            return None  # The reader's ranges have many samples each, and take fewer calls.
         sizes = np.asarray(reader.sizes[samples], np.int64)
         places = np.arange(len(samples), dtype=np.int64)
         left = places[~members(known, samples)] if known else places

@@ -102,7 +102,7 @@ def test_its_bytes_are_those_of_the_payloads(
             with source.block(block) as (pieces, size):
                 assert b"".join(map(bytes, pieces)) == _expected(reader, block)
                 assert size == reader.sizes[reader.layout.samples_of(block)].sum()
-    if over_a_network and not reader.objects:
+    if not reader.objects:
         assert not read_natively  # The reader's ranges have many samples each.
     else:
         assert sum(read_natively) == COUNT + len(reader.layout.samples_of(0))
@@ -111,8 +111,10 @@ def test_its_bytes_are_those_of_the_payloads(
 
 
 def test_payloads_that_are_here_are_not_read_again(
-    reader: Reader, read_natively: list[int]
+    tmp_path: Path, read_natively: list[int]
 ) -> None:
+    _folder(tmp_path / "data")
+    reader = open_reader(str(tmp_path / "data"))
     with SourceRequests(reader, 4) as source:
         for block in range(reader.layout.blocks):
             whole = reader.layout.samples_of(block)
@@ -120,7 +122,7 @@ def test_payloads_that_are_here_are_not_read_again(
             with source.block(block, here) as (pieces, size):
                 assert b"".join(map(bytes, pieces)) == _expected(reader, block)
                 assert size == reader.sizes[whole[1::2]].sum()
-    assert sum(read_natively) <= COUNT // 2
+    assert 0 < sum(read_natively) <= COUNT // 2
 
 
 def test_the_reader_says_what_the_library_cannot_read(
