@@ -23,6 +23,7 @@ from zipfile import ZIP_STORED
 
 import xxhash
 
+from dlio.data.braces import MAX_FILES, expand_braces
 from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, look_again, stamp_of
 from dlio.data.links import DataRoot, OpenFolder, check_descent
@@ -38,7 +39,6 @@ from dlio.util.settings import settings
 from dlio.util.trusted_files import closing_descriptor, path_of, shown_as
 from dlio.util.units import counted
 
-_MAX_FILES: Final = 1_000_000
 _MOST_NEIGHBOURS: Final = 4096
 _TOLD_FROM: Final = 1 << 20
 """Bytes in front of a range in an archive whose reading is told."""
@@ -726,12 +726,12 @@ def expand(path: str | Sequence[str]) -> list[str]:
     for pattern in [path] if isinstance(path, str) else path:
         url = split_fields(pattern)[0]
         names = pattern[len(url) :]
-        for each in [url] if _exists_so(url) else _braces(url):
+        for each in [url] if _exists_so(url) else expand_braces(url):
             is_pattern = re.search(r"[*?\[]", _own_part(each)) and not _exists_so(each)
             matches = _globbed(each) if is_pattern else [each]
             files += [match + names for match in matches]
-            if len(files) > _MAX_FILES:
-                raise UsageError(f"{pattern} stands for over {_MAX_FILES:,} files")
+            if len(files) > MAX_FILES:
+                raise UsageError(f"{pattern} stands for over {MAX_FILES:,} files")
     if not files:
         raise SourceError("no files are named: check the path")
     return files
@@ -876,28 +876,3 @@ def _globbed(url: str) -> list[str]:
     if not matches:
         raise SourceError(f"{url} matches no file: check the pattern")
     return matches
-
-
-def _braces(text: str) -> list[str]:
-    """Expand braces as shells do: ranges of numbers, and lists."""
-    match = re.search(r"\{([^{}]*)\}", text)
-    if match is None:
-        return [text]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if span is not None:
-        first, last = int(span[1]), int(span[2])
-        if abs(last - first) >= _MAX_FILES:
-            raise UsageError(f"{text} stands for over {_MAX_FILES:,} files")
-        width = max(len(span[1]), len(span[2])) if span[1][0] == "0" or span[2][0] == "0" else 0
-        step = 1 if last >= first else -1
-        options = [str(number).zfill(width) for number in range(first, last + step, step)]
-    elif "," in match[1]:
-        options = match[1].split(",")
-    else:
-        return [text]
-    texts = []
-    for option in options:
-        texts += _braces(text[: match.start()] + option + text[match.end() :])
-        if len(texts) > _MAX_FILES:
-            raise UsageError(f"{text} stands for over {_MAX_FILES:,} files")
-    return texts
