@@ -287,7 +287,6 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
                 self._gathered,
                 lambda: self._latest_weight,
                 _rank_zero.rank_zero_warn,
-                every_step=False,
             )
 
     def _prepare_for_losses(self, trainer: Any) -> None:

@@ -3,11 +3,12 @@
 Lightning reduces a value over ranks only with `sync_dist=True`; else the logger, callbacks and
 checkpoints of a rank have that of its own part of the data. One process has the mean over all
 samples. Ranks exchange their values at the end of an epoch, and in steps whose values are used, in
-one message each. Values that some ranks alone have logged stay as they are.
+one message each. Values that some ranks alone have logged stay as they are. So do those of steps
+that neither loggers nor the progress bar get, unless a subclass learns when values are read.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, Final, TypeAlias
 
@@ -25,7 +26,6 @@ class LoggedMeans:
         gather: returns the argument of each rank. Collective.
         weight: the number of this rank's samples in the latest batch, up to a factor.
         say: tells the user something, once.
-        every_step: False to leave steps out that neither loggers nor the progress bar get.
     """
 
     def __init__(
@@ -34,10 +34,8 @@ class LoggedMeans:
         gather: Callable[[Logged], list[Logged]],
         weight: Callable[[], float],
         say: Callable[[str], None],
-        every_step: bool,
     ) -> None:
         self._trainer, self._gather, self._weight, self._say = trainer, gather, weight, say
-        self._every_step = every_step
         connector, progress = trainer._logger_connector, trainer.fit_loop.epoch_loop.batch_progress
         # The first calls of Lightning's once an epoch, or the batch of a step, is over.
         self._wrapped = (
@@ -55,7 +53,7 @@ class LoggedMeans:
         """Set the epoch's values. Collective."""
         logged = {
             key: each
-            for key, each in self._own().items()
+            for key, each in self._own(self._trainer._results).items()
             if each.meta.on_epoch and each._computed is None
         }
         theirs = self._gather({key: [float(e.value), _samples(e)] for key, e in logged.items()})
@@ -76,22 +74,21 @@ class LoggedMeans:
         fit, every = self._trainer.fit_loop, self._trainer.log_every_n_steps
         # Ranks may have loggers, and the wish to stop, each of its own: they decide nothing here.
         is_logged = every and (fit.epoch_loop._batches_that_stepped + 1) % every == 0
-        own = self._own()
-        if not (is_logged or self._every_step or any(each.meta.prog_bar for each in own.values())):
-            return
-        logged = {
-            key: each
-            for key, each in own.items()
-            if each.meta.on_step and each.meta.is_mean_reduction and each._forward_cache is not None
-        }
-        weight = self._weight()
-        # That of a sample of weight 0 may be NaN.
-        mine = {
-            key: [float(each._forward_cache) * weight if weight else 0.0, weight]
-            for key, each in logged.items()
-        }
-        theirs = self._gather(mine)
-        for key, each in logged.items():
+        own = self._own(self._trainer._results)
+        if is_logged or any(each.meta.prog_bar for each in own.values()):
+            weight = self._weight()
+            self._share([(key, each, weight) for key, each in own.items()])
+
+    def _share(self, logged: Iterable[tuple[str, Any, float]]) -> None:
+        """Set values of steps, each of which is given with its key and its weight. Collective."""
+        own = [
+            (key, each, weight)
+            for key, each, weight in logged
+            if each.meta.on_step and each._forward_cache is not None
+            if not each.meta.is_sum_reduction
+        ]
+        theirs = self._gather({key: _part(each, weight) for key, each, weight in own})
+        for key, each, _ in own:
             parts = [rank[key] for rank in theirs if key in rank]
             if _are_others(parts, len(theirs)):
                 mean = _joined(each.meta, parts)
@@ -101,9 +98,9 @@ class LoggedMeans:
         """True if ranks have parts of the batches; else they may have whole ones, in validation."""
         return bool(self._trainer.training or self._trainer.world_size > 1)
 
-    def _own(self) -> dict[str, Any]:
+    @staticmethod
+    def _own(results: Any) -> dict[str, Any]:
         """Return the values of steps that each rank has of its own, by their keys."""
-        results = self._trainer._results
         return {
             key: each
             for key, each in ([] if results is None else results.valid_items())
@@ -120,6 +117,14 @@ def _after(before: Callable[[], None], original: Callable[[], None]) -> Callable
         original()
 
     return call
+
+
+def _part(logged: Any, weight: float) -> list[float]:
+    """Return a value of a step, times its weight, and its weight."""
+    value = float(logged._forward_cache)
+    if not logged.meta.is_mean_reduction:
+        return [value, weight]
+    return [value * weight if weight else 0.0, weight]  # That of a sample of weight 0 may be NaN.
 
 
 def _are_others(parts: list[list[float]], ranks: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torchmetrics import Metric
 
 from dlio.exchange.batch_share import BatchShare, mark, share_of
-from dlio.integrations.rank_metrics import copied_state
+from dlio.integrations.rank_metrics import put_back, state_of
 from dlio.loader.dataloader import DataLoader
 from dlio.plan.schedule import steps_in_epoch
 
@@ -76,20 +76,14 @@ def uncounted(module: Any) -> Iterator[None]:
     back as they were."""
     log = module.log
     metrics = [each for each in module.modules() if isinstance(each, Metric)]
-    before = [(each._update_count, _states(each)) for each in metrics]
+    before = [state_of(each) for each in metrics]
     module.log = _without_samples(log)
     try:
         yield
     finally:
         del module.log
-        for metric, (count, states) in zip(metrics, before, strict=True):
-            metric._update_count, metric._computed = count, None
-            for name, state in states.items():
-                setattr(metric, name, state)
-
-
-def _states(metric: Metric) -> dict[str, Any]:
-    return {name: copied_state(getattr(metric, name)) for name in metric._defaults}
+        for metric, state in zip(metrics, before, strict=True):
+            put_back(metric, state)
 
 
 def _without_samples(log: Callable[..., None]) -> Callable[..., None]:

@@ -74,3 +74,11 @@ def test_in_a_script_of_dlio_run(tmp_path: Path, alone: list[Any]) -> None:
 def test_values_of_several_loaders_are_told(tmp_path: Path) -> None:
     said = _start("-m", "dlio.cli", "run", "-n", "2", BODY, "run", str(tmp_path), "two")
     assert said.count("logs in a step on batches of several loaders are means over ranks") == 1
+
+
+def test_ranks_exchange_values_that_are_read(tmp_path: Path) -> None:
+    _start("-m", "dlio.cli", "run", "-n", "2", BODY, "run", str(tmp_path), "quiet")
+    *_, seen, steps, _ = _lines(tmp_path, "run")
+    assert not steps
+    # Of 15 steps: 7 that are logged, and the last one of an epoch if it is not.
+    assert seen == [0, {"messages": 7 + 2}]
