@@ -99,7 +99,8 @@ _TABLES: Final = ("tables", "parquet", "arrow")
 """Formats of rows, in which one column of several is usually the label."""
 _FEW_COLUMNS: Final = 2
 _LEAST_ROWS: Final = 16
-_FIRST_ROWS, _LAST_ROWS = slice(32), slice(-32, None)
+_ENDS: Final = 32
+"""Rows that are looked at, at each end of a table."""
 _MOST_LOOKED_AT: Final = 64 << 20
 _MOST_FOLDERS: Final = 16
 """Folders that are looked into for data sets of their own."""
@@ -266,7 +267,8 @@ def _repeating_fields(reader: Reader) -> list[str]:
         return []
     if reader.format != "tables" and is_remote(reader.path):
         return []
-    rows = np.union1d(*(np.arange(len(reader))[part] for part in (_FIRST_ROWS, _LAST_ROWS)))
+    count = len(reader)
+    rows = np.union1d(np.arange(min(_ENDS, count)), np.arange(max(0, count - _ENDS), count))
     if int(reader.sizes[rows].sum()) > _MOST_LOOKED_AT:
         return []
     try:

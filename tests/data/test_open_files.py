@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -160,7 +161,7 @@ def test_the_next_look_does_not_wait_for_long_after_a_slow_one(
     """As when a process was stopped, or a server did not answer, while it looked."""
     clock = iter((0.0, 200.0, 202.0, 202.0))
     file = _file(tmp_path)
-    monkeypatch.setattr(open_files.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     assert file.read(0, 1) == b"0"
     (tmp_path / "a").write_bytes(b"9876543210")
     _later(tmp_path / "a")

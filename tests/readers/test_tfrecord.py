@@ -215,10 +215,10 @@ def test_damage_is_named_with_file_and_record(tmp_path: Path) -> None:
     write(path, map(example, _records()))
     intact = path.read_bytes()
     ends = np.cumsum([len(example(each)) + 16 for each in _records()])
-    reader = TfRecordReader(str(path))
     flipped = bytearray(intact)
     flipped[ends[3] + 40] ^= 1
     path.write_bytes(flipped)
+    reader = TfRecordReader(str(path))
     with pytest.raises(CorruptBlock, match=r"x\.tfrecord, record 4, has a wrong checksum of its d"):
         reader.read(np.array([4]))
     flipped = bytearray(intact)
