@@ -169,8 +169,8 @@ def _environment(work: TrialProgram, folder: str, gpus: Sequence[str]) -> dict[s
     full |= {
         "PYTHONUNBUFFERED": "1",
         LAUNCHER: str(os.getpid()),
-        # As `dlio.launch.command_ranks.run_as_rank` reads it.
-        RECORD: json.dumps({"command": ["dlio"], "may_end": False, **asdict(work)}),
+        # As `dlio.launch.command_ranks.run_as_rank` reads it; no launcher starts these ranks.
+        RECORD: json.dumps({"ranks": 1, "command": ["dlio"], "may_end": False, **asdict(work)}),
         TRIAL: folder,
     }
     if gpus:
