@@ -9,6 +9,7 @@
 | `hierarchy` | a sample from the fastest place that has it |
 | `sample_locations` | where the samples of a batch lie, for reads outside of Python |
 | `block_fetcher` | the block path: whole blocks from the source into their tiers |
+| `source_requests` | reads of the source: a block at a time, with many requests in flight |
 | `sample_fetcher` | the sample path: samples, as they are needed, until a block is complete |
 | `partial_blocks` | the blocks that the sample path has not completed yet |
 | `block_stream` | blocks that are in memory only while their samples are used |

@@ -23,7 +23,12 @@ from dlio.data.requests import are_observed, request
 from dlio.data.source import ReadErrors, Source
 from dlio.data.splits import split_of
 from dlio.errors import SourceError
-from dlio.image.native.listed_files import files_a_look, look_at_files, read_files
+from dlio.image.native.listed_files import (
+    files_a_look,
+    look_at_files,
+    looks_together,
+    read_files,
+)
 from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular
@@ -357,7 +362,7 @@ class FileSet:
 
 def listing_threads() -> int:
     """Return how many threads list folders: fewer where the kernel looks at files in parallel."""
-    return _FEW_THREADS if files_a_look() > _A_TASK else _THREADS
+    return _FEW_THREADS if looks_together() else _THREADS
 
 
 def by_look(names: Sequence[str]) -> list[Sequence[str]]:

@@ -61,11 +61,16 @@ def look_at_files(
 
 
 @functools.cache
-def files_a_look() -> int:
-    """Return how many files one call is to look at: many where the kernel takes them together, by
-    io_uring, and some for each of several threads elsewhere."""
+def looks_together() -> bool:
+    """True where the kernel looks at the files of one call in parallel, by io_uring."""
     library = _library()
-    return _MANY if library is not None and library.dlio_ring_works() else _SOME
+    return library is not None and bool(library.dlio_ring_works())
+
+
+def files_a_look() -> int:
+    """Return how many files one call is to look at: many where the kernel takes them together, and
+    some for each of several threads elsewhere."""
+    return _MANY if looks_together() else _SOME
 
 
 @functools.cache
