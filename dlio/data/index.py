@@ -269,7 +269,7 @@ def _copied(near: int, name: str, index: Arrays) -> Arrays:
     """Return an index as this node's copy of it, made if it is missing."""
     with _alone(near):
         own = _load(near, name)
-        if own is None or any(_digest(_bytes(own[k])) != _digest(_bytes(index[k])) for k in own):
+        if own is None or any(_digest(own[k]) != _digest(index[k]) for k in own):
             own = _load(near, name) if _save(near, name, index) else None
     return index if own is None else own
 
@@ -314,7 +314,8 @@ def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[np
     for part in parts:
         if isinstance(part, np.ndarray):
             digest.update(f"|{part.dtype.str}{part.shape}|".encode())
-            digest.update(_bytes(part))
+            for window in _windows(part):
+                digest.update(window)
         else:
             data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
             digest.update(f"|{len(data)}|".encode() + data)
@@ -334,6 +335,14 @@ def open_cache() -> Iterator[int]:
             return
         with closing_descriptor(open_working(folder, user_folder(), marked=False)) as private:
             yield private
+
+
+@contextlib.contextmanager
+def open_local_cache() -> Iterator[int]:
+    """Open this user's cache if it is on this node, otherwise this node's own. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(open_cache())
+        yield cache if _is_near(cache) else stack.enter_context(_near_cache())
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,13 +452,15 @@ def _save(folder: int | None, name: str, arrays: Mapping[str, npt.NDArray[Any]])
         with closing_descriptor(open_working(folder, temporary, marked=False)) as inside:
             head = {}
             for each, values in arrays.items():
-                plain = np.ascontiguousarray(values)
-                head[each] = [plain.dtype.str, list(plain.shape), _digest(_bytes(plain))]
+                plain, digest = np.ascontiguousarray(values), xxhash.xxh3_64()
                 with open_new(inside, f"{each}.npy", 0o600) as file:
                     # As np.save, which does not say why the system has not written all.
                     about = np.lib.format.header_data_from_array_1_0(plain)
                     np.lib.format.write_array_header_1_0(file, about)
-                    file.write(_bytes(plain))
+                    for window in _windows(plain):
+                        digest.update(window)
+                        file.write(window)
+                head[each] = [plain.dtype.str, list(plain.shape), digest.hexdigest()]
             text = json.dumps(head).encode()
             write_whole_at(inside, _HEAD, lambda file: file.write(text))
         remove_entry(folder, name)
@@ -525,20 +536,29 @@ def _read_array(
     is_whole = head.offset + head.nbytes == size
     if (head.descr, head.shape) != (dtype, shape) or head.fortran or not is_whole:
         return None
-    if _digest(memoryview(memory)[head.offset :], memory) != digest:
-        return None
-    return np.ndarray(shape, dtype, memory, head.offset)
+    values = np.ndarray(shape, dtype, memory, head.offset)
+    return values if _digest(values) == digest else None
 
 
-def _digest(data: memoryview, memory: object = None) -> str:
-    """Return the checksum of an array's bytes; those of a mapped file do not stay in memory."""
+def let_go(values: npt.NDArray[Any]) -> None:
+    """Take the pages of a mapped file out of this process's memory, until they are needed again."""
+    memory: object = values
+    while isinstance(memory, np.ndarray):
+        memory = memory.base
+    if isinstance(memory, mmap.mmap):
+        memory.madvise(mmap.MADV_DONTNEED)
+
+
+def _digest(values: npt.NDArray[Any]) -> str:
     digest = xxhash.xxh3_64()
-    for at in range(0, len(data), _WINDOW):
-        digest.update(data[at : at + _WINDOW])
-        if isinstance(memory, mmap.mmap):
-            memory.madvise(mmap.MADV_DONTNEED)
+    for window in _windows(values):
+        digest.update(window)
     return digest.hexdigest()
 
 
-def _bytes(values: npt.NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+def _windows(values: npt.NDArray[Any]) -> Iterator[memoryview]:
+    """Yield the bytes of an array, some at a time; those of a mapped file do not stay in memory."""
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    for at in range(0, len(data), _WINDOW):
+        yield data[at : at + _WINDOW]
+        let_go(values)

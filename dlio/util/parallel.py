@@ -76,18 +76,18 @@ def follow(tasks: Sequence[Task], threads: int, source: str, *, may_be_long: boo
 
     workers = Workers("dlio-ask", run, threads, wake=wake, stop_timeout_s=_END_TIMEOUT_S)
     patience_s = settings().timeout_s * (_LONGER if may_be_long else 1)
-    left = len(tasks)
-    for task in tasks:
-        waiting.put(task)
+    # The last ones first: those that follow may hold much, as the names of a folder.
+    stack, running = list(reversed(tasks)), 0
     with workers:
-        while left:
+        while stack or running:
+            while stack and running < 2 * threads:
+                waiting.put(stack.pop())
+                running += 1
             outcome = _answer(ended, patience_s, source)
             if isinstance(outcome, BaseException):
                 raise outcome
-            left -= 1
-            for task in outcome:
-                left += 1
-                waiting.put(task)
+            running -= 1
+            stack.extend(outcome)
 
 
 class SourceThread(Closable):

@@ -18,7 +18,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, Names
+from dlio.data.index import Arrays, Names, let_go
+from dlio.data.index_memory import Kept, KeptParts, new_column
 from dlio.data.interpretation import counted_below, named_files
 from dlio.data.labels import (
     LabelEncoding,
@@ -33,7 +34,7 @@ from dlio.data.reader_contract import (
     PathRules,
     locate_in_memory,
 )
-from dlio.data.schema import IMAGE_LABEL, LABEL, Schema, WholeNumbers
+from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source, file_at
 from dlio.data.splits import splits_among
 from dlio.errors import SourceError, UsageError
@@ -86,6 +87,12 @@ _PROBED: Final = 64
 """Class folders whose names of files are looked at for what else they may mean."""
 _SOME_NAMES: Final = 64
 """Names of pictures that lists next to class folders are searched for."""
+_COLUMNS: Final = ("sizes", "times", "changed", "name_ends")
+"""Of images: `times` are modification times, which the fingerprint includes; `changed` are change
+times (ctime), by which reads, and openings with a cached listing, detect that a file was replaced.
+A change of permissions affects only the latter."""
+_HELD: Final = 1 << 16
+"""Images whose columns are in memory at a time while an index is made."""
 _NO_ROWS: Final = np.zeros((0, 3), np.int64)
 _IMAGE: Final = Schema((("image", "image"),))
 
@@ -96,16 +103,12 @@ class _FolderFiles:
 
     name: str
     times_ns: list[int]
-    names: bytes
-    ends: WholeNumbers
-    sizes: npt.NDArray[np.int64]
-    times: npt.NDArray[np.int64]
-    changed: npt.NDArray[np.int64]
-    """`times` are modification times, which the fingerprint includes; `changed` are change times
-    (ctime), by which reads, and openings with a cached listing, detect that a file was replaced.
-    A change of permissions affects only the latter."""
     first: str
     """Name of the first image, by which the parts of a folder are sorted."""
+    count: int
+    name_bytes: int
+    columns: Kept
+    """Their `_COLUMNS` and the bytes of their names."""
 
 
 class FolderReader(ListedReader):
@@ -258,48 +261,50 @@ class FolderReader(ListedReader):
 
 def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, Any]]:
     """List class folders recursively."""
-    listed = _Walk(source).run(classes)
-    source.check_dangling(sum(len(each.sizes) for each in listed))
-    folders = {"": source.times_ns()}
-    parts: list[_FolderFiles] = []
-    counts: list[int] = []
-    by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
-    while listed:
-        by_class[listed[-1].name.split("/", 1)[0]].append(listed.pop())
-    for name in classes:
-        own = sorted(by_class.pop(name), key=lambda each: (each.name, each.first))
-        folders.update({each.name: each.times_ns for each in own})
-        count = sum(len(each.sizes) for each in own)
-        if not count:
-            raise SourceError(
-                f"{source.path(name)} is a class folder without images "
-                f"({', '.join(PICTURES)}): {remedy_of_hollow(source, name, classes)}"
-            )
-        parts += own
-        own.clear()
-        counts.append(count)
-    labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-    index = _index_of(parts, labels, IMAGE_LABEL.overhead)
+    with KeptParts() as kept:
+        listed = _Walk(source, kept).run(classes)
+        source.check_dangling(sum(each.count for each in listed))
+        folders = {"": source.times_ns()}
+        parts: list[_FolderFiles] = []
+        counts: list[int] = []
+        by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
+        for each in listed:
+            by_class[each.name.split("/", 1)[0]].append(each)
+        for name, own in by_class.items():
+            own.sort(key=lambda each: (each.name, each.first))
+            folders.update({each.name: each.times_ns for each in own})
+            counts.append(sum(each.count for each in own))
+            if not counts[-1]:
+                raise SourceError(
+                    f"{source.path(name)} is a class folder without images "
+                    f"({', '.join(PICTURES)}): {remedy_of_hollow(source, name, classes)}"
+                )
+            parts += own
+        index = _index_of(parts, kept, IMAGE_LABEL.overhead)
+    index["labels"] = new_column(sum(counts), np.int64)
+    ends = np.cumsum(counts)
+    for number, (end, count) in enumerate(zip(ends, counts, strict=True)):
+        index["labels"][end - count : end] = number
     return index, {"classes": list(classes), "labelled": True, "folders": folders}
 
 
-def _index_of(parts: list[_FolderFiles], labels: npt.NDArray[np.int64], overhead: int) -> Arrays:
-    """Return the arrays of the listing; a payload has `overhead` bytes more than its file.
-
-    Empties `parts`, as their arrays would take as much again.
-    """
-    shifts = np.cumsum([0, *(len(each.names) for each in parts)])
-    ends = [each.ends + shift for each, shift in zip(parts, shifts, strict=False)]
-    names = [each.names for each in parts]
-    columns = [[each.sizes, each.times, each.changed] for each in parts]
-    parts.clear()
-    index: Arrays = {"labels": labels, "name_ends": np.concatenate(ends)}
-    del ends
-    index["names"] = np.frombuffer(b"".join(names), np.uint8)
-    del names
-    for name in ("changed", "times", "sizes"):
-        index[name] = np.concatenate([each.pop() for each in columns])
-    index["sizes"] += overhead
+def _index_of(parts: Sequence[_FolderFiles], kept: KeptParts, overhead: int) -> Arrays:
+    """Return the arrays of the listing; a payload has `overhead` bytes more than its file."""
+    count = sum(each.count for each in parts)
+    index: Arrays = {name: new_column(count, np.int64) for name in _COLUMNS}
+    index["names"] = new_column(sum(each.name_bytes for each in parts), np.uint8)
+    end = name_end = 0
+    for part in parts:
+        begin, end = end, end + part.count
+        data = kept.get(part.columns)
+        rows = np.frombuffer(data, np.int64, 4 * part.count).reshape(4, -1)
+        for name, row, more in zip(_COLUMNS, rows, (overhead, 0, 0, name_end), strict=True):
+            index[name][begin:end] = row + more
+        name_end += part.name_bytes
+        index["names"][name_end - part.name_bytes : name_end] = memoryview(data)[rows.nbytes :]
+        if end // _HELD > begin // _HELD:
+            for values in index.values():
+                let_go(values)
     return index
 
 
@@ -730,8 +735,10 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
         if labelled:
             _check_agreement(source, table, label_of, own)
             labels, classes = _numbered([label_of[name] for name in own])
-    files = _listed("", folders[""], own, looks)
-    index = _index_of([files], labels, IMAGE_LABEL.overhead * labelled)
+    with KeptParts() as kept:
+        files = _listed("", folders[""], own, looks, kept)
+        index = _index_of([files], kept, IMAGE_LABEL.overhead * labelled)
+    index["labels"] = labels
     return index, {"classes": classes, "labelled": labelled, "folders": folders}
 
 
@@ -751,8 +758,8 @@ def _numbered(
 class _Walk:
     """The listing of a data set's folders in parallel: each task returns those that follow it."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, kept: KeptParts) -> None:
+        self._source, self._kept = source, kept
         self._links = FolderLinks()
         self.listed: list[_FolderFiles] = []
 
@@ -772,7 +779,7 @@ class _Walk:
         if not source.local:
             entries = source.listing(folder)
             note_others(source, folder, [each.name for each in entries if not each.folder])
-            self.listed.append(_listed(folder, times_ns, *_images_of(entries)))
+            self.listed.append(_listed(folder, times_ns, *_images_of(entries), self._kept))
             inner = [entry.name for entry in entries if entry.folder]
             return [partial(self._list_folder, f"{folder}/{name}", came_by) for name in inner]
         rows = source.names(folder, keep=False)
@@ -788,7 +795,7 @@ class _Walk:
 
     def _look_at(self, folder: str, times_ns: list[int], names: Sequence[str]) -> "list[_Task]":
         images = _present(names, look_at(self._source, folder, names))
-        self.listed.append(_listed(folder, times_ns, *images))
+        self.listed.append(_listed(folder, times_ns, *images, self._kept))
         return []
 
 
@@ -830,17 +837,20 @@ def _images_of(entries: Sequence[Entry]) -> tuple[list[str], npt.NDArray[np.int6
 
 
 def _listed(
-    folder: str, times_ns: list[int], names: Sequence[str], looks: npt.NDArray[np.int64]
+    folder: str,
+    times_ns: list[int],
+    names: Sequence[str],
+    looks: npt.NDArray[np.int64],
+    kept: KeptParts,
 ) -> _FolderFiles:
-    """Return the images of a folder, of which `looks` has sizes and times, shape (n, 3); refuse
+    """Keep the images of a folder, of which `looks` has sizes and times, shape (n, 3); refuse
     those too large for a sample."""
-    sizes, times, changed = looks.T.copy()
+    sizes = looks[:, 0]
     large = np.flatnonzero(sizes > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead)
     if len(large):
         name, size = names[large[0]], sizes[large[0]]
         raise SourceError(f"{name} of {size} bytes is not an image: remove it")
     paths = Names.of([f"{folder}/{name}" if folder else name for name in names])
+    columns = kept.add(looks.T, paths.ends, paths.blob)
     first = names[0] if names else ""
-    return _FolderFiles(
-        folder, times_ns, paths.blob.tobytes(), paths.ends, sizes, times, changed, first
-    )
+    return _FolderFiles(folder, times_ns, first, len(names), len(paths.blob), columns)
