@@ -540,7 +540,7 @@ def _read_array(
     return values if _digest(values) == digest else None
 
 
-def let_go(values: npt.NDArray[Any]) -> None:
+def let_go(values: npt.NDArray[np.generic]) -> None:
     """Take the pages of a mapped file out of this process's memory, until they are needed again."""
     memory: object = values
     while isinstance(memory, np.ndarray):

@@ -1,25 +1,27 @@
 """Memory of a large index while it is built: files without a name in this node's cache.
 
 The kernel writes their pages out where memory is short, and a process that trains for a week does
-not keep what took a minute to make. Small arrays, and those for which there is no such file or no
-space in it, are in the process's own memory.
+not keep the memory of a minute. Small arrays are in the process's own memory, and all where a file
+cannot be made, or has no space.
 """
 
 import mmap
 import os
 import threading
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import open_local_cache
 from dlio.util.closable import Closable
+from dlio.util.whole_files import open_unnamed
 
 _SMALL: Final = 1 << 20
 """Bytes that need no file."""
+Scalar = TypeVar("Scalar", bound=np.generic)
 Kept = bytes | tuple[int, int]
-"""What `KeptParts.add` returns: bytes, or where they are in the file, as (offset, bytes)."""
+"""Bytes that are kept, or where they are in the file, as (offset, bytes)."""
 
 
 class KeptParts(Closable):
@@ -31,8 +33,8 @@ class KeptParts(Closable):
         self._held = self._written = 0
         self._is_full = False
 
-    def add(self, *arrays: npt.NDArray[Any]) -> Kept:
-        """Keep the bytes of arrays, one after another; returns what `get` takes."""
+    def add(self, *arrays: npt.NDArray[np.generic]) -> Kept:
+        """Keep the bytes of arrays, one after another; returns the argument of `get`."""
         data = b"".join(each.tobytes() for each in arrays)
         with self._lock:
             if not self._is_full and self._held + len(data) > _SMALL:
@@ -50,7 +52,7 @@ class KeptParts(Closable):
             return data
 
     def get(self, kept: Kept) -> bytes:
-        """Return what was kept. Raises OSError."""
+        """Return bytes that were added. Raises OSError."""
         return kept if isinstance(kept, bytes) else os.pread(self._file, kept[1], kept[0])
 
     def close(self) -> None:
@@ -60,7 +62,7 @@ class KeptParts(Closable):
             self._file = -1
 
 
-def new_column(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def new_column(count: int, dtype: type[Scalar]) -> npt.NDArray[Scalar]:
     """Return an array of shape (count,) to be filled; a large one is in a file.
 
     Pages that `dlio.data.index.let_go` takes out of memory stay in the file.
@@ -80,6 +82,6 @@ def new_column(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _unnamed_file() -> int:
-    """Open a file that is gone when it is closed. Raises OSError, also where there are none."""
+    """Open a file that is gone when it is closed. Raises OSError."""
     with open_local_cache() as cache:
-        return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=cache)
+        return open_unnamed(cache)

@@ -84,11 +84,16 @@ def _open_unfinished(folder: int, temporary: str, mode: int) -> tuple[int, bool]
     systems may not know such files.
     """
     try:
-        return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, dir_fd=folder), False
+        return open_unnamed(folder, mode), False
     except OSError as error:
         if error.errno not in _NAMELESS_UNKNOWN:
             raise
     return open_file(folder, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), True
+
+
+def open_unnamed(folder: int, mode: int = 0o600) -> int:
+    """Open a file in a folder that is gone when it is closed. Raises OSError."""
+    return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, dir_fd=folder)
 
 
 def open_own(path: str, flags: int, mode: int = 0o600) -> int:

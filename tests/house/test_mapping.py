@@ -15,6 +15,7 @@ MEMORY: Final = {
     "dlio/storage/decoded_tier.py": "slabs",
     "dlio/storage/block_stream.py": "positions",
     "dlio/data/index.py": "indexes",
+    "dlio/data/index_memory.py": "indexes that are being built, in files without a name",
     "dlio/util/memory.py": "private memory, of no file",
 }
 """Modules that map memory or files of their own, not data sets."""

@@ -61,6 +61,26 @@ def test_tasks_that_follow_others_are_run() -> None:
     assert sorted(ran) == [0, 1, 1, 2, 2, 2, 2]
 
 
+def test_tasks_that_follow_are_run_before_more_are_begun() -> None:
+    """Tasks that follow may hold much: all names of a folder."""
+    held: list[int] = []
+
+    def folder(number: int) -> Task:
+        def call() -> Iterable[Task]:
+            held.append(held[-1] + 10 if held else 10)
+            return [look] * 10
+
+        return call
+
+    def look() -> Iterable[Task]:
+        held.append(held[-1] - 1)
+        return ()
+
+    follow([folder(number) for number in range(500)], 1, "data")
+    assert len(held) == 500 * 11
+    assert max(held) <= 40
+
+
 def test_a_process_ends_whose_source_never_answers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANGS],
