@@ -1,6 +1,7 @@
 """Objects that a user's object holds, to see what its code may do."""
 
 import functools
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,10 @@ _TRIES: Final = 1000
 _LISTS: Final[tuple[Any, ...]] = (list, tuple, set, deque)
 _SHORT: Final = 16
 """Items of a list in which steps of a transform are, at most; those of longer ones come last."""
+
+_OF_PROCESS: Final = ("_stderr", "_invoke_excepthook")
+"""Of each thread: the standard error and `sys.excepthook` of its start, a notebook's or a
+script's own."""
 
 
 def reachable(held: object, code: bool = True) -> Iterator[object]:
@@ -53,7 +58,10 @@ def _held(each: Any, code: bool) -> list[Any]:
         return [each.__func__, each.__self__]
     if isinstance(each, functools.partial):
         return [each.func, each.args, each.keywords]
-    held = list(getattr(each, "__dict__", {}).values())
+    own = dict(getattr(each, "__dict__", {}))
+    if isinstance(each, threading.Thread):
+        own = {name: value for name, value in own.items() if name not in _OF_PROCESS}
+    held = list(own.values())
     if isinstance(each, dict):
         held += _first(dict.values, each)
     for base in _LISTS:

@@ -1,5 +1,7 @@
 """Patches that native threads cut out of chunks are those of Python, to the last bit."""
 
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,46 @@ def test_windows_of_a_file_without_tiers_cost_their_bytes(byte_order: str, tmp_p
         assert read == 300 * 16 * 4
     else:
         assert read >= tokens.nbytes  # Whole parts, which are turned around.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tiers", ["none", "ram:32MiB"])
+def test_a_batch_of_windows_takes_as_many_calls_whatever_its_size(
+    tiers: str, workers: int, tmp_path: Path
+) -> None:
+    """Python's calls in all threads, in the second epoch (the first one fills the tier), without
+    those of the first batch, which sets up the pass."""
+    np.arange(700_000, dtype=np.uint16).tofile(tmp_path / "x.bin")
+
+    def calls_of_a_batch(size: int) -> float:
+        made, batches = 0, 10
+
+        def count(frame: object, event: str, _: object) -> None:
+            nonlocal made
+            made += event == "call"
+
+        options: Any = {"window": (65, 64), "dtype": "uint16", "tiers": tiers}
+        before = sys.getprofile()
+        with (
+            dlio.open(tmp_path / "x.bin", **options) as data,
+            dlio.DataLoader(data, size, shuffle=True, num_workers=workers) as loader,
+        ):
+            assert sum(1 for _ in loader) > batches
+            threading.setprofile(count)
+            sys.setprofile(count)
+            try:
+                iterator = iter(loader)
+                next(iterator)
+                begun = made
+                assert all(len(next(iterator)["tokens"]) == size for _ in range(batches))
+                return (made - begun) / batches
+            finally:
+                sys.setprofile(before)
+                threading.setprofile(None)
+
+    small, large = calls_of_a_batch(64), calls_of_a_batch(512)
+    # A call for each sample would be 448 more; slow machines add some, as threads look again.
+    assert large < 448, small
 
 
 def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:

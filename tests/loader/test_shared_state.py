@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,32 @@ def test_a_tokenizer_that_pads_what_was_encoded_is_for_threads() -> None:
         loader = dlio.DataLoader(_Encoded(), batch_size=8, num_workers=2, collate_fn=each)
         assert "engine='threads'" in repr(loader), each
         assert len(list(loader)) == 50
+
+
+class _Stream:
+    """A standard error, or a hook for exceptions, of a script's own."""
+
+    last: object = None
+
+    def __call__(self, *given: object) -> None:
+        _Stream.last = given
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["stderr", "excepthook"])
+def test_what_a_thread_has_of_the_process_is_not_the_data_sets(
+    pictures: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook. A data set has threads from its first pass on."""
+    monkeypatch.setattr(sys, name, _Stream())
+    with dlio.open(str(pictures), tiers="ram:4MiB", image_size=8) as data:
+        first = dlio.DataLoader(data, 4, num_workers=2)
+        assert sum(1 for _ in first) == len(first)
+        with dlio.DataLoader(data, 4, num_workers=2) as second:
+            assert sum(1 for _ in second) == len(second)
+            assert second.stats()["engine"] == "planned"
+        first.close()

@@ -10,6 +10,7 @@ import pytest
 
 from dlio.comm import world
 from dlio.data.reader import open_reader
+from dlio.data.requests import observed_requests
 from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.mount import MountOptions, mount
 from dlio_staging.stage import stage
@@ -74,3 +75,13 @@ def test_a_local_file_with_fields_is_asked_for_four_ranges_at_a_time(
     assert stage("a.h5::x,y", StageOptions(tiers=f"{folder}/other:64MiB")).complete
     (about,) = (folder / "other").rglob("about.json")
     assert f"{folder}/a.h5::x,y" in about.read_text()
+
+
+def test_names_of_fields_make_no_more_requests(folder: Path) -> None:
+    def requests(path: str, tier: str) -> int:
+        (folder / tier).mkdir()
+        with observed_requests() as seconds:
+            assert stage(path, StageOptions(tiers=f"{folder}/{tier}:64MiB")).complete
+        return len(seconds)
+
+    assert requests(f"{folder}/a.h5::x,y", "named") == requests(f"{folder}/a.h5", "plain") > 0

@@ -19,7 +19,7 @@ from dlio.util.machine_memory import usable_memory
 from dlio.util.printable import print_line
 from dlio.util.units import counted, format_bytes, parse_bytes
 from dlio.util.whole_files import check_writable
-from dlio_bench.emulated.emulated_mount import Emulation
+from dlio_bench.emulated.emulated_mount import Emulation, emulated
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.report_values import Figure, Results
@@ -110,7 +110,9 @@ def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) 
     epochs = epochs_of(measured)
     rates = []
     if case.metadata_files:
-        rates = measure_metadata(case.path, files=case.metadata_files)
+        # The ranks' emulated storage, which is for reading, has ended with them.
+        with emulated(case.path, emulation.profile) as path:
+            rates = measure_metadata(path, files=case.metadata_files)
     checked = checks_of(case, asked.overridden, emulation.profile.emulates, measured, epochs)
     notes = [*asked.notes, *checkpoint_note(asked.settings), *_notes(case, measured, epochs)]
     results = _results(case, emulation, measured, epochs, rates, notes)

@@ -63,7 +63,8 @@ def widths_for(
     All groups shrink in the same proportion, up to the next multiple of channels; see `Limits`.
     Works on copies of the model, about eight of them, one at a time.
 
-    Raises UsageError if the smallest widths leave over 1.5 times as many parameters.
+    Raises UsageError if the smallest widths leave over 1.5 times as many parameters, or the nearest
+    ones all of them.
     """
     whole = count_parameters(model)
     wanted = fraction * whole
@@ -74,10 +75,11 @@ def widths_for(
     enough = 1 + bisect_left(range(1, _LEVELS), wanted, key=left)
     sizes = {level: left(level) for level in (max(1, enough - 1), enough)}
     level = min(sizes, key=lambda each: abs(sizes[each] - wanted))
-    if sizes[level] > _NEAR * wanted:
+    if sizes[level] > _NEAR * wanted or sizes[level] == whole > wanted:
         raise UsageError(
-            f"{fraction:g} of the parameters cannot be reached by narrower layers: "
-            f"{sizes[level] / whole:.3g} is the least; give that much, or make the model wider"
+            f"{fraction:g} of the parameters cannot be reached by narrower layers, of multiples of "
+            f"{multiple}: {min(sizes.values()) / whole:.3g} is the next; give that much, or make "
+            "the model wider"
         )
     return _widths(groups, level, multiple)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dlio.errors import UsageError
+from dlio_bench.emulated.emulated_mount import why_not
 from dlio_bench.storage_cases.storage_options import StorageCase
 from tests.conftest import in_time
 
@@ -179,6 +180,22 @@ def test_few_steps_have_no_utilisation_and_no_verdict(tmp_path: Path) -> None:
     checks = rows["checks"] if isinstance(rows, dict) else rows
     (verdict,) = [each for each in checks if each["rule"].startswith("accelerator utilisation")]
     assert (verdict["outcome"], verdict["measured"]) == ("unknown", "too few steps")
+
+
+@pytest.mark.skipif(why_not() is not None, reason="needs FUSE")
+def test_metadata_are_those_of_the_emulated_storage(tmp_path: Path) -> None:
+    few = ("--files", "3", "--samples-per-file", "1", "--loaders", "dlio", "--epochs", "1")
+    slow = ("--emulate", "latency(0s,metadata=30ms)", "--report", "r.json")
+    done = _run(tmp_path, *few, *slow)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    (median,) = [
+        each["values"]
+        for each in report["figures"]
+        if each["name"] == "metadata p50" and each["labels"] == {"operation": "remove"}
+    ]
+    assert median[0] >= 30  # A disk takes less than one.
+    assert os.listdir(tmp_path) == ["r.json"]
 
 
 def test_an_epoch_of_a_single_step_shows_no_latencies(

@@ -31,8 +31,21 @@ def test_widths_leave_the_requested_fraction_of_the_parameters(fraction: float) 
 def test_a_fraction_that_needs_narrower_layers_than_there_are_is_refused() -> None:
     model = SmallResNet(10, 32, width=8)
     groups = find_groups(model, torch.zeros(2, 3, 32, 32)).groups
-    with pytest.raises(UsageError, match=r"0\.001 of the parameters .* is the least"):
+    with pytest.raises(UsageError, match=r"0\.001 of the parameters .* is the next"):
         widths_for(model, groups, 0.001, 8)
+
+
+@pytest.mark.parametrize(("width", "nearest"), [(3, "1"), (24, "0.67")])
+def test_a_fraction_for_which_nothing_would_be_removed_is_refused(width: int, nearest: str) -> None:
+    """torch-pruning 1.6.1 removes int(width * (1 - ratio)) neurons, which may be none."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(10, width), torch.nn.ReLU(), torch.nn.Linear(width, 4)
+    )
+    groups = find_groups(model, torch.zeros(2, 10)).groups
+    with pytest.raises(UsageError, match=f"0.95 of the parameters .*: {nearest} is the next"):
+        widths_for(model, groups, 0.95, 8)
+    kept = widths_for(model, groups, float(nearest), 8)
+    assert list(kept.values()) == [min(width, 16)]
 
 
 def test_one_round_cuts_to_the_target_whatever_the_loss() -> None:
