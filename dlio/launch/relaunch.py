@@ -121,10 +121,10 @@ class _Mpirun:
     """A running mpirun, and what it writes to stderr. Its owner calls `end`, then `close`."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], live: LiveLine
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str, live: LiveLine
     ) -> None:
         self._output = RankOutput(1, live, ErrorFilter(survives=True))
-        self.process = mpi_launch.started(command, environment, self._output)
+        self.process = mpi_launch.started(command, environment, self._output, folder)
         self._ending: Workers | None = None
 
     def end(self) -> None:
@@ -151,7 +151,7 @@ class _Mpirun:
 class _JobStarts:
     """The starts of a job.
 
-    `folder` is for the file that ranks leave at their end, unless there are agents. `requests` are
+    `folder` is the job's; without agents, ranks leave a file there at their end. `requests` are
     for other nodes; None where ranks cannot pause for that.
     """
 
@@ -264,7 +264,7 @@ class _JobStarts:
         else:
             self._agents.start(number, own)
         command = self._command(number)
-        mpirun = _Mpirun(command, {**self._environment, **own}, job.live)
+        mpirun = _Mpirun(command, {**self._environment, **own}, self._folder, job.live)
         self._mpiruns.append(mpirun)
         try:
             code = self._watch(mpirun.process, done_file)
