@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
 from dlio.util.plugins import plugins
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START
+from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 from dlio.util.units import counted
 from dlio.util.whole_files import remove_file
@@ -134,6 +136,11 @@ class _Mpirun:
             lambda _: end_groups([self.process], _END_TIMEOUT_S),
             stop_timeout_s=_STDERR_TIMEOUT_S,
         ).start()
+
+    def ask_to_end(self) -> None:
+        """Have its ranks write a checkpoint and end."""
+        self._output.sorter.interrupted = True
+        self.process.send_signal(signal.SIGUSR1)
 
     def interrupt(self, by_user: bool) -> None:
         """End it together with its ranks, and wait for that."""
@@ -267,7 +274,8 @@ class _JobStarts:
         mpirun = _Mpirun(command, {**self._environment, **own}, self._folder, job.live)
         self._mpiruns.append(mpirun)
         try:
-            code = self._watch(mpirun.process, done_file)
+            with receiving(mpirun.ask_to_end):
+                code = self._watch(mpirun.process, done_file)
             turn = -1
             if self._agents is not None:
                 turn = self._agents.stop()

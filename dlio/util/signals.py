@@ -9,11 +9,12 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 from dlio.util import early_interrupt
+from dlio.util.settings import MIN_RANKS, START
 
 RESUME_CODE: Final = 75
 """Exit code of a run that has written a checkpoint because it was told to end: the same command
@@ -188,20 +189,21 @@ def end_with(code: int, at_once: bool) -> None:
 
 
 class StopSignals:
-    """Calls a function in the signal's handler at the first SIGTERM, SIGUSR1 or SIGHUP, once.
+    """Calls a function in the signal's handler at the first SIGTERM, SIGUSR1 or SIGHUP, once;
+    or at the first of `numbers`.
 
     A SIGTERM that comes later than 1 s after that has its former effect. Only the main thread may
     call the methods.
     """
 
-    def __init__(self, act: Callable[[], object]) -> None:
-        self._act = act
+    def __init__(self, act: Callable[[], object], numbers: Sequence[int] = ()) -> None:
+        self._act, self._numbers = act, numbers
         self._at = math.inf
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
         """Begin to listen."""
-        for number in heard_signals():
+        for number in self._numbers or heard_signals():
             self._before[number] = signal.signal(number, self._take)
 
     def stop(self) -> None:
@@ -293,7 +295,10 @@ def ending_at_once(enabled: bool) -> Iterator[None]:
         say_nothing_is_saved()
         os._exit(RESUME_CODE)
 
-    asked = StopSignals(act)
+    # A launcher sends SIGUSR1 to all ranks; of those that go on or start again without one, SIGTERM
+    # ends that one.
+    survives = MIN_RANKS in os.environ or START in os.environ
+    asked = StopSignals(act, (signal.SIGUSR1,) if survives else ())
     asked.listen()
     try:
         yield
