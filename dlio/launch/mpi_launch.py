@@ -26,7 +26,7 @@ from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SHARED_MEMORY, SharedFolder
 from dlio.util.signals import receiving
 from dlio.util.trusted_files import closing_descriptor, open_new
-from dlio.util.units import counted
+from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import make_folders, open_folder
 from dlio.util.whole_files import check_folder, unwritable
 
@@ -43,6 +43,8 @@ _MPIRUN_FILES, _MPIRUN_BYTES = 8, 4096
 _SESSION, _SESSIONS = "PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
 """Variables with the folder of files that Open MPI's mpirun keeps while it runs: on its own node,
 and on all."""
+_SEGMENT_BYTES = 16 << 20
+"""Free shared memory without which a rank of Open MPI 5 refuses to start, in 30 lines."""
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
 ONE_NODE = {"OMPI_MCA_btl": "^ofi,tcp", "OMPI_MCA_mtl": "^ofi"}
@@ -159,6 +161,13 @@ def _prepared(
             # Files in Open MPI's default folder would stay behind if ranks were killed.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
             full["OMPI_MCA_btl_sm_backing_directory"] = segments.path
+            space = os.statvfs(segments.path)
+            if (free := space.f_bavail * space.f_frsize) < _SEGMENT_BYTES:
+                raise UsageError(
+                    f"{SHARED_MEMORY} has only {format_bytes(free)} free, and Open MPI starts with "
+                    f"{format_bytes(_SEGMENT_BYTES)} at least: make room there (in a container: "
+                    "--shm-size=1g), or take --backend torch"
+                )
     return options, {**full, **environment}
 
 
