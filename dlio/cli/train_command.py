@@ -11,7 +11,7 @@ from dlio.cli.option_records import ConfigFile, RankOptions
 from dlio.data.source import ReadErrors
 from dlio.data.splits import TRAIN_FOLDERS, VAL_FOLDERS
 from dlio.errors import UsageError
-from dlio.launch.command_ranks import on_ranks
+from dlio.launch.command_ranks import has_mpi, on_ranks
 from dlio.train.checkpoint_progress import finished_epochs
 from dlio.train.config import TrainConfig
 from dlio.train.factory import check_name
@@ -117,6 +117,9 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
         return
     survival = config.survival
     may_lose_ranks = survival.is_tolerant and config.results.replay is None
+    saves = config.checkpoints.checkpoint is not None and config.ranks.nodes is None
+    if saves and may_lose_ranks and not starts_again:  # All ranks leave, as only those of MPI can.
+        saves = backend != "torch" and has_mpi()
     on_ranks(
         ranks,
         train_rank,
@@ -127,7 +130,7 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
         backend=backend,
         start=partial(_start_again, config) if starts_again else None,
         live=True,
-        may_end=config.checkpoints.checkpoint is not None and not survival.is_tolerant,
+        may_end=saves,
     )
 
 

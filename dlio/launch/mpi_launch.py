@@ -23,10 +23,10 @@ from dlio.util.extras import how_to_install
 from dlio.util.input_files import MOST_SETTINGS, read_text
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import DONE, FAILURES, LAUNCHER, MIN_RANKS, SPARES
-from dlio.util.shared_folders import SharedFolder
+from dlio.util.shared_folders import SHARED_MEMORY, SharedFolder
 from dlio.util.signals import receiving
 from dlio.util.trusted_files import closing_descriptor, open_new
-from dlio.util.units import counted
+from dlio.util.units import counted, format_bytes
 from dlio.util.user_folders import make_folders, open_folder
 from dlio.util.whole_files import check_folder, unwritable
 
@@ -40,6 +40,11 @@ _CRASH = (
 )
 _MPIRUN_FILES, _MPIRUN_BYTES = 8, 4096
 """About the number of files, and the bytes of each, that mpirun makes in the folder of TMPDIR."""
+_SESSION, _SESSIONS = "PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
+"""Variables with the folder of files that Open MPI's mpirun keeps while it runs: on its own node,
+and on all."""
+_SEGMENT_BYTES = 16 << 20
+"""Free shared memory without which a rank of Open MPI 5 refuses to start, in 30 lines."""
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
 ONE_NODE = {"OMPI_MCA_btl": "^ofi,tcp", "OMPI_MCA_mtl": "^ofi"}
@@ -117,7 +122,7 @@ def launch(
         for start in range(_STARTS):
             sorter = ErrorFilter(start + 1 < _STARTS, min_ranks is not None, folder)
             output = RankOutput(1, live, sorter, capture)
-            code = relayed(command, full, output, timeout_s, done_file)
+            code = relayed(command, full, output, folder, timeout_s, done_file)
             done = subprocess.CompletedProcess(command, code, output.text, output.errors)
             if not sorter.not_started:
                 break
@@ -156,6 +161,13 @@ def _prepared(
             # Files in Open MPI's default folder would stay behind if ranks were killed.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
             full["OMPI_MCA_btl_sm_backing_directory"] = segments.path
+            space = os.statvfs(segments.path)
+            if (free := space.f_bavail * space.f_frsize) < _SEGMENT_BYTES:
+                raise UsageError(
+                    f"{SHARED_MEMORY} has only {format_bytes(free)} free, and Open MPI starts with "
+                    f"{format_bytes(_SEGMENT_BYTES)} at least: make room there (in a container: "
+                    "--shm-size=1g), or take --backend torch"
+                )
     return options, {**full, **environment}
 
 
@@ -183,14 +195,15 @@ def relayed(
     command: Sequence[str],
     environment: Mapping[str, str],
     output: RankOutput,
+    folder: str,
     timeout_s: float | None = None,
     done_file: str | None = None,
 ) -> int:
     """Run mpirun or another launcher, and return its exit code, or that in `done_file`, where ranks
-    survive others. `output` is closed at the end.
+    survive others. `output` is closed at the end; the `folder` is that of the job.
     """
     with output:
-        process = started(command, environment, output)
+        process = started(command, environment, output, folder)
 
         def ask_to_end() -> None:
             # mpirun passes SIGUSR1 on to its ranks; SIGTERM has it kill them 0.2 s later.
@@ -201,7 +214,10 @@ def relayed(
                 code = _until_end(process, timeout_s, done_file)
             if code < 0 and not output.sorter.interrupted:
                 name = signal.Signals(-code).name
-                output.sorter.end_of_signal = f"{os.path.basename(command[0])} was ended by {name}"
+                said = f"{os.path.basename(command[0])} was ended by {name}"
+                if -code == signal.SIGBUS:
+                    said += f": {tempfile.gettempdir()} (TMPDIR) or {SHARED_MEMORY} is full"
+                output.sorter.end_of_signal = said
             return output.as_told(128 - code if code < 0 else code, order)
         except BaseException as error:
             output.sorter.interrupted = isinstance(error, KeyboardInterrupt)
@@ -229,13 +245,17 @@ def _until_end(
 
 
 def started(
-    command: Sequence[str], environment: Mapping[str, str], output: RankOutput
+    command: Sequence[str], environment: Mapping[str, str], output: RankOutput, folder: str
 ) -> "subprocess.Popen[bytes]":
-    """Start a command in a process group of its own, so that `end` reaches all of it."""
+    """Start a command in a process group of its own, so that `end` reaches all of it.
+
+    Open MPI's mpirun keeps its files in the job's private folder: in TMPDIR it would take a folder
+    or a link that anybody has put at a name of its, and empty it at the end.
+    """
     stdout, stderr = output.pipes[0]
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=dict(environment) if _SESSIONS in environment else {**environment, _SESSION: folder},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
 from dlio.util.plugins import plugins
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START
+from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 from dlio.util.units import counted
 from dlio.util.whole_files import remove_file
@@ -121,10 +123,10 @@ class _Mpirun:
     """A running mpirun, and what it writes to stderr. Its owner calls `end`, then `close`."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], live: LiveLine
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str, live: LiveLine
     ) -> None:
         self._output = RankOutput(1, live, ErrorFilter(survives=True))
-        self.process = mpi_launch.started(command, environment, self._output)
+        self.process = mpi_launch.started(command, environment, self._output, folder)
         self._ending: Workers | None = None
 
     def end(self) -> None:
@@ -134,6 +136,11 @@ class _Mpirun:
             lambda _: end_groups([self.process], _END_TIMEOUT_S),
             stop_timeout_s=_STDERR_TIMEOUT_S,
         ).start()
+
+    def ask_to_end(self) -> None:
+        """Have its ranks write a checkpoint and end."""
+        self._output.sorter.interrupted = True
+        self.process.send_signal(signal.SIGUSR1)
 
     def interrupt(self, by_user: bool) -> None:
         """End it together with its ranks, and wait for that."""
@@ -151,7 +158,7 @@ class _Mpirun:
 class _JobStarts:
     """The starts of a job.
 
-    `folder` is for the file that ranks leave at their end, unless there are agents. `requests` are
+    `folder` is the job's; without agents, ranks leave a file there at their end. `requests` are
     for other nodes; None where ranks cannot pause for that.
     """
 
@@ -264,10 +271,11 @@ class _JobStarts:
         else:
             self._agents.start(number, own)
         command = self._command(number)
-        mpirun = _Mpirun(command, {**self._environment, **own}, job.live)
+        mpirun = _Mpirun(command, {**self._environment, **own}, self._folder, job.live)
         self._mpiruns.append(mpirun)
         try:
-            code = self._watch(mpirun.process, done_file)
+            with receiving(mpirun.ask_to_end):
+                code = self._watch(mpirun.process, done_file)
             turn = -1
             if self._agents is not None:
                 turn = self._agents.stop()

@@ -19,6 +19,7 @@ from typing import Final
 from dlio.comm.launch_detection import meeting_port, whole_number
 from dlio.launch import mpi_launch
 from dlio.launch.agent_links import NodeProcess, no_agent
+from dlio.launch.job_folder import open_job_folder
 from dlio.launch.rank_environment import rank_environment, root_permission
 from dlio.launch.rank_log import logged
 from dlio.launch.rank_output import ErrorFilter, RankOutput
@@ -137,7 +138,8 @@ def _environment(counts: Mapping[str, int]) -> dict[str, str]:
 def _relayed(command: Sequence[str], environment: Mapping[str, str]) -> int:
     sorter = ErrorFilter()
     output = RankOutput(1, LiveLine("", shown=False), sorter)
-    code = mpi_launch.relayed(command, environment, output)
+    with open_job_folder() as folder:
+        code = mpi_launch.relayed(command, environment, output, folder)
     if sorter.lost_node and not code:
         sys.stderr.write("dlio: error: mpirun lost a node, and the ranks with it\n")
         return _NODE_LOST

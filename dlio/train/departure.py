@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from dlio.comm.survival.membership import Elastic
 from dlio.util.signals import (
@@ -22,26 +22,30 @@ _TOGETHER_S: Final = 2.0
 
 @contextmanager
 def departure_at(elastic: Elastic | None, seconds: float | None) -> Iterator[None]:
-    """Within a `with` statement, have this rank leave at SIGTERM, and after some seconds.
+    """Within a `with` statement, have this rank leave at SIGTERM or SIGUSR1 or in time.
 
-    It finishes its batch. A second SIGTERM ends it at once.
+    It finishes its batch. A second signal ends it at once.
     """
     if elastic is None:
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    begin_to_save()
+    numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1)
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
 
-    def leave(*_: object) -> None:
+    def leave(number: int, _: object) -> None:
         elastic.leaves = True
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before[number])
 
     if seconds is not None:
         elastic.leave_at = time.monotonic() + seconds - _TOGETHER_S
-    signal.signal(signal.SIGTERM, leave)
+    for number in numbers:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class EndRequests:

@@ -327,6 +327,20 @@ def remove_marked(parent: int, name: str) -> bool:
         return True
 
 
+def remove_all_marked(path: str, *files: str) -> None:
+    """Remove a folder that the user has named, as far as it holds folders that are marked as dlio's
+    and these files; others stay."""
+    with suppress(OSError), parent_of(path) as (parent, name):
+        folder = open_below(parent, name, private=False)
+        with closing_descriptor(folder):
+            for each in os.listdir(folder):
+                remove_marked(folder, each)
+            if set(os.listdir(folder)) <= set(files):
+                for each in files:
+                    remove_entry(folder, each)
+                os.rmdir(name, dir_fd=parent)
+
+
 def lock_file(directory: int, name: str, *, shared: bool = False) -> int:
     """Lock the file `name`, exclusively unless `shared`, and return its descriptor.
 

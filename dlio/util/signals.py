@@ -1,17 +1,20 @@
 """Signals that end a process, or ask it to end."""
 
 import ctypes
+import errno
 import math
 import os
 import signal
 import sys
+import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 from dlio.util import early_interrupt
+from dlio.util.settings import MIN_RANKS, START
 
 RESUME_CODE: Final = 75
 """Exit code of a run that has written a checkpoint because it was told to end: the same command
@@ -21,7 +24,9 @@ _BEFORE_LISTENING: Final = (130, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 """Exit codes of a rank that a signal has ended while Python or its modules were loaded."""
 _SAME_S: Final = 1.0
 """Time in which signals are one: a launcher passes on those that its ranks may have got, too."""
-_NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)
+_NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Those that ask a command to end; the last one where a terminal is closed, unless it is ignored
+(`nohup`)."""
 _AGAIN_S: Final = 0.01
 """Time after which an interruption that Python has dropped comes again."""
 _is_command = False
@@ -41,12 +46,13 @@ _saves = False
 
 @contextmanager
 def as_command() -> Iterator[None]:
-    """Within a `with` statement, SIGTERM and SIGUSR1 raise KeyboardInterrupt, as Ctrl-C does.
+    """Within a `with` statement, SIGTERM, SIGUSR1 and SIGHUP raise KeyboardInterrupt, as Ctrl-C
+    does.
 
     Resources are thus released. See `work_is_done`, too.
     """
     global _is_command, _before_command
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in _NUMBERS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in heard_signals()}
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, early_interrupt.end):
         # Else the shell ignores it, or a program that calls us has a handler.
         before[signal.SIGINT] = signal.default_int_handler
@@ -64,9 +70,30 @@ def as_command() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _raise_interrupt(*_: object) -> None:
+def heard_signals() -> list[int]:
+    """Return the signals that ask this process to end: not that of a closed terminal if `nohup`, or
+    a shell, has had it ignored."""
+    kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [each for each in _NUMBERS if not (kept and each == signal.SIGHUP)]
+
+
+def leave_closed_terminal(number: int) -> None:
+    """At SIGHUP, let lines for a terminal that is closed go nowhere: each would be an error, and
+    end a run that saves."""
+    if number != signal.SIGHUP:
+        return
+    for stream in (1, 2):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), stream)
+
+
+def _raise_interrupt(number: int, _: object) -> None:
     global _was_interrupted
     _was_interrupted = True
+    leave_closed_terminal(number)
     raise KeyboardInterrupt
 
 
@@ -131,22 +158,23 @@ def _interrupt(thread: int) -> None:
 
 
 def work_is_done() -> None:
-    """Let SIGTERM and SIGUSR1 change nothing about a command that has only to report its results.
+    """Let these signals change nothing about a command that has only to report its results.
 
     Without this a signal that asks a run to end makes a finished run look failed. It has no effect
     outside of `as_command`: a program that calls dlio's functions has more work to do.
     """
     if _is_command:
-        for number in _NUMBERS:
+        for number in heard_signals():
             signal.signal(number, _ignore)
 
 
-def _ignore(*_: object) -> None:
+def _ignore(number: int, _: object) -> None:
     """Do nothing. Unlike with SIG_IGN, children do not inherit it."""
+    leave_closed_terminal(number)
 
 
 def end_with(code: int, at_once: bool) -> None:
-    """Let SIGTERM and SIGUSR1 change nothing about the exit code of a process that ends now.
+    """Let signals change nothing about the exit code of a process that ends now.
 
     They are ignored rather than handled, as Python gives up its handlers before MPI ends. With
     `at_once` SIGTERM ends this process; a rank of MPI cannot end so: it waits for the others.
@@ -155,25 +183,27 @@ def end_with(code: int, at_once: bool) -> None:
     def end(*_: object) -> None:
         os._exit(code)
 
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end if at_once else signal.SIG_IGN)
 
 
 class StopSignals:
-    """Calls a function in the signal's handler at the first SIGTERM or SIGUSR1, once.
+    """Calls a function in the signal's handler at the first SIGTERM, SIGUSR1 or SIGHUP, once;
+    or at the first of `numbers`.
 
     A SIGTERM that comes later than 1 s after that has its former effect. Only the main thread may
     call the methods.
     """
 
-    def __init__(self, act: Callable[[], object]) -> None:
-        self._act = act
+    def __init__(self, act: Callable[[], object], numbers: Sequence[int] = ()) -> None:
+        self._act, self._numbers = act, numbers
         self._at = math.inf
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
         """Begin to listen."""
-        for number in _NUMBERS:
+        for number in self._numbers or heard_signals():
             self._before[number] = signal.signal(number, self._take)
 
     def stop(self) -> None:
@@ -184,6 +214,7 @@ class StopSignals:
         self._before = {}
 
     def _take(self, number: int, _: object) -> None:
+        leave_closed_terminal(number)
         if self._at == math.inf:
             self._at = time.monotonic()
             self._act()
@@ -201,8 +232,8 @@ def say_nothing_is_saved() -> None:
 class EndOrder:
     """The order to end for the ranks that this process starts; see `passing_on`."""
 
-    def __init__(self) -> None:
-        self.is_given = False
+    def __init__(self, is_given: bool = False) -> None:
+        self.is_given = is_given
 
     def explains(self, code: int) -> bool:
         """True if ranks ended with this code as they were told to."""
@@ -217,9 +248,9 @@ _has_had_receivers = False
 
 @contextmanager
 def passing_on(enabled: bool) -> Iterator[None]:
-    """Within a `with` statement, the first SIGTERM or SIGUSR1 goes to the receivers in place of
-    ending this process. Before there is a receiver this process exits with `RESUME_CODE`; after the
-    last one its work is done."""
+    """Within a `with` statement, the first SIGTERM, SIGUSR1 or SIGHUP goes to the receivers in
+    place of ending this process. Before there is a receiver this process exits with `RESUME_CODE`;
+    after the last one its work is done."""
     global _order, _has_had_receivers
     if not enabled:
         yield
@@ -264,7 +295,10 @@ def ending_at_once(enabled: bool) -> Iterator[None]:
         say_nothing_is_saved()
         os._exit(RESUME_CODE)
 
-    asked = StopSignals(act)
+    # A launcher sends SIGUSR1 to all ranks; of those that go on or start again without one, SIGTERM
+    # ends that one.
+    survives = MIN_RANKS in os.environ or START in os.environ
+    asked = StopSignals(act, (signal.SIGUSR1,) if survives else ())
     asked.listen()
     try:
         yield

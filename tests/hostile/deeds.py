@@ -6,13 +6,18 @@ import importlib
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dlio.cli import main
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
+from dlio.launch import rank_log
+from dlio.launch.job_folder import open_job_folder
 from dlio.train.callbacks.prometheus import Prometheus
 from dlio.train.callbacks.tensorboard import TensorBoard
 from dlio.train.sample_ledger import SampleLedger
@@ -136,7 +141,49 @@ def _cleaned(path: Path) -> object:
     return _cli("cache", "clean")
 
 
+def study(path: Path) -> object:
+    """Have a search end a trial, and remove its checkpoints."""
+    objective = feature("search.objectives").Objective("loss", True)
+    optuna = pytest.importorskip("optuna")
+    folder = path / "trials" / "0000"
+    with feature("search.study").Study(str(path), [objective], {"lr": "1"}, {"ranks": 1}) as made:
+        record = made.add(optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING))
+        folder.mkdir(exist_ok=True)
+        checkpoint(path / "trials" / f"{record.number:04}" / "checkpoint")
+        made.end(record, "failed", "as an example")
+        made.tidy()
+    return None
+
+
+def _log(path: Path) -> object:
+    """Have a rank write its log, as `dlio launch --logs` does."""
+    reads, writes = os.pipe()
+    process = os.fork()
+    if not process:
+        os.dup2(writes, 2)
+        try:
+            rank_log.main(str(path), ["/bin/echo"])
+        except UsageError as error:
+            os.write(writes, f"UsageError: {error}".encode())
+        os._exit(1)
+    os.close(writes)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    with os.fdopen(reads) as file:
+        return file.read() if code else None
+
+
+def _with_tmpdir(at: Path, act: Callable[[], object]) -> object:
+    tempfile.tempdir = os.environ["TMPDIR"] = str(at)
+    return act()
+
+
+def _job() -> object:
+    with open_job_folder():
+        return None
+
+
 _PLACES = ("out", "way/out")
+_OWN = f"dlio-{os.getuid()}"
 _IMAGINED = ("--samples", 100, "--ranks-per-node", 2)
 DEEDS: dict[str, tuple[Deed, tuple[str, ...]]] = {
     "pack": (lambda m, at: packs(m.data, at / "out"), ("out", ".out.packing")),
@@ -194,6 +241,49 @@ DEEDS: dict[str, tuple[Deed, tuple[str, ...]]] = {
     "train replay": (_train("--replay", "out"), ("out",)),
     "train config": (_train("--config", "out"), ("out",)),
     "export": (lambda m, at: _export(m, at / "out.nir"), ("out.nir",)),
+    "study": (
+        lambda _, at: study(at / "out"),
+        ("out", "out/lock", "out/journal.log", "out/search.json", "out/trials"),
+    ),
+    "log": (lambda _, at: _log(at / "out"), ("out", "out/rank-0.log")),
+    "job": (lambda _, at: _with_tmpdir(at, _job), ("dlio-job-", "dlio-job-abc")),
+    "join": (
+        lambda _, at: _with_tmpdir(at, lambda: _cli("join", "abc")),
+        ("dlio-job-abc", "dlio-job-abc/alive"),
+    ),
+    "leave": (
+        lambda _, at: _with_tmpdir(at, lambda: _cli("leave", "abc", "--nodes", "a")),
+        ("dlio-job-abc", "dlio-job-abc/alive"),
+    ),
+    "near index": (
+        lambda m, at: _with_tmpdir(at, lambda: _cached(m, at / "cache")),
+        (f"dlio-{os.getuid()}", "cache"),
+    ),
+    "demo": (
+        lambda _, at: _cli("demo", "--draw-only", "--folder", at / "out"),
+        ("out", "out/pictures"),
+    ),
+    "doctor": (
+        lambda _, at: _cli("doctor", "--quick", "--report", at / "out", "--tiers", f"{at}:1MiB"),
+        ("out", f"dlio-{os.getuid()}"),
+    ),
+    "pin": (lambda m, at: _cli("pin", m.data, "--tiers", at / "out"), ("out",)),
+    "heal": (lambda _, at: _cli("verify", at / "out", "--heal"), ("out",)),
+    "evict job": (lambda _, at: _cli("evict", "--job", "1", "--tiers", at), (_OWN, f"{_OWN}/x")),
+    "average": (
+        _train("--checkpoint", "out", "--ema", "0.9", "--resume"),
+        ("out", "out/.unfinished-00000003", "out/step-00000009"),
+    ),
+    "eval": (lambda m, at: _cli("eval", m.data, "--weights", at / "out"), ("out",)),
+    "export weights": (lambda _, at: _cli("export", at / "out", at / "x.nir"), ("out", "x.nir")),
+    "view table": (lambda _, at: _cli("view", at / "out", "--no-browser"), ("out",)),
+    "page of folder": (lambda _, at: _cli("bench", "html", at / "out"), ("out", "out/r.json")),
+    "baseline": (
+        lambda _, at: _cli("bench", "watch", "--part", "tiers", "--baseline", at / "out"),
+        ("out",),
+    ),
+    "workload": (lambda _, at: _cli("bench", "storage", at, "--workload", at / "out"), ("out",)),
+    "pack order": (lambda m, at: _cli("pack", at / "out", at / "way" / "out"), ("out", "way")),
     "plan": (lambda _, at: _cli("plan", *_IMAGINED, "--report", at / "out"), ("out",)),
     "simulate": (
         lambda _, at: _cli("simulate", *_IMAGINED, "--report", at / "way" / "out"),
@@ -201,5 +291,5 @@ DEEDS: dict[str, tuple[Deed, tuple[str, ...]]] = {
     ),
 }
 """Deeds of alice in a folder, and the names in it that mallory may have taken."""
-DAILY = ("view", "ls html", "script", "curves", "report")
+DAILY = ("view", "ls html", "script", "curves", "report", "study")
 """Those that are tried by day, too: to load the modules of others takes long."""

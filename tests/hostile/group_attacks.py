@@ -15,8 +15,16 @@ from dlio.cli import main
 from dlio.comm.single import SingleCommunicator
 from dlio.train.checkpoint.checkpoint_store import Checkpoints
 from dlio.util.whole_files import write_json
-from tests.hostile.commands import attack, checkpoint, daily, is_refused, link, packs
-from tests.hostile.deeds import curves, study_journal
+from tests.hostile.commands import (
+    attack,
+    checkpoint,
+    daily,
+    is_refused,
+    link,
+    packs,
+    renamed_private,
+)
+from tests.hostile.deeds import curves, study, study_journal
 from tests.hostile.users import Machine
 
 
@@ -61,6 +69,16 @@ def _her_own_link_in_a_folder_of_the_group_is_followed(machine: Machine) -> None
 
     assert machine.alice.run(write) is None
     assert (there / "r.json").exists()
+
+
+@daily
+# SECURITY.md: S12
+def _a_trials_checkpoint_is_her_own_renamed_folder(machine: Machine) -> None:
+    place = machine.folder("group")
+    machine.alice.run(lambda: study(place / "s"), umask=0o002)
+    page = renamed_private(machine, place / "s" / "trials" / "0000", "checkpoint")
+    assert machine.alice.run(lambda: study(place / "s")) is None
+    assert page.read_text() == "dear diary"
 
 
 # Locks

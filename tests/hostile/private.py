@@ -3,11 +3,13 @@
 import contextlib
 import io
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
@@ -37,6 +39,8 @@ from tests.hostile.commands import (
     link,
     renamed_private,
 )
+from tests.hostile.drawn_attacks import PLANTS
+from tests.hostile.optional import feature
 from tests.hostile.users import Machine
 
 
@@ -242,6 +246,29 @@ def _nothing_that_she_writes_without_a_umask_can_be_changed(machine: Machine) ->
     paths = [place, *place.rglob("*")]
     assert len(paths) > 20
     assert [path for path in paths if path.lstat().st_mode & 0o002] == []
+
+
+@daily
+# SECURITY.md: S13
+def _compiled_code_of_a_stranger_is_not_run(machine: Machine) -> None:
+    use = feature("compilation.compiled_model").use_private_cache
+    name = "torchinductor_alice"
+
+    def folder(place: Path) -> str:
+        tempfile.tempdir, os.environ["LOGNAME"] = str(place), "alice"
+        assert default_cache_dir() == str(place / name)
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        use()
+        return os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+
+    private = str(machine.alice.home / ".cache" / "dlio" / "torchinductor")
+    for plant in ("none", "folder", "link home", "file"):
+        place = machine.folder("sticky")
+        if plant != "none":
+            machine.mallory.run(lambda: PLANTS[plant](place / name, machine))  # noqa: B023
+        assert machine.alice.run(lambda: folder(place)) == ("" if plant == "none" else private)  # noqa: B023
+    free = machine.folder("open")
+    assert machine.alice.run(lambda: folder(free)) == private
 
 
 @attack

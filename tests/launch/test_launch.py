@@ -245,3 +245,36 @@ def test_ranks_that_survive_each_others_loss_have_a_time_limit_too(capture: bool
     argv = [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(subprocess.TimeoutExpired):
         launch(argv, 2, capture=capture, timeout_s=2, min_ranks=1)
+
+
+@pytest.mark.mpi
+@pytest.mark.cold
+def test_too_little_shared_memory_for_mpi_is_said_before_ranks_start() -> None:
+    small = "mount -t tmpfs -o size=64k none /dev/shm"
+    unshared = ["unshare", "-m", "--propagation", "private", "sh", "-c"]
+    if os.geteuid() or subprocess.run([*unshared, small], check=False).returncode:
+        pytest.skip("needs root, and the right to mount")
+    words = [
+        sys.executable,
+        "-m",
+        "dlio.cli",
+        "launch",
+        "-n",
+        "2",
+        "--backend",
+        "mpi",
+        "--",
+        "true",
+    ]
+    done = subprocess.run(
+        [*unshared, f'{small} && exec "$@"', "sh", *words],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 2
+    *begun, said = done.stderr.splitlines()
+    assert len(begun) <= 1, done.stderr
+    assert "/dev/shm has only 6" in said
+    assert "--backend torch" in said

@@ -106,6 +106,15 @@ def test_a_run_that_is_told_to_end_goes_on_exactly(dlio: Dlio, pictures: Path, h
     assert _check(dlio, pictures, here, times=1, epochs=4) == 1
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("fault", ["shrink", pytest.param("restart", marks=pytest.mark.nightly)])
+def test_ranks_that_others_survive_are_all_told_to_end(
+    fault: str, dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    more = ("--fault-tolerance", fault, "--checkpoint", "whole-c")
+    assert _check(dlio, pictures, here, times=1, epochs=4, more=more) == 1
+
+
 @pytest.mark.nightly
 @pytest.mark.mpi
 @pytest.mark.cold

@@ -34,6 +34,7 @@ BEFORE_STEPS = {"check", "python", "order", "torch", "import", "data"}
 DAILY = {
     ("mpi", "python", signal.SIGTERM, True),
     ("torch", "order", signal.SIGUSR1, True),
+    ("torch", "step", signal.SIGHUP, True),
     ("one", "torch", signal.SIGINT, False),
     ("one", "import", signal.SIGUSR1, False),
 }
@@ -44,7 +45,7 @@ def _cases() -> list[Any]:
         pytest.param(*case, marks=[] if case in DAILY else pytest.mark.nightly)
         for mode in ("one", "mpi", "torch")
         for moment in MOMENTS
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
         for saves in (True, False)
         if (mode != "one" or moment in ALONE) and (moment != "data" or saves)
         for case in [(mode, moment, number, saves)]

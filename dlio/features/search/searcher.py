@@ -27,6 +27,7 @@ from dlio.launch.node.zygote_process import ZygoteProcess
 from dlio.launch.rank_environment import meeting_variables
 from dlio.util.input_files import open_input
 from dlio.util.settings import LAUNCHER, RECORD, TRIAL, TRIAL_LINK
+from dlio.util.signals import EndOrder, heard_signals, leave_closed_terminal
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import PUBLIC_FILE, open_own
 
@@ -434,7 +435,7 @@ class Searcher:
             self._stop(record)
         elif code == 0 and not team.was_killed and record.epochs:
             self._study.end(record, "complete")
-        elif code < 0 or code == STOPPED or (team.was_killed and code == 0):
+        elif code < 0 or self._explains(code) or (team.was_killed and code == 0):
             self._again = sorted([*self._again, record], key=lambda each: each.number)
             if not self._stopping:
                 self._deaths[record.number] += 1
@@ -448,6 +449,10 @@ class Searcher:
             self._study.end(record, "failed", said)
         self._study.tidy()
         self._give_up_if_hopeless()
+
+    def _explains(self, code: int) -> bool:
+        """True if a trial ended with this code as it was told to, also before it listened."""
+        return code == STOPPED or EndOrder(self._stopping).explains(code)
 
     def _give_up_if_hopeless(self) -> None:
         records = self._study.records
@@ -488,14 +493,15 @@ class Searcher:
             its.setblocking(False)
             self._selector.register(mine, selectors.EVENT_READ)
 
-            def act(*_: object) -> None:
-                if self._asked:
+            def act(number: int, _: object) -> None:
+                leave_closed_terminal(number)
+                if self._asked and number != signal.SIGHUP:
                     raise KeyboardInterrupt
                 self._asked = True
                 with suppress(BlockingIOError):
                     its.send(b"x")
 
-            numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            numbers = (signal.SIGINT, *heard_signals())
             before = {number: signal.signal(number, act) for number in numbers}
             try:
                 yield

@@ -25,7 +25,7 @@ from dlio.features.search.search_space import Point
 from dlio.features.search.study_journal import StudyJournal
 from dlio.features.search.successive_halving import TrialCourse
 from dlio.util.closable import Closable
-from dlio.util.folders import remove_path
+from dlio.util.folders import remove_all_marked
 from dlio.util.input_files import MOST_SETTINGS, as_usage, read_json
 from dlio.util.json_output import json_text
 from dlio.util.user_folders import make_folders
@@ -227,7 +227,7 @@ class Study(Closable):
         for record in self.records:
             if not record.has_ended:
                 continue
-            remove_path(os.path.join(self.trial_folder(record.number), "checkpoint"))
+            remove_all_marked(os.path.join(self.trial_folder(record.number), "checkpoint"), ".lock")
             if record.number not in best:
                 remove_file(self.weights(record.number))
 

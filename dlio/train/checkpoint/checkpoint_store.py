@@ -52,6 +52,8 @@ _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"
 _ABOUT: Final = "about.json"
 _SUMS: Final = "checksums"
+_BOUND: Final = "parts_of_step"
+"""Key of the step that the checksums of the ranks' parts are of, too; earlier versions lack it."""
 _FORMAT: Final = 1
 _WRITE_TIMEOUT_S: Final = 1800.0
 Tensors = Mapping[str, torch.Tensor]
@@ -240,7 +242,7 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         self._copies.begin({name: tensors[name] for name in _written_by(sizes, rank, ranks)}, later)
         self.wait_s += time.perf_counter() - began
-        whole = {**about, "format": _FORMAT, "step": step, "ranks": ranks}
+        whole = {**about, "format": _FORMAT, "step": step, "ranks": ranks, _BOUND: step}
         unfinished = self._unfinished = self._pending(whole, rank, ranks)
         self._outcome = None
         self._writer = Workers(
@@ -318,9 +320,9 @@ class Checkpoints(RecoveryPart[CheckpointStanding]):
         try:
             self._copies.finish()
             staged = self._copies.held
-            checksum = {_sum_name(unfinished.rank): _checksum(staged)}
+            checksum = _checksum(staged, unfinished.about[_BOUND])
             with self._place.unfinished(unfinished.hidden) as path:
-                write_part(path, unfinished.rank, {**staged, **checksum})
+                write_part(path, unfinished.rank, {**staged, _sum_name(unfinished.rank): checksum})
         except BaseException as raised:
             error = self._reason(raised)
             if unfinished.ranks > 1:
@@ -456,7 +458,8 @@ def _verified(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> Tensors:
             raise SourceError(f"{path}: the checkpoint lacks the tensors of rank {saved}")
         names = _written_by(sizes, saved, saved_ranks)
         tensors = read_tensors(path, [*names, name])
-        if not torch.equal(tensors.pop(name), _checksum(tensors)):
+        # A part of an older checkpoint is whole in itself.
+        if not torch.equal(tensors.pop(name), _checksum(tensors, checkpoint.about.get(_BOUND))):
             raise SourceError(f"{path}: the checkpoint is damaged: its checksum differs")
         whole |= tensors
     return whole
@@ -476,9 +479,9 @@ def _written_by(sizes: Mapping[str, int], rank: int, ranks: int) -> set[str]:
     return mine
 
 
-def _checksum(tensors: Tensors) -> torch.Tensor:
-    """XXH3 checksum of names and bytes; int64 (1,)."""
-    digest = xxhash.xxh3_64()
+def _checksum(tensors: Tensors, step: object) -> torch.Tensor:
+    """XXH3 checksum of a step, unless it is None, and of names and bytes; int64 (1,)."""
+    digest = xxhash.xxh3_64(b"" if step is None else f"step {step}\n".encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         flat = tensors[name].contiguous().reshape(-1)

@@ -18,7 +18,15 @@ KILLS = '''
 import os
 import signal
 
+import time
+
 from dlio.train.callbacks import Callback
+
+_early = os.environ.get("TEST_TOLD_EARLY", "")
+if _early and "DLIO_TRIAL" in os.environ and not os.path.exists(_early):
+    open(_early, "w").close()
+    os.kill(int(os.environ["DLIO_LAUNCHER_PID"]), signal.SIGTERM)
+    time.sleep(100)  # Until the searcher's signal comes.
 
 
 class Kill(Callback):
@@ -132,6 +140,22 @@ def test_a_search_that_is_told_to_end_goes_on_from_checkpoints(tables: Path) -> 
     assert log.read_text().count("epoch 2/4") == 1
     assert [len(trial["epochs"]) for trial in results["trials"]] == [4, 4]
     assert (results["trial_source_bytes"], len(results["best"])) == (0, 1)
+
+
+@pytest.mark.parametrize("is_script", [False, True])
+def test_a_trial_that_is_told_to_end_before_it_begins_has_not_failed(
+    tables: Path, is_script: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_TOLD_EARLY", str(tables / "early"))
+    words = [*_train_words("told", ranks=1), "--trials", "1"]
+    if is_script:
+        (tables / "script.py").write_text(SCRIPT)
+        words = ["--set", "lr=0.1,0.2", "--objective", "loss", "--trials", "1", "--json"]
+        words += ["--", "script.py", "--lr", "{lr}"]
+    ended = _search(tables, *words, code=75)
+    assert "failed" not in ended.stdout
+    trials = _results(_search(tables, *words))["trials"]
+    assert [trial["state"] for trial in trials] == ["complete"]
 
 
 def test_a_script_is_searched_by_its_metric_lines_whatever_is_killed(tables: Path) -> None:
