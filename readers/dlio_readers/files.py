@@ -163,9 +163,9 @@ _SUFFIXES: Final = (*_NUMPY, *HDF5_SUFFIXES, *_SCANS)
 _INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")
 _TARGETS: Final = ("labels", "label", "labelsTr", "masks", "mask", "segmentations", "targets")
 _TRAINS, _TESTS, _TEST_TARGETS = "imagesTr", "imagesTs", "labelsTs"
-_CHANNEL: Final = "_0000"
-_FURTHER: Final = re.compile(r"_\d{4}$", re.ASCII)
-"""Ends the name of an image's first channel, as nnU-Net names files; its label lacks it."""
+_SECOND: Final = "_0001"
+_CHANNEL: Final = re.compile(r"_\d{4}$", re.ASCII)
+"""Ends the name of an image's channel, as nnU-Net names files; its label lacks it."""
 _VERSION: Final = 2
 _OPEN_FILES: Final = 64
 _KEPT_BYTES: Final = 64 << 20
@@ -175,7 +175,7 @@ kept, or one in so many of the bytes that this process may have."""
 _SAMPLED: Final = 256
 """Files whose contents the fingerprint samples, besides all files' sizes and times."""
 _AGAIN: Final = "open it again"
-_PAIR: Final = ("image", "label")
+_LABEL: Final = ("label",)
 _PROBED: Final = 256
 """Folders by whose names of files cases are told from classes."""
 _DEEPEST: Final = 32
@@ -259,9 +259,9 @@ class FilesReader(PathReader):
         self._dtypes: dict[str, np.dtype[Any]] = {n: np.dtype(d) for n, d in head["dtypes"]}
         if head.get("fraction"):
             tell_once(
-                f"{self._urls[1]}: a label is {head['fraction']}: round such labels, since cut to "
-                "whole numbers they are off by one (nibabel scales floats that are saved under a "
-                "header of integers)"
+                f"{self._urls[self._sides - 1]}: a label is {head['fraction']}: round such labels, "
+                "since cut to whole numbers they are off by one (nibabel scales floats that are "
+                "saved under a header of integers)"
             )
         self._facts = _unpacked(head["dtypes"], index["dims"], len(self._rows))
         fields = [
@@ -529,7 +529,7 @@ class FilesReader(PathReader):
         ]
         head = {
             "dtypes": [(name, dtype) for name, dtype, _ in dtypes],
-            "fraction": self._fraction(first) if self._sides_named == _PAIR else "",
+            "fraction": self._fraction(first) if self._sides_named[-1:] == _LABEL else "",
         }
         numbers = np.array([size for _, _, size in dtypes], np.int64)
         table = np.array(dims, np.int64).reshape(len(self._rows), -1)
@@ -542,7 +542,7 @@ class FilesReader(PathReader):
         """Return a value of the first target that is not a whole number, if there is one."""
         if arrays["label"].dtype.kind != "f":
             return ""
-        (target,) = self._open(1).values()
+        (target,) = self._open(self._sides - 1).values()
         values = target.read(tuple(slice(0, side) for side in target.shape))
         odd = values[np.isfinite(values) & (values != np.rint(values))]
         return f"{odd[0]:g}" if len(odd) else ""
@@ -625,12 +625,8 @@ def _find(
         raise no_splits(split, urls[0])
     if split is not None and chosen_split(split, splits, urls[0]) == "test":
         source, url = Source(urls[0]), urls[0]
-        if source.is_folder(_TEST_TARGETS):
-            return _pairs(source, url, _TESTS, _TEST_TARGETS), [], _PAIR
-        own = _files(source, _TESTS)
-        if not own:
-            raise SourceError(f"{url}/{_TESTS} holds no arrays or scans: check the path")
-        return [_SampleFiles(f"{_TESTS}/{each.name}", (each,)) for each in own], [], ()
+        has_targets = source.is_folder(_TEST_TARGETS)
+        return _pairs(source, url, _TESTS, _TEST_TARGETS if has_targets else None)
     if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS) or not Source(urls[0]).is_folder():
         return [_SampleFiles(last_name(url), (file_at(url),)) for url in urls], [], ()
     source, url = Source(urls[0]), urls[0]
@@ -640,7 +636,7 @@ def _find(
     if inputs:
         if not targets:
             raise SourceError(f"{url} has {inputs[0]}/ and no labels/: add it, or open {inputs[0]}")
-        return _pairs(source, url, inputs[0], targets[0]), [], _PAIR
+        return _pairs(source, url, inputs[0], targets[0])
     own = _files(source, "")
     if own:
         return [_SampleFiles(each.name, (each,)) for each in own], [], ()
@@ -741,31 +737,57 @@ def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:
     return [name for name, known in zip(names, is_one, strict=True) if known]
 
 
-def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleFiles]:
-    """Return inputs with the targets of the same name. Raises SourceError for one without."""
-    by_stem = {_stem(each.name): each for each in _files(source, targets)}
-    rows = []
-    for each in _files(source, inputs):
-        stem = _stem(each.name)
-        target = by_stem.get(stem) or by_stem.get(stem.removesuffix(_CHANNEL))
-        if target is None:
-            text = f"has no file of its name in {targets}/: add it, or remove it"
-            if _FURTHER.search(stem) and by_stem.get(stem[:-5]):
-                text = (
-                    "is a further channel of nnU-Net's, and a sample has one file: join the "
-                    "channels of each case to one array"
-                )
-            raise SourceError(f"{each.url} {text}")
-        rows.append(_SampleFiles(f"{inputs}/{each.name}", (each, target)))
-    if not rows:
+def _pairs(
+    source: Source, url: str, inputs: str, targets: str | None
+) -> tuple[list[_SampleFiles], list[str], Sequence[str]]:
+    """Return (samples, [], their fields): inputs with the targets of the same name, if any.
+
+    Of nnU-Net's names, the channels of a case, `_0000` and `_0001`, are fields.
+
+    Raises SourceError for an input without its target, and a case without a channel of others.
+    """
+    files = _files(source, inputs)
+    if not files:
         raise SourceError(f"{url}/{inputs} holds no arrays or scans: check the path")
-    taken = {each.files[1].url for each in rows}
-    left = [each.name for each in by_stem.values() if each.url not in taken]
+    by_stem = {_stem(each.name): each for each in _files(source, targets)} if targets else {}
+    stems = [_stem(each.name) for each in files]
+    # Without targets, a second channel says that the ends of names are channels.
+    has_channels = bool(targets) or any(stem.endswith(_SECOND) for stem in stems)
+    cases: dict[str, dict[str, FilePlace]] = {}
+    for each, stem in zip(files, stems, strict=True):
+        case = _CHANNEL.sub("", stem) if has_channels and stem not in by_stem else stem
+        if targets and case not in by_stem:
+            raise SourceError(
+                f"{each.url} has no file of its name in {targets}/: add it, or remove it"
+            )
+        cases.setdefault(case, {})[stem.removeprefix(case)] = each
+    left = [each.name for stem, each in by_stem.items() if stem not in cases]
     if left:
         tell_once(
             f"{url}: {named_files(left)} of {targets} left out: {inputs} has none of the name"
         )
-    return rows
+    ends = sorted({end for own in cases.values() for end in own})
+    if all(len(own) == 1 for own in cases.values()):
+        fields = ["image"]
+    else:
+        fields = [f"image{end}" for end in ends]
+        odd = next((case for case, own in cases.items() if len(own) < len(ends)), None)
+        if odd is not None:
+            have, shown = ", ".join(sorted(cases[odd])), ", ".join(ends)
+            raise SourceError(
+                f"{url}/{inputs}: case {odd} has the channels {have}, and others {shown}: make "
+                "it like them, or remove it"
+            )
+    rows = [
+        _SampleFiles(
+            f"{inputs}/{next(iter(own.values())).name}",
+            (*(own[end] for end in sorted(own)), *([by_stem[case]] if targets else ())),
+        )
+        for case, own in cases.items()
+    ]
+    if targets:
+        fields.append("label")
+    return rows, [], () if fields == ["image"] else tuple(fields)
 
 
 def _stem(name: str) -> str:

@@ -258,3 +258,30 @@ def test_dicom_without_its_preamble_is_read_and_without_its_header_refused(tmp_p
         path.write_bytes(text)
         with pytest.raises(SourceError, match=r"is not a DICOM file, or lacks the header.*force"):
             FilesReader(str(path))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_channels_of_a_case_are_its_fields(split: str, tmp_path: Path) -> None:
+    folder = {"train": "imagesTr", "test": "imagesTs"}[split]
+    for each in ("imagesTr", "imagesTs", "labelsTr"):
+        (tmp_path / each).mkdir()
+    arrays = {}
+    for case in range(3):
+        for channel in range(2):
+            arrays[case, channel] = np.full((2, 3 + case), 10 * case + channel, np.float32)
+            for each in ("imagesTr", "imagesTs"):
+                np.save(tmp_path / each / f"liver_{case}_{channel:04}.npy", arrays[case, channel])
+        np.save(tmp_path / "labelsTr" / f"liver_{case}.npy", np.full((2, 3 + case), case))
+    reader = FilesReader(str(tmp_path), split=split)
+    fields = ["image_0000", "image_0001", *(["label"] if split == "train" else [])]
+    assert [name for name, _ in reader.schema.fields] == fields
+    for case, payload in enumerate(reader.read(np.arange(3))):
+        values = reader.schema.split(payload)
+        for channel in range(2):
+            np.testing.assert_array_equal(values[f"image_{channel:04}"], arrays[case, channel])
+        assert split == "test" or (values["label"] == case).all()
+    (tmp_path / folder / "liver_1_0001.npy").unlink()
+    with pytest.raises(
+        SourceError, match="case liver_1 has the channels _0000, and others _0000, _0001"
+    ):
+        FilesReader(str(tmp_path), split=split)
