@@ -287,11 +287,12 @@ def _compare_classes(
     own, theirs = list(reader.classes), None
     urls = [split_fields(path)[0] for path in paths]
     if not is_remote(urls[0]) and os.path.isdir(urls[0]):
-        names = [name for name, folder in Source(urls[0]).names() if folder]
         here = str(reader.path) if isinstance(reader.path, str) else ""
-        if not here or [name for name, folder in Source(here).names() if folder] != own:
+        if not here or _folders(here) != own:
             return  # Of a table, or of files in the folder.
-        theirs = names
+        place, theirs = urls[0], _folders(urls[0])
+        while len(theirs) == 1 and theirs != own and (inner := _folders(inside(place, theirs[0]))):
+            place, theirs = inside(place, theirs[0]), inner  # As in test/test/<class>.
     elif not is_remote(urls[0]) and sum(map(os.path.getsize, urls)) <= _COMPARED:
         try:
             other = _opened(
@@ -313,6 +314,10 @@ def _compare_classes(
             "class in both; store the labels as numbers, or open both as a list of paths, which "
             "numbers them together"
         )
+
+
+def _folders(url: str) -> list[str]:
+    return [name for name, folder in Source(url).names() if folder]
 
 
 def _opened(reading: Interpretation, named: bool) -> Reader:
@@ -548,7 +553,7 @@ def _check_several(url: str, kinds: Kinds) -> None:
             known[name] = data
     if not known:
         return
-    hive = hive_words(folders)
+    hive = hive_words(folders, next(iter(known.values()))[0])
     if hive:
         raise UsageError(f"{url}: {hive}")
     if len(known) > 1:
