@@ -269,11 +269,22 @@ class FilesReader(PathReader):
             for name, dtype in self._dtypes.items()
         ]
         if len(self.classes):
-            if "label" in self._dtypes:
-                raise UsageError(f"{self.path}: files hold a label, and class folders name another")
-            fields.append(("label", "int64"))
+            own = dict(fields).get("label")
+            if own is None:
+                fields.append(("label", "int64"))
+            elif "[" not in own:
+                raise UsageError(
+                    f"{self.path}: files hold a label, and class folders name another: open a "
+                    "pattern of them for their own, such as FOLDER/*/*.npz"
+                )
+            else:
+                tell_once(
+                    f"{self.path}: the label of a sample is the array of its file, and not the "
+                    "folder"
+                )
+                self.classes = []
         self.schema = Schema(tuple(fields))
-        self.labels = np.array([row.label for row in self._rows], np.int64)
+        self.labels = np.array([row.label for row in self._rows], np.int64) * bool(self.classes)
         bodies = {
             name: np.array([np.prod(f.shape, dtype=np.int64) for f in facts], np.int64)
             * self._dtypes[name].itemsize

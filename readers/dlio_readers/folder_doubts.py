@@ -200,9 +200,9 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
                 f"format='masks', images={name!r}, masks={other!r} reads them so"
             )
     for name, other in permutations(counts, 2) if len(counts) <= _FEW_FOLDERS else ():
-        end = counts[name] == counts[other] and _end_of_masks(
-            *([_stem(each) for each in folders[folder]] for folder in (name, other))
-        )
+        pictures, masks = ([_stem(each) for each in folders[folder]] for folder in (name, other))
+        are_masks = bool(MASK_FOLDER.search(other)) and not MASK_FOLDER.search(name)
+        end = counts[name] == counts[other] and _end_of_masks(pictures, masks, are_masks)
         if end:
             words.append(
                 f"{other} holds the names of {name} with {end}, as masks do: format='masks', "
@@ -270,13 +270,14 @@ def _are_pairs(files: Sequence[str], others: Sequence[str]) -> bool:
     )
 
 
-def _end_of_masks(pictures: Sequence[str], others: Sequence[str]) -> str:
+def _end_of_masks(pictures: Sequence[str], others: Sequence[str], are_masks: bool) -> str:
     """Return the ending, such as `_gt`, of the names of some files that are else those of pictures,
-    one each; "" unless it is a word for masks."""
+    one each; "" unless it is a word for masks, or any if their folder's name says so."""
     first = min(pictures, default="")
     longer = [name for name in others if name.startswith(first) and name != first]
     for end in {name.removeprefix(first) for name in longer}:
-        if _MASK.fullmatch(f"a{end}") and sorted(others) == sorted(n + end for n in pictures):
+        is_word = are_masks or _MASK.fullmatch(f"a{end}")
+        if is_word and sorted(others) == sorted(n + end for n in pictures):
             return end
     return ""
 

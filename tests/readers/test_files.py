@@ -285,3 +285,29 @@ def test_the_channels_of_a_case_are_its_fields(split: str, tmp_path: Path) -> No
         SourceError, match="case liver_1 has the channels _0000, and others _0000, _0001"
     ):
         FilesReader(str(tmp_path), split=split)
+
+
+@pytest.mark.parametrize("kind", ["npz", "h5"])
+def test_an_array_that_files_call_their_label_is_it_also_in_class_folders(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, name in enumerate(("patient001", "patient002")):
+        (tmp_path / name).mkdir()
+        for k in range(2):
+            arrays = {"image": np.zeros((4, 5 + k)), "label": np.full((4, 5 + k), number + k)}
+            if kind == "npz":
+                np.savez(tmp_path / name / f"{k}.npz", **arrays)  # type: ignore[arg-type]
+                continue
+            with h5py.File(tmp_path / name / f"{k}.h5", "w") as file:
+                for field, array in arrays.items():
+                    file[field] = array
+    reader = FilesReader(str(tmp_path), layout="classes")
+    values = [reader.schema.split(payload)["label"] for payload in reader.read(np.arange(4))]
+    assert [int(np.asarray(value).flat[0]) for value in values] == [0, 1, 1, 2]
+    assert (list(reader.classes), reader.labels.tolist()) == ([], [0, 0, 0, 0])
+    assert "the label of a sample is the array of its file, and not the folder" in caplog.text
+    for path in tmp_path.rglob("*.*"):
+        path.unlink()
+        np.savez(path.with_suffix(".npz"), image=np.zeros(3), label=np.int64(1))
+    with pytest.raises(UsageError, match=r"class folders name another: open a pattern"):
+        FilesReader(str(tmp_path), layout="classes")
