@@ -43,6 +43,7 @@ from dlio.data.labels import (
     most_likely_label,
     repeating_fields,
     several_labels,
+    twins_in_case,
 )
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
@@ -256,6 +257,8 @@ def _tell_of_labels(reader: Reader, kind: object) -> None:
             f"its label {several!r} seems to be several, and is one class: store one label a "
             "sample, or a column of 0 and 1 for each"
         )
+    if hasattr(reader, "unlabelled"):  # Readers of folders tell it of theirs.
+        text = text or twins_in_case(reader.classes)
     if text:
         tell_once(f"{reader.path}: {text}")
 

@@ -517,10 +517,7 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
     """Return the words about class folders that hold the other classes again, as archives do that
     were packed twice, or that all hold the same folders, such as `images` and `masks`, or folders
     and no pictures unless one `has_own`, as SUN397's `a/abbey`."""
-    inner = {
-        name: sorted(each for each, is_folder in source.names(name) if is_folder)
-        for name in folders[:_PROBED]
-    }
+    inner = {name: _folders_in(source, name) for name in folders[:_PROBED]}
     for name, own in inner.items():
         again = [each for each in own if each in folders]
         if len(again) > 1:
@@ -528,8 +525,13 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
                 f"{name} is a class that holds folders called {' and '.join(again[:2])}, as other "
                 f"classes are: remove it, or open {source.path(name)}"
             ]
-    first = next(iter(inner.values()))
-    if len(inner) > 1 and len(first) > 1 and all(own == first for own in inner.values()):
+    # Of amazon/images/bike, dslr/images/bike those in images.
+    deeper = [
+        (len(own) == 1 and _folders_in(source, f"{name}/{own[0]}")) or own
+        for name, own in inner.items()
+    ]
+    first = deeper[0]
+    if len(inner) > 1 and len(first) > 1 and all(own == first for own in deeper):
         return [
             f"each of these folders holds the folders {', '.join(first[:3])}, as cases do and "
             "classes do not: their labels are the outer folders all the same"
@@ -541,6 +543,10 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
             f"are the outer ones: open {source.path('*')}/ for the inner ones"
         ]
     return []
+
+
+def _folders_in(source: Source, folder: str) -> list[str]:
+    return sorted(name for name, is_folder in source.names(folder) if is_folder)
 
 
 def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Final
 import xxhash
 
 from dlio.data.interpretation import CONTAINERS, named_files
+from dlio.data.labels import twins_in_case
 from dlio.data.splits import split_word
 
 _MOST_PARTS: Final = 16
@@ -233,10 +234,8 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
             f"{classes[0]}, {classes[1]} and so on name persons or cases, and are read as classes: "
             "table= and label= give the labels of a table, if they are none"
         )
-    small: dict[str, str] = {}
-    twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]
-    if twins:
-        words.append(f"{twins[0][0]} and {twins[0][1]} are two classes, and differ only in case")
+    if twins := twins_in_case(classes):
+        words.append(twins)
     if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != sorted(classes):
         places = {name: place for place, name in enumerate(sorted(classes))}
         odd = next(name for name, place in places.items() if int(name) != place)

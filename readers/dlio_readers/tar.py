@@ -499,10 +499,8 @@ def _build(file: File, fields: tuple[str, ...], label: str | None) -> Arrays:
         builder = _ApartBuilder(*own, has_folders=False)
         try:
             return {**_filled(builder, walk), **extra}
-        except _WrongSample:
-            if builder.has_parts:
-                raise
-            raise error from None
+        except _WrongSample as joined:
+            raise SourceError(str(joined if builder.has_parts else error)) from None
 
 
 def _filled(builder: "_Builder", walk: Callable[[], TarMembers]) -> Arrays:

@@ -117,6 +117,12 @@ CLASSES = {
         classes=["Cat", "cat", "dog"],
         warning="Cat and cat are two classes, and differ only in case",
     ),
+    "domains": _Owned(
+        "am/images/cup/0.png am/images/pen/0.png dslr/images/cup/0.png dslr/images/pen/0.png",
+        labels=[0, 0, 1, 1],
+        classes=["am", "dslr"],
+        warning="each of these folders holds the folders cup, pen, as cases do",
+    ),
     "packed twice": _Owned(
         "P/a/0.png P/b/0.png a/0.png b/0.png",
         labels=[0, 0, 1, 2],
@@ -167,6 +173,12 @@ TABLES = {
     "backslashes": _Owned(
         "im/a.png im/b.png",
         {"labels.csv": "file_name,label\nim\\a.png,y\nim\\b.png,x\n"},
+        [1, 0],
+        ["x", "y"],
+    ),
+    "backslashes in a list": _Owned(
+        "im/a.png im/b.png",
+        {"data.csv": "path,label\nim\\a.png,y\nim\\b.png,x\n"},
         [1, 0],
         ["x", "y"],
     ),
