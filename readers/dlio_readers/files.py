@@ -49,6 +49,7 @@ from dlio_readers.folder_doubts import (
     parts_of_cases,
 )
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
+from dlio_readers.label_tables import check_agreement, named_in, naming_table, numbered, read_table
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
 from dlio_readers.ranges import StoredArray
@@ -174,6 +175,8 @@ _KEPT_SHARE: Final = 16
 kept, or one in so many of the bytes that this process may have."""
 _SAMPLED: Final = 256
 """Files whose contents the fingerprint samples, besides all files' sizes and times."""
+_TABLES: Final = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+_TABLE_HEAD: Final = 1 << 14
 _AGAIN: Final = "open it again"
 _LABEL: Final = ("label",)
 _PROBED: Final = 256
@@ -188,7 +191,8 @@ class _SampleFiles:
     name: str
     files: tuple[FilePlace, ...]
     """The input, and the target if there are targets."""
-    label: int = 0
+    label: int | None = None
+    """None without labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,8 @@ class FilesReader(PathReader):
         layout: `classes` for folders that are classes, `cases` for those that are a sample each, of
             the same files, such as `flair`, `t1` and `seg`: these are its fields; None for cases
             where most folders hold files of the same names, or of the same after the folder's.
+        table: the table, in the folder, that labels its files; None for `labels.csv` and the like.
+        label: the column of labels in it; None for the one that is called so.
 
     Raises SourceError for damaged files, a missing target, and files that differ in fields, types
     or numbers of dimensions.
@@ -240,8 +246,11 @@ class FilesReader(PathReader):
         path: str | Sequence[str],
         split: str | None = None,
         layout: Literal["classes", "cases"] | None = None,
+        table: str | None = None,
+        label: str | None = None,
     ) -> None:
-        self._rows, self.classes, self._sides_named = _find(path, split, layout)
+        self._rows, self.classes, self._sides_named = _find(path, split, layout, table, label)
+        self._is_labelled = self._rows[0].label is not None
         self._found = [file for row in self._rows for file in row.files]
         self._urls = [file.url for file in self._found]
         self._sides = len(self._rows[0].files)
@@ -268,7 +277,7 @@ class FilesReader(PathReader):
             (name, array_kind(dtype, _common([facts.shape for facts in self._facts[name]])))
             for name, dtype in self._dtypes.items()
         ]
-        if len(self.classes):
+        if self._is_labelled:
             own = dict(fields).get("label")
             if own is None:
                 fields.append(("label", "int64"))
@@ -282,9 +291,10 @@ class FilesReader(PathReader):
                     f"{self.path}: the label of a sample is the array of its file, and not the "
                     "folder"
                 )
-                self.classes = []
+                self.classes, self._is_labelled = [], False
         self.schema = Schema(tuple(fields))
-        self.labels = np.array([row.label for row in self._rows], np.int64) * bool(self.classes)
+        self.labels = np.array([row.label or 0 for row in self._rows], np.int64)
+        self.labels *= self._is_labelled
         bodies = {
             name: np.array([np.prod(f.shape, dtype=np.int64) for f in facts], np.int64)
             * self._dtypes[name].itemsize
@@ -299,9 +309,8 @@ class FilesReader(PathReader):
             f"{file.url} {file.stamp if k in sampled else (file.size, file.times)}"
             for k, file in enumerate(files)
         ]
-        self.fingerprint = fingerprint_of(
-            "files", _VERSION, self.schema.to_json(), *self.classes, *stamps, index["dims"]
-        )
+        facts = [self.schema.to_json(), *self.classes, *stamps]
+        self.fingerprint = fingerprint_of("files", _VERSION, *facts, index["dims"], self.labels)
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -318,8 +327,11 @@ class FilesReader(PathReader):
         if any(name.lower().endswith(_SCANS) for name, folder in names if not folder):
             return None
         folders = [name for name, folder in names if folder and not name.startswith(".")]
-        if any(name.lower().endswith(_SUFFIXES) for name, folder in names if not folder):
+        arrays = [n for n, folder in names if not folder and n.lower().endswith(_SUFFIXES)]
+        if arrays and not any(n.lower().endswith(_TABLES) for n, folder in names if not folder):
             return "holds arrays whose rows may be samples"
+        if arrays:
+            return None  # `fit` looks whether a table names them.
         inputs = [name for name in folders if name in _INPUTS]
         for folder in inputs or folders[:_LOOKED_AT]:
             inside = [name.lower() for name, inner in source.names(folder) if not inner]
@@ -337,7 +349,16 @@ class FilesReader(PathReader):
         """Return how well a folder fits: class folders count, and pairs are marked."""
         source = Source(path)
         rows = source.names()
-        here = [n for n, folder in rows if not folder and n.lower().endswith(_SCANS)]
+        here = [n for n, folder in rows if not folder and n.lower().endswith(_SUFFIXES)]
+        if "samples" in options and here:
+            return None
+        chosen = options.get("table") or naming_table(source, here)
+        if isinstance(chosen, str) and chosen:
+            words = f"{named_files(here)}, one a sample, with the labels of {chosen}"
+            return Fit(words, len(here), is_marked=True, used=(chosen, *here))
+        if here and not any(name.lower().endswith(_SCANS) for name in here):
+            return None  # Arrays whose rows may be samples.
+        here = [name for name in here if name.lower().endswith(_SCANS)]
         folders = [name for name, folder in rows if folder]
         inputs = [name for name in folders if name in _INPUTS]
         if inputs:
@@ -358,7 +379,13 @@ class FilesReader(PathReader):
             below = files_further_down(source, lambda name: name.lower().endswith(_SCANS))
             words = f"{named_files(here)}, one a sample"
             tables = tables_of_scans(source, here)
-            below += [words_of_tables(source, tables)] if tables else []
+            if tables:
+                text = words_of_tables(source, tables)
+                if all(named_in(source.read(name, 0, _TABLE_HEAD), here) for name in tables):
+                    text = (
+                        f"{text.partition(', and are not')[0]}: choose one with table= and label="
+                    )
+                below.append(text)
             below += filter(None, [tables_above(path, here)])
             return Fit(words, len(here), left_out=tuple(below), used=tuple(tables), doubts=doubts)
         counts, more = counted_below(source, folders, _SUFFIXES)
@@ -439,7 +466,7 @@ class FilesReader(PathReader):
 
     def _joined(self, sample: int, find: Callable[[int], File]) -> bytes | memoryview:
         """Return the payload of a sample; `find` returns a file by its number."""
-        values: dict[str, Any] = {"label": self._rows[sample].label} if len(self.classes) else {}
+        values: dict[str, Any] = {"label": self._rows[sample].label} if self._is_labelled else {}
         with ExitStack() as stack:
 
             def opened(number: int) -> dict[str, ChunkedArray]:
@@ -626,7 +653,11 @@ def _common(shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
 
 
 def _find(
-    path: str | Sequence[str], split: str | None, layout: str | None
+    path: str | Sequence[str],
+    split: str | None,
+    layout: str | None,
+    table: str | None = None,
+    label: str | None = None,
 ) -> tuple[list[_SampleFiles], list[str], Sequence[str]]:
     """Return (samples, classes, fields of the files of a sample; () for the files' own) of a path.
     Raises SourceError."""
@@ -650,7 +681,9 @@ def _find(
         return _pairs(source, url, inputs[0], targets[0])
     own = _files(source, "")
     if own:
-        return [_SampleFiles(each.name, (each,)) for each in own], [], ()
+        return *_labelled(source, own, table, label), ()
+    if table is not None or label is not None:
+        raise UsageError(f"table= and label= are for the files of one folder, and {url} has none")
     parts = _parts(source, folders[:_PROBED], layout)
     if parts:
         return _cases(source, folders, parts), [], parts
@@ -664,6 +697,29 @@ def _find(
     if not rows:
         raise SourceError(f"{url} holds no arrays or scans: check the path")
     return rows, classes, ()
+
+
+def _labelled(
+    source: Source, files: Sequence[FilePlace], table: str | None, label: str | None
+) -> tuple[list[_SampleFiles], list[str]]:
+    """Return (the files of a folder with their labels in a table, classes); without one no labels.
+
+    Raises SourceError if files and table disagree, UsageError for a column of no table.
+    """
+    names = [last_name(each.url) for each in files]
+    table = table or naming_table(source, names)
+    if not table and label is not None:
+        raise UsageError(
+            f"label={label!r}: {source.path()} has no labels.csv of its files: name a table with "
+            "table="
+        )
+    labels = read_table(source, table, names, label) if table else {}
+    if not labels:
+        return [_SampleFiles(each.name, (each,)) for each in files], []
+    check_agreement(source, table, labels, names, "file")
+    numbers, classes = numbered([labels[name] for name in names])
+    rows = zip(files, numbers.tolist(), strict=True)
+    return [_SampleFiles(each.name, (each,), number) for each, number in rows], classes
 
 
 def _parts(source: Source, folders: Sequence[str], layout: object) -> tuple[str, ...]:

@@ -20,10 +20,6 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names
 from dlio.data.interpretation import counted_below, named_files
-from dlio.data.labels import (
-    LabelEncoding,
-    encode_labels,
-)
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import (
     PART,
@@ -62,7 +58,7 @@ from dlio_readers.folder_doubts import (
 )
 from dlio_readers.foreign_labels import check_downloads, foreign_words
 from dlio_readers.hollow_folders import remedy_of_hollow
-from dlio_readers.label_tables import TABLES, read_table
+from dlio_readers.label_tables import TABLES, check_agreement, numbered, read_table
 from dlio_readers.picture_lists import (
     PictureLists,
     find_lists,
@@ -660,11 +656,11 @@ def _by_table(
     source: Source, table: str, labels: dict[str, str], pictures: Sequence[str]
 ) -> tuple[Arrays, dict[str, Any]]:
     """List the pictures of folders that a table names. Raises SourceError if they do not agree."""
-    _check_agreement(source, table, labels, pictures)
+    check_agreement(source, table, labels, pictures)
     names = sorted(pictures)
     index = FileSet.listing(source, names)
     index["sizes"] = index["sizes"] + IMAGE_LABEL.overhead
-    index["labels"], classes = _numbered([labels[name] for name in names])
+    index["labels"], classes = numbered([labels[name] for name in names])
     below = {name.rpartition("/")[0] for name in names}
     places = ["", *[table] * bool(table), *sorted(below - {""})]
     folders = {place: source.times_ns(place) for place in places}
@@ -688,7 +684,7 @@ def _by_lists(
     index["labels"] = np.zeros(len(names), np.int64)
     classes: list[str] = []
     if has:
-        index["labels"], classes = _numbered(
+        index["labels"], classes = numbered(
             [labels[name] for name in names], lists.encoding_of(split, source.path())
         )
     below = {name.rpartition("/")[0] for name in names}
@@ -697,20 +693,6 @@ def _by_lists(
     places = ["", *own, *sorted(below - {""})]
     folders = {place: source.times_ns(place) for place in places}
     return index, {"classes": classes, "labelled": bool(has), "folders": folders}
-
-
-def _check_agreement(
-    source: Source, table: str, labels: Mapping[str, str], names: Sequence[str]
-) -> None:
-    """Raise SourceError unless a table has a label for each picture, and for no other file."""
-    own = set(names)
-    lost = [name for name in labels if name not in own]
-    left = [name for name in names if name not in labels]
-    if lost or left:
-        words = [f"{len(lost)} of its files are not in the folder {lost[:3]}"] if lost else []
-        words += [f"it has no label for {counted(len(left), 'image')} {left[:3]}"] if left else []
-        classes = ", or choose layout='classes'" if any("/" in name for name in names) else ""
-        raise SourceError(f"{source.path(table)}: {', and '.join(words)}: make both agree{classes}")
 
 
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:
@@ -734,24 +716,11 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
         label_of = read_table(source, table, own)
         labelled = bool(label_of)
         if labelled:
-            _check_agreement(source, table, label_of, own)
-            labels, classes = _numbered([label_of[name] for name in own])
+            check_agreement(source, table, label_of, own)
+            labels, classes = numbered([label_of[name] for name in own])
     files = _listed("", folders[""], own, looks)
     index = _index_of([files], labels, IMAGE_LABEL.overhead * labelled)
     return index, {"classes": classes, "labelled": labelled, "folders": folders}
-
-
-def _numbered(
-    labels: Sequence[str], known: LabelEncoding | None = None
-) -> tuple[npt.NDArray[np.int64], list[str]]:
-    """Return (class numbers, class names); whole numbers stay, other labels are sorted."""
-    encoding = encode_labels(labels) if known is None else known
-    numbers = np.array([encoding.numbers[label] for label in labels], np.int64)
-    if encoding.classes:
-        return numbers, encoding.classes
-    if len(numbers) and (numbers.min() < 0 or numbers.max() > 1 << 20):
-        return numbers, []
-    return numbers, [str(number) for number in range(int(numbers.max()) + 1)]
 
 
 class _Walk:

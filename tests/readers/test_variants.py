@@ -117,13 +117,15 @@ def test_a_folder_of_tables_has_the_splits_of_its_files(tmp_path: Path) -> None:
     assert labels_of(str(tmp_path), split="test") == ([], [0])
 
 
-def test_a_table_beside_arrays_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_beside_arrays_labels_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for k in range(2):
         np.save(tmp_path / f"{k}.npy", np.ones((k + 2, 3, 3), np.float32))
     (tmp_path / "labels.csv").write_text("file,label\n0.npy,1\n1.npy,0\n")
     with caplog.at_level(logging.WARNING, "dlio"):
-        assert labels_of(str(tmp_path)) == ([], [0, 0])
-    assert "left out: 1 file (labels.csv)" in caplog.text
+        assert labels_of(str(tmp_path)) == (["0", "1"], [1, 0])
+    assert not caplog.text
 
 
 # Labels
