@@ -380,12 +380,9 @@ class FilesReader(PathReader):
             words = f"{named_files(here)}, one a sample"
             tables = tables_of_scans(source, here)
             if tables:
-                text = words_of_tables(source, tables)
-                if all(named_in(source.read(name, 0, _TABLE_HEAD), here) for name in tables):
-                    text = (
-                        f"{text.partition(', and are not')[0]}: choose one with table= and label="
-                    )
-                below.append(text)
+                heads = (source.read(name, 0, _TABLE_HEAD) for name in tables)
+                are_lists = all(named_in(head, here) for head in heads)
+                below.append(words_of_tables(source, tables, are_lists=are_lists))
             below += filter(None, [tables_above(path, here)])
             return Fit(words, len(here), left_out=tuple(below), used=tuple(tables), doubts=doubts)
         counts, more = counted_below(source, folders, _SUFFIXES)
