@@ -759,10 +759,10 @@ def volumes_of(
 ) -> dict[str, Column] | None:
     """Return the fields of files of which each is one sample; None if samples are their rows.
 
-    By default these are several files whose arrays, without labels, have two dimensions or more and
-    rows of other shapes than in other files. If only the number of rows differs, the files could
-    hold pictures as well: arrays of three dimensions that are not all bytes are taken for volumes
-    then. Both are told where it may be a mistake.
+    By default these are several files whose arrays, without labels, have three dimensions or more
+    and other shapes than in other files, or two, and rows of several lengths. If only the number of
+    rows differs, the files could hold pictures as well: arrays of three dimensions that are not all
+    bytes are taken for volumes then. Both are told where it may be a mistake.
 
     Raises UsageError if the user's choice, `samples`, is not possible.
     """
@@ -845,10 +845,14 @@ def _are_volumes(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
     dimensions = [len(column.shape) for column in first.values()]
     if len(tables) < 2 or _dimensions(first) < _VOLUME_DIMENSIONS - 1:
         return False
+    if _dimensions(first) < _VOLUME_DIMENSIONS:
+        # One file of other rows may be a stray, unless each has pairs, such as image and mask.
+        shapes = [{column.shape for column in table.values()} for table in tables]
+        are_pairs = len(first) > 1 and all(len(own) == 1 for own in shapes)
+        several = {column.shape[1:] for table in tables for column in table.values()}
+        return len(several) > 1 and (are_pairs or 2 * len(several) > len(tables))
     if not _same_rows(tables):
         return True
-    if _dimensions(first) < _VOLUME_DIMENSIONS:
-        return False
     rows = {table[name].shape[0] for table in tables for name in first}
     bytes_only = all(np.dtype(column.dtype) == np.uint8 for column in first.values())
     return len(rows) > 1 and max(dimensions) == _VOLUME_DIMENSIONS and not bytes_only

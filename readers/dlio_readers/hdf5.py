@@ -88,7 +88,8 @@ class Hdf5Reader(ColumnReader):
             if not volumes and kinds != {name: column.kind for name, column in first.items()}:
                 raise SourceError(
                     f"{head.file.name} and {heads[0].file.name} hold arrays of different names, "
-                    "types or shapes: open them one by one"
+                    "types or shapes: open them one by one, or with samples='files' if each is "
+                    "one sample"
                 )
         counts = [1 if volumes else file.count for file in heads]
         columns: dict[str, Column] = volumes or {

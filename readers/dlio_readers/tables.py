@@ -280,7 +280,7 @@ def _array_columns(
         if _kinds(table) != _kinds(tables[0]):
             raise UsageError(
                 f"{file.name} and {files[0].name} hold arrays of different names, types or shapes: "
-                "open them one by one"
+                "open them one by one, or with samples='files' if each is one sample"
             )
     if len(files) == 1:
         return tables[0], counts[0], False
