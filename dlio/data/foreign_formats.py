@@ -114,6 +114,14 @@ def check_folder(url: str) -> None:
     source = Source(url)
     rows = source.names()
     check_index(source)
+    if ("metadata", True) in rows and any(
+        name.endswith(".metadata.json") for name, _ in source.names("metadata")
+    ):
+        raise SourceError(
+            f"{source.shown()} is a table of Iceberg, whose metadata say which files are of its "
+            "last version: write that one by pyiceberg (table.scan().to_arrow()) and "
+            "pyarrow.parquet.write_table, or open 'data/*.parquet' for the rows of all versions"
+        )
     if ("snapshots", True) in rows and (("blobs", True) in rows or ("refs", True) in rows):
         _refuse_hub_cache(source)
     places = ["", *(name for name, folder in rows if folder)][: _LOOKED_INTO + 1]
@@ -215,19 +223,23 @@ def _suffix_at(name: str) -> int:
     return len(os.path.splitext(stem)[0])
 
 
+_OF_HIVE: Final = {
+    form: "write all rows to one file by pyarrow.parquet.write_table(pyarrow.dataset.dataset("
+    f"FOLDER, format={kind!r}, partitioning='hive').to_table(), 'all.parquet')"
+    for form, kind in (("tables", "csv"), ("arrow", "ipc"))
+}
+"""Remedies by format."""
 _HIVE: Final = re.compile(r"([^=/]+)=[^/]*")
 """A folder of Hive's partitions, such as `country=DE`, and the column that it names."""
 
 
-def hive_words(folders: Sequence[str]) -> str:
-    """Return the words about folders that are partitions, "" if they are not all: the column in
-    their names is in no file."""
+def hive_words(folders: Sequence[str], form: str) -> str:
+    """Return the words about folders of data sets in a format that are partitions, "" if they are
+    not all: the column in their names is in no file."""
     matches = [match for name in folders if (match := _HIVE.fullmatch(name))]
     if not folders or len(matches) < len(folders):
         return ""
     return (
-        f"its folders are partitions of Hive, whose column {matches[0][1]} stands in "
-        "their names alone, which dlio does not read: write all rows to one file by "
-        "pyarrow.parquet.write_table(pyarrow.dataset.dataset(FOLDER, partitioning='hive')"
-        ".to_table(), 'all.parquet')"
+        f"its folders are partitions of Hive, whose column {matches[0][1]} stands in their names "
+        f"alone, which dlio reads of Parquet: {_OF_HIVE.get(form, 'write it into the files')}"
     )

@@ -371,6 +371,17 @@ def several_labels(classes: Sequence[str]) -> str:
     return "" if _FEW_WORDS * len(words) >= len(known) else next(n for n in classes if " " in n)
 
 
+def twins_in_case(classes: Sequence[str]) -> str:
+    """Return the words about the first two of some classes that differ only in case; "" without
+    such."""
+    small: dict[str, str] = {}
+    for name in classes:
+        other = small.setdefault(name.lower(), name)
+        if other != name:
+            return f"{other} and {name} are two classes, and differ only in case"
+    return ""
+
+
 def is_index(name: str) -> bool:
     """True for the name that pandas gives the column of its row numbers, in files or read again."""
     return not name or name.startswith(("Unnamed: ", "__index_level_"))

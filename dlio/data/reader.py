@@ -43,6 +43,7 @@ from dlio.data.labels import (
     most_likely_label,
     repeating_fields,
     several_labels,
+    twins_in_case,
 )
 from dlio.data.links import following_links, opened_by_user
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
@@ -256,6 +257,8 @@ def _tell_of_labels(reader: Reader, kind: object) -> None:
             f"its label {several!r} seems to be several, and is one class: store one label a "
             "sample, or a column of 0 and 1 for each"
         )
+    if hasattr(reader, "unlabelled"):  # Readers of folders tell it of theirs.
+        text = text or twins_in_case(reader.classes)
     if text:
         tell_once(f"{reader.path}: {text}")
 
@@ -287,11 +290,12 @@ def _compare_classes(
     own, theirs = list(reader.classes), None
     urls = [split_fields(path)[0] for path in paths]
     if not is_remote(urls[0]) and os.path.isdir(urls[0]):
-        names = [name for name, folder in Source(urls[0]).names() if folder]
         here = str(reader.path) if isinstance(reader.path, str) else ""
-        if not here or [name for name, folder in Source(here).names() if folder] != own:
+        if not here or _folders(here) != own:
             return  # Of a table, or of files in the folder.
-        theirs = names
+        place, theirs = urls[0], _folders(urls[0])
+        while len(theirs) == 1 and theirs != own and (inner := _folders(inside(place, theirs[0]))):
+            place, theirs = inside(place, theirs[0]), inner  # As in test/test/<class>.
     elif not is_remote(urls[0]) and sum(map(os.path.getsize, urls)) <= _COMPARED:
         try:
             other = _opened(
@@ -313,6 +317,10 @@ def _compare_classes(
             "class in both; store the labels as numbers, or open both as a list of paths, which "
             "numbers them together"
         )
+
+
+def _folders(url: str) -> list[str]:
+    return [name for name, folder in Source(url).names() if folder]
 
 
 def _opened(reading: Interpretation, named: bool) -> Reader:
@@ -548,7 +556,7 @@ def _check_several(url: str, kinds: Kinds) -> None:
             known[name] = data
     if not known:
         return
-    hive = hive_words(folders)
+    hive = hive_words(folders, next(iter(known.values()))[0])
     if hive:
         raise UsageError(f"{url}: {hive}")
     if len(known) > 1:

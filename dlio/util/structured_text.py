@@ -25,6 +25,16 @@ _WIDE: Final = ((0xF0, 4), (0xC4, 2), (0, 1))
 """Bytes of a character in memory, by the greatest byte of a text in UTF-8."""
 SEPARATORS: Final = (",", ";", "\t", "|")
 """Characters between the values of a table."""
+_COMPRESSED: Final = "it is compressed by {0}: give it a name that says so, ending in {1}"
+_NO_TEXTS: Final = {
+    b"\x1f\x8b": _COMPRESSED.format("gzip", ".gz"),
+    b"BZh": _COMPRESSED.format("bzip2", ".bz2"),
+    b"\xfd7zXZ": _COMPRESSED.format("xz", ".xz"),
+    b"\x28\xb5\x2f\xfd": _COMPRESSED.format("Zstandard", ".zst"),
+    b"PK\3\4": "it is a zip archive, or a spreadsheet (.xlsx): extract it, or save it as CSV",
+    b"PAR1": "it is Parquet: give it a name that ends in .parquet",
+}
+"""First bytes of files that are called as texts and are none, and the words about each."""
 _MOST_VALUES: Final = 1 << 18
 _MOST_DEPTH: Final = 32
 YamlValue = str | list["YamlValue"] | dict[str, "YamlValue"]
@@ -76,7 +86,10 @@ def utf8_text(data: bytes | bytearray) -> str:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the error of a text in another encoding."""
+    """Return the error of a text in another encoding, or of a file that is not a text."""
+    other = next((words for head, words in _NO_TEXTS.items() if error.object.startswith(head)), "")
+    if other:
+        return other
     wide = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
     kind = "is UTF-16" if wide else f"is not UTF-8 (byte {error.object[error.start]:#04x})"
     return f"its text {kind}: save it as UTF-8"

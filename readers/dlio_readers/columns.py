@@ -51,7 +51,7 @@ from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
-from dlio.util.printable import log_warning
+from dlio.util.printable import log_warning, tell_once
 from dlio.util.structured_text import parse_json
 from dlio.util.units import counted
 from dlio_readers.array_names import fields_of_group, splits_of_arrays
@@ -760,8 +760,9 @@ def volumes_of(
     """Return the fields of files of which each is one sample; None if samples are their rows.
 
     By default these are several files whose arrays, without labels, have three dimensions or more
-    and other shapes than in other files. If only the number of rows differs, the files could hold
-    pictures as well: arrays of three dimensions that are not all bytes are taken for volumes then.
+    and other shapes than in other files, or two, and rows of several lengths. If only the number of
+    rows differs, the files could hold pictures as well: arrays of three dimensions that are not all
+    bytes are taken for volumes then. Both are told where it may be a mistake.
 
     Raises UsageError if the user's choice, `samples`, is not possible.
     """
@@ -813,6 +814,11 @@ def volumes_of(
             path,
             len(plain),
         )
+    elif samples is None and _dimensions(plain[0]) < _VOLUME_DIMENSIONS:
+        tell_once(
+            f"{path}: each of its {counted(len(plain), 'file')} is read as one sample, as the rows "
+            "of their arrays have several lengths"
+        )
     if any(0 in column.shape for part in plain for column in part.values()):
         raise SourceError(f"{path}: a file holds no rows: remove it")
     return {
@@ -829,11 +835,22 @@ def _same_rows(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
     return all(table[name].shape[1:] == first[name].shape[1:] for table in tables for name in first)
 
 
+def _dimensions(table: Mapping[str, PlainColumn]) -> int:
+    """Return the dimensions of the array that has the fewest."""
+    return min(len(column.shape) for column in table.values())
+
+
 def _are_volumes(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
     first = tables[0]
     dimensions = [len(column.shape) for column in first.values()]
-    if len(tables) < 2 or min(dimensions) < _VOLUME_DIMENSIONS:
+    if len(tables) < 2 or _dimensions(first) < _VOLUME_DIMENSIONS - 1:
         return False
+    if _dimensions(first) < _VOLUME_DIMENSIONS:
+        # One file of other rows may be a stray, unless each has pairs, such as image and mask.
+        shapes = [{column.shape for column in table.values()} for table in tables]
+        are_pairs = len(first) > 1 and all(len(own) == 1 for own in shapes)
+        several = {column.shape[1:] for table in tables for column in table.values()}
+        return len(several) > 1 and (are_pairs or 2 * len(several) > len(tables))
     if not _same_rows(tables):
         return True
     rows = {table[name].shape[0] for table in tables for name in first}

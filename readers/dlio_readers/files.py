@@ -49,6 +49,7 @@ from dlio_readers.folder_doubts import (
     parts_of_cases,
 )
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
+from dlio_readers.label_tables import check_agreement, named_in, naming_table, numbered, read_table
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
 from dlio_readers.ranges import StoredArray
@@ -163,9 +164,9 @@ _SUFFIXES: Final = (*_NUMPY, *HDF5_SUFFIXES, *_SCANS)
 _INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")
 _TARGETS: Final = ("labels", "label", "labelsTr", "masks", "mask", "segmentations", "targets")
 _TRAINS, _TESTS, _TEST_TARGETS = "imagesTr", "imagesTs", "labelsTs"
-_CHANNEL: Final = "_0000"
-_FURTHER: Final = re.compile(r"_\d{4}$", re.ASCII)
-"""Ends the name of an image's first channel, as nnU-Net names files; its label lacks it."""
+_SECOND: Final = "_0001"
+_CHANNEL: Final = re.compile(r"_\d{4}$", re.ASCII)
+"""Ends the name of an image's channel, as nnU-Net names files; its label lacks it."""
 _VERSION: Final = 2
 _OPEN_FILES: Final = 64
 _KEPT_BYTES: Final = 64 << 20
@@ -174,8 +175,10 @@ _KEPT_SHARE: Final = 16
 kept, or one in so many of the bytes that this process may have."""
 _SAMPLED: Final = 256
 """Files whose contents the fingerprint samples, besides all files' sizes and times."""
+_TABLES: Final = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+_TABLE_HEAD: Final = 1 << 14
 _AGAIN: Final = "open it again"
-_PAIR: Final = ("image", "label")
+_LABEL: Final = ("label",)
 _PROBED: Final = 256
 """Folders by whose names of files cases are told from classes."""
 _DEEPEST: Final = 32
@@ -188,7 +191,8 @@ class _SampleFiles:
     name: str
     files: tuple[FilePlace, ...]
     """The input, and the target if there are targets."""
-    label: int = 0
+    label: int | None = None
+    """None without labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,8 @@ class FilesReader(PathReader):
         layout: `classes` for folders that are classes, `cases` for those that are a sample each, of
             the same files, such as `flair`, `t1` and `seg`: these are its fields; None for cases
             where most folders hold files of the same names, or of the same after the folder's.
+        table: the table, in the folder, that labels its files; None for `labels.csv` and the like.
+        label: the column of labels in it; None for the one that is called so.
 
     Raises SourceError for damaged files, a missing target, and files that differ in fields, types
     or numbers of dimensions.
@@ -240,8 +246,11 @@ class FilesReader(PathReader):
         path: str | Sequence[str],
         split: str | None = None,
         layout: Literal["classes", "cases"] | None = None,
+        table: str | None = None,
+        label: str | None = None,
     ) -> None:
-        self._rows, self.classes, self._sides_named = _find(path, split, layout)
+        self._rows, self.classes, self._sides_named = _find(path, split, layout, table, label)
+        self._is_labelled = self._rows[0].label is not None
         self._found = [file for row in self._rows for file in row.files]
         self._urls = [file.url for file in self._found]
         self._sides = len(self._rows[0].files)
@@ -259,21 +268,33 @@ class FilesReader(PathReader):
         self._dtypes: dict[str, np.dtype[Any]] = {n: np.dtype(d) for n, d in head["dtypes"]}
         if head.get("fraction"):
             tell_once(
-                f"{self._urls[1]}: a label is {head['fraction']}: round such labels, since cut to "
-                "whole numbers they are off by one (nibabel scales floats that are saved under a "
-                "header of integers)"
+                f"{self._urls[self._sides - 1]}: a label is {head['fraction']}: round such labels, "
+                "since cut to whole numbers they are off by one (nibabel scales floats that are "
+                "saved under a header of integers)"
             )
         self._facts = _unpacked(head["dtypes"], index["dims"], len(self._rows))
         fields = [
             (name, array_kind(dtype, _common([facts.shape for facts in self._facts[name]])))
             for name, dtype in self._dtypes.items()
         ]
-        if len(self.classes):
-            if "label" in self._dtypes:
-                raise UsageError(f"{self.path}: files hold a label, and class folders name another")
-            fields.append(("label", "int64"))
+        if self._is_labelled:
+            own = dict(fields).get("label")
+            if own is None:
+                fields.append(("label", "int64"))
+            elif "[" not in own:
+                raise UsageError(
+                    f"{self.path}: files hold a label, and class folders name another: open a "
+                    "pattern of them for their own, such as FOLDER/*/*.npz"
+                )
+            else:
+                tell_once(
+                    f"{self.path}: the label of a sample is the array of its file, and not the "
+                    "folder"
+                )
+                self.classes, self._is_labelled = [], False
         self.schema = Schema(tuple(fields))
-        self.labels = np.array([row.label for row in self._rows], np.int64)
+        self.labels = np.array([row.label or 0 for row in self._rows], np.int64)
+        self.labels *= self._is_labelled
         bodies = {
             name: np.array([np.prod(f.shape, dtype=np.int64) for f in facts], np.int64)
             * self._dtypes[name].itemsize
@@ -288,9 +309,8 @@ class FilesReader(PathReader):
             f"{file.url} {file.stamp if k in sampled else (file.size, file.times)}"
             for k, file in enumerate(files)
         ]
-        self.fingerprint = fingerprint_of(
-            "files", _VERSION, self.schema.to_json(), *self.classes, *stamps, index["dims"]
-        )
+        facts = [self.schema.to_json(), *self.classes, *stamps]
+        self.fingerprint = fingerprint_of("files", _VERSION, *facts, index["dims"], self.labels)
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -307,8 +327,11 @@ class FilesReader(PathReader):
         if any(name.lower().endswith(_SCANS) for name, folder in names if not folder):
             return None
         folders = [name for name, folder in names if folder and not name.startswith(".")]
-        if any(name.lower().endswith(_SUFFIXES) for name, folder in names if not folder):
+        arrays = [n for n, folder in names if not folder and n.lower().endswith(_SUFFIXES)]
+        if arrays and not any(n.lower().endswith(_TABLES) for n, folder in names if not folder):
             return "holds arrays whose rows may be samples"
+        if arrays:
+            return None  # `fit` looks whether a table names them.
         inputs = [name for name in folders if name in _INPUTS]
         for folder in inputs or folders[:_LOOKED_AT]:
             inside = [name.lower() for name, inner in source.names(folder) if not inner]
@@ -326,7 +349,16 @@ class FilesReader(PathReader):
         """Return how well a folder fits: class folders count, and pairs are marked."""
         source = Source(path)
         rows = source.names()
-        here = [n for n, folder in rows if not folder and n.lower().endswith(_SCANS)]
+        here = [n for n, folder in rows if not folder and n.lower().endswith(_SUFFIXES)]
+        if "samples" in options and here:
+            return None
+        chosen = options.get("table") or naming_table(source, here)
+        if isinstance(chosen, str) and chosen:
+            words = f"{named_files(here)}, one a sample, with the labels of {chosen}"
+            return Fit(words, len(here), is_marked=True, used=(chosen, *here))
+        if here and not any(name.lower().endswith(_SCANS) for name in here):
+            return None  # Arrays whose rows may be samples.
+        here = [name for name in here if name.lower().endswith(_SCANS)]
         folders = [name for name, folder in rows if folder]
         inputs = [name for name in folders if name in _INPUTS]
         if inputs:
@@ -347,7 +379,10 @@ class FilesReader(PathReader):
             below = files_further_down(source, lambda name: name.lower().endswith(_SCANS))
             words = f"{named_files(here)}, one a sample"
             tables = tables_of_scans(source, here)
-            below += [words_of_tables(source, tables)] if tables else []
+            if tables:
+                heads = (source.read(name, 0, _TABLE_HEAD) for name in tables)
+                are_lists = all(named_in(head, here) for head in heads)
+                below.append(words_of_tables(source, tables, are_lists=are_lists))
             below += filter(None, [tables_above(path, here)])
             return Fit(words, len(here), left_out=tuple(below), used=tuple(tables), doubts=doubts)
         counts, more = counted_below(source, folders, _SUFFIXES)
@@ -428,7 +463,7 @@ class FilesReader(PathReader):
 
     def _joined(self, sample: int, find: Callable[[int], File]) -> bytes | memoryview:
         """Return the payload of a sample; `find` returns a file by its number."""
-        values: dict[str, Any] = {"label": self._rows[sample].label} if len(self.classes) else {}
+        values: dict[str, Any] = {"label": self._rows[sample].label} if self._is_labelled else {}
         with ExitStack() as stack:
 
             def opened(number: int) -> dict[str, ChunkedArray]:
@@ -529,7 +564,7 @@ class FilesReader(PathReader):
         ]
         head = {
             "dtypes": [(name, dtype) for name, dtype, _ in dtypes],
-            "fraction": self._fraction(first) if self._sides_named == _PAIR else "",
+            "fraction": self._fraction(first) if self._sides_named[-1:] == _LABEL else "",
         }
         numbers = np.array([size for _, _, size in dtypes], np.int64)
         table = np.array(dims, np.int64).reshape(len(self._rows), -1)
@@ -542,7 +577,7 @@ class FilesReader(PathReader):
         """Return a value of the first target that is not a whole number, if there is one."""
         if arrays["label"].dtype.kind != "f":
             return ""
-        (target,) = self._open(1).values()
+        (target,) = self._open(self._sides - 1).values()
         values = target.read(tuple(slice(0, side) for side in target.shape))
         odd = values[np.isfinite(values) & (values != np.rint(values))]
         return f"{odd[0]:g}" if len(odd) else ""
@@ -615,7 +650,11 @@ def _common(shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
 
 
 def _find(
-    path: str | Sequence[str], split: str | None, layout: str | None
+    path: str | Sequence[str],
+    split: str | None,
+    layout: str | None,
+    table: str | None = None,
+    label: str | None = None,
 ) -> tuple[list[_SampleFiles], list[str], Sequence[str]]:
     """Return (samples, classes, fields of the files of a sample; () for the files' own) of a path.
     Raises SourceError."""
@@ -625,12 +664,8 @@ def _find(
         raise no_splits(split, urls[0])
     if split is not None and chosen_split(split, splits, urls[0]) == "test":
         source, url = Source(urls[0]), urls[0]
-        if source.is_folder(_TEST_TARGETS):
-            return _pairs(source, url, _TESTS, _TEST_TARGETS), [], _PAIR
-        own = _files(source, _TESTS)
-        if not own:
-            raise SourceError(f"{url}/{_TESTS} holds no arrays or scans: check the path")
-        return [_SampleFiles(f"{_TESTS}/{each.name}", (each,)) for each in own], [], ()
+        has_targets = source.is_folder(_TEST_TARGETS)
+        return _pairs(source, url, _TESTS, _TEST_TARGETS if has_targets else None)
     if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS) or not Source(urls[0]).is_folder():
         return [_SampleFiles(last_name(url), (file_at(url),)) for url in urls], [], ()
     source, url = Source(urls[0]), urls[0]
@@ -640,10 +675,12 @@ def _find(
     if inputs:
         if not targets:
             raise SourceError(f"{url} has {inputs[0]}/ and no labels/: add it, or open {inputs[0]}")
-        return _pairs(source, url, inputs[0], targets[0]), [], _PAIR
+        return _pairs(source, url, inputs[0], targets[0])
     own = _files(source, "")
     if own:
-        return [_SampleFiles(each.name, (each,)) for each in own], [], ()
+        return *_labelled(source, own, table, label), ()
+    if table is not None or label is not None:
+        raise UsageError(f"table= and label= are for the files of one folder, and {url} has none")
     parts = _parts(source, folders[:_PROBED], layout)
     if parts:
         return _cases(source, folders, parts), [], parts
@@ -657,6 +694,29 @@ def _find(
     if not rows:
         raise SourceError(f"{url} holds no arrays or scans: check the path")
     return rows, classes, ()
+
+
+def _labelled(
+    source: Source, files: Sequence[FilePlace], table: str | None, label: str | None
+) -> tuple[list[_SampleFiles], list[str]]:
+    """Return (the files of a folder with their labels in a table, classes); without one no labels.
+
+    Raises SourceError if files and table disagree, UsageError for a column of no table.
+    """
+    names = [last_name(each.url) for each in files]
+    table = table or naming_table(source, names)
+    if not table and label is not None:
+        raise UsageError(
+            f"label={label!r}: {source.path()} has no labels.csv of its files: name a table with "
+            "table="
+        )
+    labels = read_table(source, table, names, label) if table else {}
+    if not labels:
+        return [_SampleFiles(each.name, (each,)) for each in files], []
+    check_agreement(source, table, labels, names, "file")
+    numbers, classes = numbered([labels[name] for name in names])
+    rows = zip(files, numbers.tolist(), strict=True)
+    return [_SampleFiles(each.name, (each,), number) for each, number in rows], classes
 
 
 def _parts(source: Source, folders: Sequence[str], layout: object) -> tuple[str, ...]:
@@ -741,31 +801,57 @@ def _unnamed(source: Source, folder: str, most: int | None = None) -> list[str]:
     return [name for name, known in zip(names, is_one, strict=True) if known]
 
 
-def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleFiles]:
-    """Return inputs with the targets of the same name. Raises SourceError for one without."""
-    by_stem = {_stem(each.name): each for each in _files(source, targets)}
-    rows = []
-    for each in _files(source, inputs):
-        stem = _stem(each.name)
-        target = by_stem.get(stem) or by_stem.get(stem.removesuffix(_CHANNEL))
-        if target is None:
-            text = f"has no file of its name in {targets}/: add it, or remove it"
-            if _FURTHER.search(stem) and by_stem.get(stem[:-5]):
-                text = (
-                    "is a further channel of nnU-Net's, and a sample has one file: join the "
-                    "channels of each case to one array"
-                )
-            raise SourceError(f"{each.url} {text}")
-        rows.append(_SampleFiles(f"{inputs}/{each.name}", (each, target)))
-    if not rows:
+def _pairs(
+    source: Source, url: str, inputs: str, targets: str | None
+) -> tuple[list[_SampleFiles], list[str], Sequence[str]]:
+    """Return (samples, [], their fields): inputs with the targets of the same name, if any.
+
+    Of nnU-Net's names, the channels of a case, `_0000` and `_0001`, are fields.
+
+    Raises SourceError for an input without its target, and a case without a channel of others.
+    """
+    files = _files(source, inputs)
+    if not files:
         raise SourceError(f"{url}/{inputs} holds no arrays or scans: check the path")
-    taken = {each.files[1].url for each in rows}
-    left = [each.name for each in by_stem.values() if each.url not in taken]
+    by_stem = {_stem(each.name): each for each in _files(source, targets)} if targets else {}
+    stems = [_stem(each.name) for each in files]
+    # Without targets, a second channel says that the ends of names are channels.
+    has_channels = bool(targets) or any(stem.endswith(_SECOND) for stem in stems)
+    cases: dict[str, dict[str, FilePlace]] = {}
+    for each, stem in zip(files, stems, strict=True):
+        case = _CHANNEL.sub("", stem) if has_channels and stem not in by_stem else stem
+        if targets and case not in by_stem:
+            raise SourceError(
+                f"{each.url} has no file of its name in {targets}/: add it, or remove it"
+            )
+        cases.setdefault(case, {})[stem.removeprefix(case)] = each
+    left = [each.name for stem, each in by_stem.items() if stem not in cases]
     if left:
         tell_once(
             f"{url}: {named_files(left)} of {targets} left out: {inputs} has none of the name"
         )
-    return rows
+    ends = sorted({end for own in cases.values() for end in own})
+    if all(len(own) == 1 for own in cases.values()):
+        fields = ["image"]
+    else:
+        fields = [f"image{end}" for end in ends]
+        odd = next((case for case, own in cases.items() if len(own) < len(ends)), None)
+        if odd is not None:
+            have, shown = ", ".join(sorted(cases[odd])), ", ".join(ends)
+            raise SourceError(
+                f"{url}/{inputs}: case {odd} has the channels {have}, and others {shown}: make "
+                "it like them, or remove it"
+            )
+    rows = [
+        _SampleFiles(
+            f"{inputs}/{next(iter(own.values())).name}",
+            (*(own[end] for end in sorted(own)), *([by_stem[case]] if targets else ())),
+        )
+        for case, own in cases.items()
+    ]
+    if targets:
+        fields.append("label")
+    return rows, [], () if fields == ["image"] else tuple(fields)
 
 
 def _stem(name: str) -> str:

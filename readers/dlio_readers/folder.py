@@ -21,10 +21,6 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, Names, let_go
 from dlio.data.index_memory import Kept, KeptParts, new_column
 from dlio.data.interpretation import counted_below, named_files
-from dlio.data.labels import (
-    LabelEncoding,
-    encode_labels,
-)
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import (
     PART,
@@ -63,7 +59,7 @@ from dlio_readers.folder_doubts import (
 )
 from dlio_readers.foreign_labels import check_downloads, foreign_words
 from dlio_readers.hollow_folders import remedy_of_hollow
-from dlio_readers.label_tables import TABLES, read_table
+from dlio_readers.label_tables import TABLES, check_agreement, numbered, read_table
 from dlio_readers.picture_lists import (
     PictureLists,
     find_lists,
@@ -522,10 +518,7 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
     """Return the words about class folders that hold the other classes again, as archives do that
     were packed twice, or that all hold the same folders, such as `images` and `masks`, or folders
     and no pictures unless one `has_own`, as SUN397's `a/abbey`."""
-    inner = {
-        name: sorted(each for each, is_folder in source.names(name) if is_folder)
-        for name in folders[:_PROBED]
-    }
+    inner = {name: _folders_in(source, name) for name in folders[:_PROBED]}
     for name, own in inner.items():
         again = [each for each in own if each in folders]
         if len(again) > 1:
@@ -533,8 +526,13 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
                 f"{name} is a class that holds folders called {' and '.join(again[:2])}, as other "
                 f"classes are: remove it, or open {source.path(name)}"
             ]
-    first = next(iter(inner.values()))
-    if len(inner) > 1 and len(first) > 1 and all(own == first for own in inner.values()):
+    # Of amazon/images/bike, dslr/images/bike those in images.
+    deeper = [
+        (len(own) == 1 and _folders_in(source, f"{name}/{own[0]}")) or own
+        for name, own in inner.items()
+    ]
+    first = deeper[0]
+    if len(inner) > 1 and len(first) > 1 and all(own == first for own in deeper):
         return [
             f"each of these folders holds the folders {', '.join(first[:3])}, as cases do and "
             "classes do not: their labels are the outer folders all the same"
@@ -546,6 +544,10 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
             f"are the outer ones: open {source.path('*')}/ for the inner ones"
         ]
     return []
+
+
+def _folders_in(source: Source, folder: str) -> list[str]:
+    return sorted(name for name, is_folder in source.names(folder) if is_folder)
 
 
 def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list[str]:
@@ -659,11 +661,11 @@ def _by_table(
     source: Source, table: str, labels: dict[str, str], pictures: Sequence[str]
 ) -> tuple[Arrays, dict[str, Any]]:
     """List the pictures of folders that a table names. Raises SourceError if they do not agree."""
-    _check_agreement(source, table, labels, pictures)
+    check_agreement(source, table, labels, pictures)
     names = sorted(pictures)
     index = FileSet.listing(source, names)
     index["sizes"] = index["sizes"] + IMAGE_LABEL.overhead
-    index["labels"], classes = _numbered([labels[name] for name in names])
+    index["labels"], classes = numbered([labels[name] for name in names])
     below = {name.rpartition("/")[0] for name in names}
     places = ["", *[table] * bool(table), *sorted(below - {""})]
     folders = {place: source.times_ns(place) for place in places}
@@ -687,7 +689,7 @@ def _by_lists(
     index["labels"] = np.zeros(len(names), np.int64)
     classes: list[str] = []
     if has:
-        index["labels"], classes = _numbered(
+        index["labels"], classes = numbered(
             [labels[name] for name in names], lists.encoding_of(split, source.path())
         )
     below = {name.rpartition("/")[0] for name in names}
@@ -696,20 +698,6 @@ def _by_lists(
     places = ["", *own, *sorted(below - {""})]
     folders = {place: source.times_ns(place) for place in places}
     return index, {"classes": classes, "labelled": bool(has), "folders": folders}
-
-
-def _check_agreement(
-    source: Source, table: str, labels: Mapping[str, str], names: Sequence[str]
-) -> None:
-    """Raise SourceError unless a table has a label for each picture, and for no other file."""
-    own = set(names)
-    lost = [name for name in labels if name not in own]
-    left = [name for name in names if name not in labels]
-    if lost or left:
-        words = [f"{len(lost)} of its files are not in the folder {lost[:3]}"] if lost else []
-        words += [f"it has no label for {counted(len(left), 'image')} {left[:3]}"] if left else []
-        classes = ", or choose layout='classes'" if any("/" in name for name in names) else ""
-        raise SourceError(f"{source.path(table)}: {', and '.join(words)}: make both agree{classes}")
 
 
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:
@@ -733,26 +721,13 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
         label_of = read_table(source, table, own)
         labelled = bool(label_of)
         if labelled:
-            _check_agreement(source, table, label_of, own)
-            labels, classes = _numbered([label_of[name] for name in own])
+            check_agreement(source, table, label_of, own)
+            labels, classes = numbered([label_of[name] for name in own])
     with KeptParts() as kept:
         files = _listed("", folders[""], own, looks, kept)
         index = _index_of([files], kept, IMAGE_LABEL.overhead * labelled)
     index["labels"] = labels
     return index, {"classes": classes, "labelled": labelled, "folders": folders}
-
-
-def _numbered(
-    labels: Sequence[str], known: LabelEncoding | None = None
-) -> tuple[npt.NDArray[np.int64], list[str]]:
-    """Return (class numbers, class names); whole numbers stay, other labels are sorted."""
-    encoding = encode_labels(labels) if known is None else known
-    numbers = np.array([encoding.numbers[label] for label in labels], np.int64)
-    if encoding.classes:
-        return numbers, encoding.classes
-    if len(numbers) and (numbers.min() < 0 or numbers.max() > 1 << 20):
-        return numbers, []
-    return numbers, [str(number) for number in range(int(numbers.max()) + 1)]
 
 
 class _Walk:

@@ -16,6 +16,7 @@ from typing import Final
 import xxhash
 
 from dlio.data.interpretation import CONTAINERS, named_files
+from dlio.data.labels import twins_in_case
 from dlio.data.splits import split_word
 
 _MOST_PARTS: Final = 16
@@ -200,9 +201,9 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
                 f"format='masks', images={name!r}, masks={other!r} reads them so"
             )
     for name, other in permutations(counts, 2) if len(counts) <= _FEW_FOLDERS else ():
-        end = counts[name] == counts[other] and _end_of_masks(
-            *([_stem(each) for each in folders[folder]] for folder in (name, other))
-        )
+        pictures, masks = ([_stem(each) for each in folders[folder]] for folder in (name, other))
+        are_masks = bool(MASK_FOLDER.search(other)) and not MASK_FOLDER.search(name)
+        end = counts[name] == counts[other] and _end_of_masks(pictures, masks, are_masks)
         if end:
             words.append(
                 f"{other} holds the names of {name} with {end}, as masks do: format='masks', "
@@ -233,10 +234,8 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
             f"{classes[0]}, {classes[1]} and so on name persons or cases, and are read as classes: "
             "table= and label= give the labels of a table, if they are none"
         )
-    small: dict[str, str] = {}
-    twins = [(small[n.lower()], n) for n in classes if small.setdefault(n.lower(), n) != n]
-    if twins:
-        words.append(f"{twins[0][0]} and {twins[0][1]} are two classes, and differ only in case")
+    if twins := twins_in_case(classes):
+        words.append(twins)
     if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != sorted(classes):
         places = {name: place for place, name in enumerate(sorted(classes))}
         odd = next(name for name, place in places.items() if int(name) != place)
@@ -270,13 +269,14 @@ def _are_pairs(files: Sequence[str], others: Sequence[str]) -> bool:
     )
 
 
-def _end_of_masks(pictures: Sequence[str], others: Sequence[str]) -> str:
+def _end_of_masks(pictures: Sequence[str], others: Sequence[str], are_masks: bool) -> str:
     """Return the ending, such as `_gt`, of the names of some files that are else those of pictures,
-    one each; "" unless it is a word for masks."""
+    one each; "" unless it is a word for masks, or any if their folder's name says so."""
     first = min(pictures, default="")
     longer = [name for name in others if name.startswith(first) and name != first]
     for end in {name.removeprefix(first) for name in longer}:
-        if _MASK.fullmatch(f"a{end}") and sorted(others) == sorted(n + end for n in pictures):
+        is_word = are_masks or _MASK.fullmatch(f"a{end}")
+        if is_word and sorted(others) == sorted(n + end for n in pictures):
             return end
     return ""
 

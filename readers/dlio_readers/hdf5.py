@@ -86,7 +86,11 @@ class Hdf5Reader(ColumnReader):
         for head, table in zip(heads, tables, strict=True):
             kinds = {name: column.kind for name, column in table.items()}
             if not volumes and kinds != {name: column.kind for name, column in first.items()}:
-                raise SourceError(f"{head.file.name} and {urls[0]} hold different data sets")
+                raise SourceError(
+                    f"{head.file.name} and {heads[0].file.name} hold arrays of different names, "
+                    "types or shapes: open them one by one, or with samples='files' if each is "
+                    "one sample"
+                )
         counts = [1 if volumes else file.count for file in heads]
         columns: dict[str, Column] = volumes or {
             name: first[name]

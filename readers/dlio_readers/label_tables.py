@@ -7,12 +7,17 @@ labels. A `metadata.*` may have none, and describes the pictures then.
 import csv
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from dlio.data.labels import (
     LABEL_NAMES,
+    LabelEncoding,
     encode_labels,
     first_missing,
     is_index,
@@ -26,6 +31,7 @@ from dlio.data.splits import not_chosen_by, split_column
 from dlio.errors import SourceError
 from dlio.util.printable import tell_once
 from dlio.util.structured_text import check_cells, parse_json, utf8_text
+from dlio.util.units import counted
 from dlio_readers.picture_lists import (
     DESCRIPTIONS,
     FILE_COLUMNS,
@@ -48,6 +54,7 @@ TABLES: Final = (
 _LABEL_TABLES: Final = "labels."
 """Beginning of the names of tables that hold labels, and not descriptions."""
 _MOST_ROWS: Final = 1 << 24
+_LOOKED_AT: Final = 1 << 14
 
 
 def read_table(
@@ -148,12 +155,63 @@ def read_table(
     return _matched(labels, pictures)
 
 
+def check_agreement(
+    source: Source,
+    table: str,
+    labels: Mapping[str, str],
+    names: Sequence[str],
+    kind: str = "image",
+) -> None:
+    """Raise SourceError unless a table has a label for each file of a kind, and for no other."""
+    own = set(names)
+    lost = [name for name in labels if name not in own]
+    left = [name for name in names if name not in labels]
+    if lost or left:
+        words = [f"{len(lost)} of its files are not in the folder {lost[:3]}"] if lost else []
+        words += [f"it has no label for {counted(len(left), kind)} {left[:3]}"] if left else []
+        classes = ", or choose layout='classes'" if any("/" in name for name in names) else ""
+        raise SourceError(f"{source.path(table)}: {', and '.join(words)}: make both agree{classes}")
+
+
+def numbered(
+    labels: Sequence[str], known: LabelEncoding | None = None
+) -> tuple[npt.NDArray[np.int64], list[str]]:
+    """Return (class numbers, class names); whole numbers stay, other labels are sorted."""
+    encoding = encode_labels(labels) if known is None else known
+    numbers = np.array([encoding.numbers[label] for label in labels], np.int64)
+    if encoding.classes:
+        return numbers, encoding.classes
+    if len(numbers) and (numbers.min() < 0 or numbers.max() > 1 << 20):
+        return numbers, []
+    return numbers, [str(number) for number in range(int(numbers.max()) + 1)]
+
+
+def naming_table(source: Source, names: Sequence[str]) -> str:
+    """Return the table of labels in a folder whose first rows name files there; "" without one."""
+    here = {name for name, folder in source.names() if not folder}
+    table = next((name for name in TABLES if name in here), "")
+    return table if table and named_in(source.read(table, 0, _LOOKED_AT), names) else ""
+
+
+def named_in(text: bytes, names: Sequence[str]) -> list[str]:
+    """Return those of the first of some names of files, two at least, that are cells of a text,
+    with their suffixes or without; [] of fewer."""
+    cells = set(re.split(rb"[,;:{}\t\s\"]+", text))
+    some = names[:PROBED]
+    known = [n for n in some if {os.fsencode(n), os.fsencode(_bare(n))} & cells]
+    return known if len(known) > 1 else []
+
+
+def _bare(name: str) -> str:
+    return os.path.splitext(name.removesuffix(".gz"))[0]
+
+
 def _naming_column(
     rows: Sequence[Any], columns: Sequence[str], pictures: Sequence[str]
 ) -> str | None:
     """Return the column whose first values are names of pictures, with suffix or without; None if
     there is none."""
-    known = {*pictures, *(os.path.splitext(name)[0] for name in pictures)}
+    known = {*pictures, *map(_bare, pictures)}
     return next((c for c in columns if all(r.get(c) in known for r in rows[:PROBED])), None)
 
 
@@ -187,7 +245,7 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
     known = {same_name(name): name for name in pictures}
     bare: dict[str, list[str]] = {}
     for own, name in known.items():
-        bare.setdefault(os.path.splitext(own)[0], []).append(name)
+        bare.setdefault(_bare(own), []).append(name)
     folders = {os.path.dirname(name) for name in pictures}
     inside = folders.pop() if len(folders) == 1 else ""
     result: dict[str, str] = {}

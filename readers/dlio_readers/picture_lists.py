@@ -654,7 +654,7 @@ def _lies_in(source: Source, folder: str, name: str) -> bool:
 
 def _keys(source: Source, folder: str, rows: Rows) -> dict[str, str]:
     """Return the pictures of a folder by their names in it, with and without suffix."""
-    deep = any("/" in name for name, _ in islice(rows, PROBED))
+    deep = any("/" in same_name(name) for name, _ in islice(rows, PROBED))
     if deep:
         pictures = list(files_in(source, folder, PICTURES))
     else:

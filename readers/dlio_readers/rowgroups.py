@@ -20,12 +20,13 @@ from dlio.data.labels import (
     check_label,
     field_named,
     first_labels,
+    is_index,
     label_names,
     not_scalar,
     with_label,
 )
 from dlio.data.schema import DTYPES, Schema, array_kind, parse_kind
-from dlio.data.source import File, FilePlace, ReadErrors
+from dlio.data.source import File, FilePlace, ReadErrors, last_name
 from dlio.errors import SourceError
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing, trusting
@@ -57,6 +58,7 @@ Decoded: TypeAlias = Any
 _PROBES: Final = 8
 _DIGITS: Final = 18
 """Decimal digits that a whole number of 64 bits surely holds."""
+_HUDI: Final = "_hoodie_commit_time"
 _NARROW: Final = 1 << 30
 """Bytes up to which offsets of 32 bits are left as they are."""
 
@@ -85,16 +87,15 @@ class ColumnFacts:
         self.whole = bool(t.is_integer(kind))
         self.named = False
         """True if its texts are classes."""
+        self.odd = ""
+        """The type of values that samples cannot have; "" for others."""
         if not (self._bytes or self.is_text or self.is_list_of_texts or self._dtype):
             if t.is_struct(kind) and {"bytes", "path"} <= {each.name for each in kind}:
                 raise SourceError(
                     f"{where}: its column {name!r} has paths of files and no bytes: write the "
                     "files' bytes there, or open their folder"
                 )
-            raise SourceError(
-                f"{where}: its column {name!r} is {kind}, which samples cannot have: name those to "
-                "read, as in x.parquet::image,label"
-            )
+            self.odd = str(kind)
 
     def add(self, column: ArrowColumn, where: str) -> None:
         """Look at the column's values in a row group, as `plain_values` returns them."""
@@ -504,6 +505,11 @@ class RowGroupReader(PathReader):
         self.schema = Schema(
             tuple((field_named(name, label), kind) for name, kind in self._columns)
         )
+        if any(name == _HUDI for name, _ in self._columns):
+            tell_once(
+                f"{self.path}: {_HUDI} is a column of Hudi's tables, in whose folder rows of "
+                "earlier versions lie as well: write the last one by Spark or hudi's own reader"
+            )
         self.classes: Sequence[str] = head["classes"]
         self._groups = index["groups"]
         self._starts = index["starts"]
@@ -630,6 +636,13 @@ class RowGroupReader(PathReader):
             raise SourceError(f"{self.path} holds no rows")
         where = self._files[0].name
         facts = {name: ColumnFacts(name, first.field(name).type, where) for name in chosen}
+        if odd := [f"{name} ({each.odd})" for name, each in facts.items() if each.odd]:
+            others = [name for name, each in facts.items() if not each.odd and not is_index(name)]
+            shown = f"{last_name(where)}::{','.join(others)}"
+            remedy = f"name the others, as in {shown}" if others else "store numbers or texts"
+            raise SourceError(
+                f"{where}: samples cannot have the values of its columns {', '.join(odd)}: {remedy}"
+            )
         known = {name: names for name, names in class_names(first).items() if name in facts}
         likely = label_names(facts, label) or (list(known) if len(known) == 1 else [])
         labels = {name: LabelColumn(known.get(name, [])) for name in likely}

@@ -87,11 +87,15 @@ def tables_of_scans(source: Source, names: Sequence[str], folder: str = "") -> l
     return [n for n in tables if n in known or n in ids or n.startswith(_PERSONS)]
 
 
-def words_of_tables(source: Source, tables: Sequence[str]) -> str:
-    """Return the words about tables that may label scans."""
+def words_of_tables(source: Source, tables: Sequence[str], *, are_lists: bool = False) -> str:
+    """Return the words about tables that may label scans; lists of those next to them can be
+    chosen."""
+    words = f"{named_files(tables)} in {source.path()}, which may hold labels"
+    if are_lists:
+        return f"{words}: choose one with table= and label="
     return (
-        f"{named_files(tables)} in {source.path()}, which may hold labels, and are not read next "
-        "to arrays and scans: sort these into one folder per class, or give labels to your loop"
+        f"{words}, and are not read: sort arrays and scans into one folder per class, or write a "
+        "labels.csv, of file_name and label, next to those of one folder"
     )
 
 

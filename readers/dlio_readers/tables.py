@@ -1,7 +1,5 @@
 """The reader of NumPy files and text tables (`.npy`, `.npz`, `.csv`, `.tsv`), without pickle."""
 
-import os
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -20,6 +18,7 @@ from dlio.data.source import (
     expand,
     file_at,
     files_below,
+    last_name,
     own_name,
     split_fields,
 )
@@ -42,6 +41,7 @@ from dlio_readers.columns import (
     volumes_of,
 )
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
+from dlio_readers.label_tables import named_in
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import concurrently, split_paths
 from dlio_readers.ranges import StoredArray
@@ -218,14 +218,12 @@ def _hint_of_files(table: FilePlace, arrays: Sequence[FilePlace]) -> str:
     """Return the words about a table whose first rows name files of arrays, which are its samples
     then, and not their rows; "" otherwise."""
     text = table.opened().read(0, _LOOKED_AT)
-    cells = set(re.split(rb"[,;\t\s\"]+", text))
-    names = [each.name for each in arrays[:_PROBED]]
-    known = [n for n in names if {os.fsencode(n), os.fsencode(os.path.splitext(n)[0])} & cells]
-    if len(known) < 2:
+    known = named_in(text, [each.name for each in arrays])
+    if not known:
         return ""
     return (
-        f"; it names {known[0]} and {known[1]}: if each file is one sample, in place of its rows, "
-        "give samples='files'"
+        f"; it names {known[0]} and {known[1]}: table={last_name(table.url)!r} reads each file as "
+        "one sample with its label (label= chooses the column)"
     )
 
 
@@ -282,7 +280,7 @@ def _array_columns(
         if _kinds(table) != _kinds(tables[0]):
             raise UsageError(
                 f"{file.name} and {files[0].name} hold arrays of different names, types or shapes: "
-                "open them one by one"
+                "open them one by one, or with samples='files' if each is one sample"
             )
     if len(files) == 1:
         return tables[0], counts[0], False

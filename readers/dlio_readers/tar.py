@@ -14,14 +14,12 @@ random access and are refused.
 import json
 import os
 import re
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
 from operator import add
 from typing import Any, Final
 
-import lz4.block
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -59,6 +57,7 @@ from dlio.util.structured_text import parse_json
 from dlio.util.units import counted
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import codec_of, in_memory
+from dlio_readers.lz4_frames import Lz4Frames, frames_index
 from dlio_readers.path_reader import PathReader, lie_at
 from dlio_readers.tar_members import LinkTargets, TarMember, TarMembers
 from dlio_readers.tarlabels import (
@@ -70,147 +69,10 @@ from dlio_readers.tarlabels import (
     number_classes,
 )
 
-# Random access into LZ4 frames of independent blocks
-
-_FRAME_MAGIC: Final = 0x184D2204
-_SKIPPED_MAGIC: Final = 0x184D2A50
-_FRAME_BLOCKS: Final = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 1 << 22}
-_KEPT_BLOCKS: Final = 64
-"""Decompressed blocks, of up to 4 MiB, that are kept of all files of a data set."""
-
-
-class Lz4Frames:
-    """LZ4 frames of independent blocks, one after another. Thread-safe.
-
-    `index` are the arrays of `frames_index`; `last_blocks` returns one by its number, and keeps the
-    last ones of all files that share it.
-    """
-
-    def __init__(
-        self, file: File, index: Arrays, last_blocks: Callable[["Lz4Frames", int], bytes]
-    ) -> None:
-        self._file = file
-        self._at, self._stored = index["frame_at"], index["frame_stored"]
-        self._ends = index["frame_ends"]
-        self.size = int(self._ends[-1])
-        self._last_blocks = last_blocks
-
-    def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with decompressed bytes from `offset` on. Raises SourceError."""
-        if offset + len(into) > self.size:
-            raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
-        number = int(np.searchsorted(self._ends, offset, side="right"))
-        done = 0
-        while done < len(into):
-            start = offset + done - int(self._ends[number - 1] if number else 0)
-            part = self._last_blocks(self, number)[start : start + len(into) - done]
-            into[done : done + len(part)] = part
-            done += len(part)
-            number += 1
-
-    def block(self, number: int) -> bytes:
-        """Decompress a block."""
-        expected = int(self._ends[number]) - int(self._ends[number - 1] if number else 0)
-        data = _block_at(self._file, int(self._at[number]), int(self._stored[number]), expected)
-        if len(data) != expected:
-            raise SourceError(f"{self._file.name} has changed since it was indexed: run again")
-        return data
-
-
-def _block_at(file: File, at: int, stored: int, most: int) -> bytes:
-    """Return a decompressed block of `most` bytes or less; `stored` is negative for a plain one."""
-    data = file.read(at, abs(stored))
-    if stored > 0:
-        try:
-            data = lz4.block.decompress(data, uncompressed_size=most)
-        except lz4.block.LZ4BlockError as error:
-            raise SourceError(f"{file.name}: LZ4 data is damaged; restore it") from error
-    return data
-
-
-def frames_index(file: File) -> Arrays:
-    """Index the blocks of a file of LZ4 frames, for `Lz4Frames`.
-
-    Returns `frame_at`, the offset of each block, `frame_stored`, its stored bytes (negative if it
-    is not compressed), and `frame_ends`, the end of its decompressed bytes among those of all.
-
-    Raises SourceError for damaged frames, and for frames with linked blocks.
-    """
-    at, total = 0, 0
-    places: list[int] = []
-    sizes: list[int] = []
-    ends: list[int] = []
-    while at < file.size:
-        word = file.read(at, 8)
-        magic = struct.unpack_from("<I", word)[0] if len(word) == 8 else 0
-        if magic & ~0xF == _SKIPPED_MAGIC:
-            at += 8 + struct.unpack_from("<I", word, 4)[0]
-            continue
-        own_places, own_sizes, own_bytes, at = _frame(file, at)
-        places += own_places
-        sizes += own_sizes
-        for each in own_bytes:
-            total += each
-            ends.append(total)
-    if not places or at > file.size:
-        raise _not_lz4(file)
-    return {
-        "frame_at": np.array(places, np.int64),
-        "frame_stored": np.array(sizes, np.int64),
-        "frame_ends": np.array(ends, np.int64),
-    }
-
-
-def _not_lz4(file: File) -> SourceError:
-    return SourceError(f"{file.name} is not an LZ4 frame, or is damaged: restore it")
-
-
-def _frame(file: File, start: int) -> tuple[list[int], list[int], list[int], int]:
-    """Return (offset, stored bytes, decompressed bytes of each block; the frame's end)."""
-    head = file.read(start, 19)
-    wrong = _not_lz4(file)
-    if len(head) < 7 or struct.unpack_from("<I", head)[0] != _FRAME_MAGIC:
-        raise wrong
-    flags, descriptor = head[4], head[5]
-    most = _FRAME_BLOCKS.get(descriptor >> 4 & 7)
-    if flags >> 6 != 1 or most is None:
-        raise wrong
-    if not flags & 0x20:
-        raise SourceError(
-            f"{file.name}: its LZ4 blocks are linked, which prevents random access: compress it "
-            "with `lz4 -BI`"
-        )
-    whole = struct.unpack_from("<Q", head, 6)[0] if flags & 8 and len(head) >= 14 else None
-    at = start + 7 + (8 if flags & 8 else 0) + (4 if flags & 1 else 0)
-    places, sizes = [], []
-    while True:
-        word = file.read(at, 4)
-        if len(word) < 4:
-            raise wrong
-        size = struct.unpack("<I", word)[0]
-        if size == 0:
-            break
-        plain, size = bool(size >> 31), size & 0x7FFFFFFF
-        if size > most + 16 or at + 4 + size > file.size:
-            raise wrong
-        places.append(at + 4)
-        sizes.append(-size if plain else size)
-        at += 4 + size + (4 if flags & 0x10 else 0)
-    at += 4 + (4 if flags & 4 else 0)
-    if not places:
-        return [], [], [], at
-    last = len(_block_at(file, places[-1], sizes[-1], most))
-    if whole == most * (len(places) - 1) + last:
-        return places, sizes, [most] * (len(places) - 1) + [last], at
-    # A writer that flushes makes blocks of any size, which no header tells.
-    rows = zip(places, sizes, strict=True)
-    return places, sizes, [len(_block_at(file, place, size, most)) for place, size in rows], at
-
-
-# Samples
-
 _WHOLE: Final = (*(f".tar{packed}" for packed in COMPRESSED), ".tgz", ".tbz2", ".txz")
 SUFFIXES: Final = (".tar", ".tar.lz4", *_WHOLE)
+_KEPT_BLOCKS: Final = 64
+"""Decompressed LZ4 blocks, of up to 4 MiB, that are kept of all files of a data set."""
 _VERSION: Final = 5
 _SCAN_THREADS: Final = 8
 _LOOKED_AT: Final = 64
@@ -223,8 +85,6 @@ _MAX_LABEL: Final = 1 << 12
 _MAX_META: Final = 1 << 20
 _FEW: Final = 16
 """Samples that are found one by one."""
-_BEYOND: Final = (1 << 62, 0, 0)
-"""A span behind all others."""
 _Members = tuple[list[int], list[int], int, int]
 """Offsets and bytes of a sample's fields; its place among those asked for, and in the file."""
 _GAP: Final = 1 << 16
@@ -338,6 +198,7 @@ class TarReader(PathReader):
             for file, part in zip(self._files, parts, strict=True)
         ]
         kinds = [kind for _, kind in self.schema.fields]
+        self._is_apart = [head.get("apart", False) for head in heads]
         self._pictures = [k for k, kind in enumerate(kinds) if kind in IMAGES]
         self._numbers = [k for k, kind in enumerate(kinds) if kind == "int64"]
         # A member that is the picture, and a number that the index has.
@@ -464,22 +325,40 @@ class TarReader(PathReader):
         self, number: int, members: list[_Members], payloads: list[bytes | memoryview]
     ) -> None:
         """Read samples of one file; near ones together."""
+        if self._is_apart[number]:
+            self._read_apart(number, members, payloads)
+            return
         spans = [
             (min(begins), max(map(add, begins, sizes)), k)
             for k, (begins, sizes, _, _) in enumerate(members)
         ]
-        spans.sort()
-        first, (low, high, _) = 0, spans[0]
-        for last, (begin, end, _) in enumerate([*spans[1:], _BEYOND], 1):
-            if begin <= high + _GAP:
-                high = max(high, end)
-                continue
+        for low, high, near in _together(spans):
             memory = self._bytes_of(number, low, high)
-            for _, _, k in spans[first:last]:
+            for k in near:
                 begins, sizes, slot, row = members[k]
                 bodies = [memory[a - low : a - low + n] for a, n in zip(begins, sizes, strict=True)]
                 payloads[slot] = self._payload(number, row, bodies)
-            first, low, high = last, begin, end
+
+    def _read_apart(
+        self, number: int, members: list[_Members], payloads: list[bytes | memoryview]
+    ) -> None:
+        """Read samples of a file in which the members of a sample lie apart."""
+        is_array, count = self._parts[number].is_array, len(self._names)
+        # Numbers are in the index.
+        stored = [f for f in range(count) if is_array[f] or f not in self._numbers]
+        places = [(k, f) for k in range(len(members)) for f in stored]
+        spans = []
+        for place, (k, f) in enumerate(places):
+            begin, size = members[k][0][f], members[k][1][f]
+            spans.append((begin, begin + size, place))
+        bodies = [[memoryview(b"")] * count for _ in members]
+        for low, high, near in _together(spans):
+            memory = self._bytes_of(number, low, high)
+            for place in near:
+                (k, f), (begin, end, _) = places[place], spans[place]
+                bodies[k][f] = memory[begin - low : end - low]
+        for (_, _, slot, row), own in zip(members, bodies, strict=True):
+            payloads[slot] = self._payload(number, row, own)
 
     def _bytes_of(self, number: int, low: int, high: int) -> memoryview:
         """Return bytes of a file, as they are in the tar. Raises SourceError."""
@@ -513,6 +392,24 @@ class TarReader(PathReader):
                 values[name] = bodies[k]
         with parsing(lambda: f"{self._files[number].name}, sample {part.names[row]!r},"):
             return self.schema.join(values)
+
+
+def _together(
+    spans: Sequence[tuple[int, int, int]],
+) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield (begin, end, numbers) of spans near each other, out of (begin, end, number)."""
+    near: list[int] = []
+    low = high = 0
+    for begin, end, k in sorted(spans):
+        if near and begin > high + _GAP:
+            yield low, high, near
+            near = []
+        if not near:
+            low, high = begin, end
+        near.append(k)
+        high = max(high, end)
+    if near:
+        yield low, high, near
 
 
 def _order_of(file: str, head: dict[str, Any], names: Sequence[str], first: str) -> list[int]:
@@ -590,18 +487,35 @@ def _build(file: File, fields: tuple[str, ...], label: str | None) -> Arrays:
     elif codec := codec_of(read(0, 6)):
         name = f"{file.name} is compressed by {codec}"
         raise SourceError(f"{name}: give it a name that says so, such as x.tar.gz")
-    members = TarMembers(size, read, file.name)
-    builder = _Builder(file.name, fields, label)
+    walk = partial(TarMembers, size, read, file.name)
+    own = file.name, fields, label
+    try:
+        return {**_filled(_Builder(*own), walk), **extra}
+    except _WrongSample:
+        pass
+    try:
+        return {**_filled(_ApartBuilder(*own), walk), **extra}
+    except _WrongSample as error:
+        builder = _ApartBuilder(*own, has_folders=False)
+        try:
+            return {**_filled(builder, walk), **extra}
+        except _WrongSample as joined:
+            raise SourceError(str(joined if builder.has_parts else error)) from None
+
+
+def _filled(builder: "_Builder", walk: Callable[[], TarMembers]) -> Arrays:
+    """Return the index of a tar out of its members. Raises SourceError."""
     targets: LinkTargets | None = None
+    members = walk()
     for each in members:
         member: TarMember | None = each
         if each.target is not None and is_part(each.name):
             # The tar is walked again only if it has links.
-            targets = targets or LinkTargets(TarMembers(size, read, file.name), file.name)
+            targets = targets or LinkTargets(walk(), builder.file)
             member = targets.resolve(each)
         if member is not None:
             builder.add(each.name, member.at, member.size, members)
-    return {**builder.arrays(members.note), **extra}
+    return builder.arrays(members.note)
 
 
 def is_part(name: str) -> bool:
@@ -610,17 +524,27 @@ def is_part(name: str) -> bool:
     return _IGNORED.match(name) is None and not last.startswith(".") and "." in last
 
 
+class _WrongSample(SourceError):
+    """Members that are next to each other do not make up a sample like the others."""
+
+
+_Member = tuple[int, int, int | str | None, NpyHead | None]
+"""Offset, bytes, the number or text of a label, and the head of an array."""
+
+
 class _Builder:
-    """Group members into samples."""
+    """Group members into samples, of which each is a run of members."""
+
+    is_apart = False
 
     def __init__(self, file: str, fields: tuple[str, ...], label: str | None) -> None:
-        self._file, self._label = file, label
+        self.file, self._label = file, label
         """The field that the user chose as the label."""
         self._fields = list(fields)
         self._chosen = bool(fields)
         self._packed: dict[str, Any] = {}
         self._key = ""
-        self._sample: dict[str, tuple[int, int, int | str | None, NpyHead | None]] = {}
+        self._sample: dict[str, _Member] = {}
         self._names = bytearray()
         self._name_ends = GrowingColumn()
         self._firsts = GrowingColumn()
@@ -639,7 +563,7 @@ class _Builder:
         if name.endswith(_METAS) and size <= _MAX_META:
             self._packed = _meta(members.bytes_at(at, size), members, at)
             if self._label is not None:
-                raise UsageError(f"label=: {self._file} has the label with which it was packed")
+                raise UsageError(f"label=: {self.file} has the label with which it was packed")
             self._fields = self._fields or [field for field, _ in self._packed["fields"]]
             return
         if not is_part(name):
@@ -650,16 +574,15 @@ class _Builder:
         field = self._packed.get("members", {}).get(extension, field)
         if field == LABEL_NAMES[0] and self._label not in (None, field):
             raise UsageError(
-                f"label={self._label!r}: {self._file} has a {field!r} as well, and the chosen one "
+                f"label={self._label!r}: {self.file} has a {field!r} as well, and the chosen one "
                 "takes that name: rename it in the tar"
             )
         field = field_named(field, self._label)
         if key != self._key:
-            self._finish()
-            self._key = key
-        elif field in self._sample:
-            raise SourceError(
-                f"{self._file}: sample {key!r} has two members that are {field!r}: keep one of "
+            self._begin(key, field)
+        if field in self._sample:
+            raise _WrongSample(
+                f"{self.file}: sample {key!r} has two members that are {field!r}: keep one of "
                 "each name, and pack the tar again"
             )
         number: int | str | None = 0
@@ -686,6 +609,11 @@ class _Builder:
         kind = dict(self._packed["fields"]).get(field)
         return kind == "int64" and 0 < size <= _MAX_NUMBER and field not in self._packed["npy"]
 
+    def _begin(self, key: str, field: str) -> None:
+        """Make a sample, whose first member is a field, the one that members are added to."""
+        self._finish()
+        self._key = key
+
     def _finish(self) -> None:
         if not self._sample:
             return
@@ -710,7 +638,7 @@ class _Builder:
                 kind, shape = self._shapes.setdefault(field, (head.dtype, list(head.shape)))
                 if kind != head.dtype or len(shape) != len(head.shape):
                     raise SourceError(
-                        f"{self._file}: sample {self._key!r}, {field}: is {head.dtype}"
+                        f"{self.file}: sample {self._key!r}, {field}: is {head.dtype}"
                         f"{list(head.shape)}, in others {kind}{shape}"
                     )
                 shape[:] = [a if a == b else None for a, b in zip(shape, head.shape, strict=True)]
@@ -737,18 +665,13 @@ class _Builder:
         return Names(np.frombuffer(self._names, np.uint8), ends)[sample]
 
     def _incomplete(self, field: str) -> SourceError:
-        what = f"{self._file}: sample {self._key!r} has no {field}"
-        if any(self._name(k) == self._key for k in range(len(self._firsts))):
-            return SourceError(
-                f"{what}: its members lie apart in the tar: pack their folder as a whole, with tar "
-                "--sort=name -cf x.tar -C FOLDER . (names on the command line stay in their order)"
-            )
+        what = f"{self.file}: sample {self._key!r} has no {field}"
         if self._chosen:
-            return SourceError(
+            return _WrongSample(
                 f"{what}, it has {', '.join(sorted(self._sample))}: complete or remove it, or "
                 "choose other fields with fields="
             )
-        return SourceError(
+        return _WrongSample(
             f"{what}, which others have: complete or remove it, or choose common fields with "
             "fields="
         )
@@ -758,8 +681,8 @@ class _Builder:
         notes = [note] if note else []
         for field, count in self._left.items() if not self._chosen and not self._packed else ():
             if 2 * count > len(self._firsts):
-                raise SourceError(
-                    f"{self._file}: sample {self._name(0)!r} has no {field}, which {count} others "
+                raise _WrongSample(
+                    f"{self.file}: sample {self._name(0)!r} has no {field}, which {count} others "
                     "have: complete or remove it, or choose common fields with fields="
                 )
             notes.append(
@@ -781,7 +704,7 @@ class _Builder:
         missing = int(next(iter(np.flatnonzero(np.isin(codes, list(gaps)))), -1)) if gaps else -1
         if missing >= 0 and (field in _CLASSES or not classes):
             raise SourceError(
-                f"{self._file}: sample {self._name(missing)!r}: its {field} is empty: fill it, or "
+                f"{self.file}: sample {self._name(missing)!r}: its {field} is empty: fill it, or "
                 "remove the sample, or choose other fields with fields="
             )
         if own.plain or (classes and (field not in _CLASSES or len(classes) > MAX_CLASSES)):
@@ -802,7 +725,7 @@ class _Builder:
     def arrays(self, note: str) -> Arrays:
         self._finish()
         if not self._firsts:
-            raise SourceError(f"{self._file} holds no samples: members are named key.extension")
+            raise SourceError(f"{self.file} holds no samples: members are named key.extension")
         packed = dict(self._packed.get("fields", []))
         kinds = []
         texts = {}
@@ -825,6 +748,7 @@ class _Builder:
             "texts": texts,
             "notes": self._notes(note),
             "unlabelled": self._in_json,
+            "apart": self.is_apart,
             "classes": self._packed.get("classes", []),
             "structure": self._packed.get("structure") if len(kinds) == len(packed) else None,
         }
@@ -841,6 +765,52 @@ class _Builder:
             if field in self._shapes:
                 arrays[f"body{k}"] = columns.body.values()
         return arrays
+
+
+class _ApartBuilder(_Builder):
+    """Group the members of all of a tar, for tars in which those of a sample lie apart: pictures
+    and then labels. Without folders, those of `images` and `labels` with the same name are one."""
+
+    is_apart = True
+
+    def __init__(
+        self, file: str, fields: tuple[str, ...], label: str | None, has_folders: bool = True
+    ) -> None:
+        super().__init__(file, fields, label)
+        self._samples: dict[str, dict[str, _Member]] = {}
+        self._has_folders = has_folders
+        self._folder_of: dict[str, str] = {}
+        """By field, the folder in which it lies."""
+
+    @property
+    def has_parts(self) -> bool:
+        """True if each field lies in one folder, and not all in the same one."""
+        return len(set(self._folder_of.values())) > 1
+
+    def _begin(self, key: str, field: str) -> None:
+        self._key = key
+        if not self._has_folders:
+            folder, _, name = key.rpartition("/")
+            above, _, last = folder.rpartition("/")
+            if self._folder_of.setdefault(field, last) != last:
+                self._folder_of.clear()
+                raise _WrongSample(key)
+            key = f"{above}/{name}" if above else name
+        self._sample = self._samples.setdefault(key, {})
+
+    def _notes(self, note: str) -> list[str]:
+        parts = "in folders of their own" if self._folder_of else "apart"
+        return [
+            *super()._notes(note),
+            f"has the members of its samples {parts}, and they are joined by name; the package "
+            "webdataset makes a sample of each part: dlio pack writes them together",
+        ]
+
+    def arrays(self, note: str) -> Arrays:
+        for key, sample in self._samples.items():
+            self._key, self._sample = key, sample
+            self._finish()
+        return super().arrays(note)
 
 
 class _FieldColumns:

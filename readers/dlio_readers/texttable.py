@@ -66,6 +66,8 @@ _MOSTLY: Final = 0.75
 """Part of the first values of a column that are numbers, by which it is told that it is text."""
 _SIGNS: Final = re.compile(r"[,%$€£¥]|(?<!\d)\s+|\s+(?!\d)|(?<=\d)\s(?=\d{3}(?!\d))")
 """Parts of numbers for people; `1 2 3` are several numbers, and `1 234` is one."""
+_THOUSANDS: Final = re.compile(r"[+-]?[0-9]{1,3},[0-9]{3}", re.ASCII)
+"""A number that may have a decimal comma, or one between its thousands."""
 _LONGEST_SHOWN: Final = 40
 _HINT: Final = re.compile(rb"sep=([,;\t|])\r?\n", re.IGNORECASE)
 """A line by which Excel is told the separator."""
@@ -224,11 +226,15 @@ def _tell_of_numbers(
     odd = {name: value for name, value in odd.items() if value}
     commas = [n for n, value in odd.items() if is_number(value.strip().replace(",", ".", 1))]
     where = parts[0].file.name
-    if commas:
-        tell_once(
-            f"{where}: numbers with decimal commas are read as text, in its columns "
-            f"{', '.join(commas)}: write them with points"
-        )
+    for is_thousand in (False, True):
+        own = [n for n in commas if bool(_THOUSANDS.fullmatch(odd[n].strip())) == is_thousand]
+        if own:
+            kind = "commas, such as " + odd[own[0]].strip() if is_thousand else "decimal commas"
+            remedy = "decimals with points, and thousands without a sign"
+            tell_once(
+                f"{where}: numbers with {kind} are read as text, in its columns {', '.join(own)}: "
+                f"write {remedy if is_thousand else 'them with points'}"
+            )
     others = [f"{name} ({value!r})" for name, value in odd.items() if name not in commas]
     if others:
         tell_once(

@@ -1,6 +1,7 @@
 """Folders whose files are one sample each: arrays and scans of any shape."""
 
 import gzip
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,16 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dlio
+from dlio.data.reader import open_reader
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio_readers.files import FilesReader
 from dlio_staging.pack_folder import pack
+from tests.conftest import examples
 
 Volume = npt.NDArray[Any]
 
@@ -258,3 +263,116 @@ def test_dicom_without_its_preamble_is_read_and_without_its_header_refused(tmp_p
         path.write_bytes(text)
         with pytest.raises(SourceError, match=r"is not a DICOM file, or lacks the header.*force"):
             FilesReader(str(path))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_channels_of_a_case_are_its_fields(split: str, tmp_path: Path) -> None:
+    folder = {"train": "imagesTr", "test": "imagesTs"}[split]
+    for each in ("imagesTr", "imagesTs", "labelsTr"):
+        (tmp_path / each).mkdir()
+    arrays = {}
+    for case in range(3):
+        for channel in range(2):
+            arrays[case, channel] = np.full((2, 3 + case), 10 * case + channel, np.float32)
+            for each in ("imagesTr", "imagesTs"):
+                np.save(tmp_path / each / f"liver_{case}_{channel:04}.npy", arrays[case, channel])
+        np.save(tmp_path / "labelsTr" / f"liver_{case}.npy", np.full((2, 3 + case), case))
+    reader = FilesReader(str(tmp_path), split=split)
+    fields = ["image_0000", "image_0001", *(["label"] if split == "train" else [])]
+    assert [name for name, _ in reader.schema.fields] == fields
+    for case, payload in enumerate(reader.read(np.arange(3))):
+        values = reader.schema.split(payload)
+        for channel in range(2):
+            np.testing.assert_array_equal(values[f"image_{channel:04}"], arrays[case, channel])
+        assert split == "test" or (values["label"] == case).all()
+    (tmp_path / folder / "liver_1_0001.npy").unlink()
+    with pytest.raises(
+        SourceError, match="case liver_1 has the channels _0000, and others _0000, _0001"
+    ):
+        FilesReader(str(tmp_path), split=split)
+
+
+@pytest.mark.parametrize("kind", ["npz", "h5"])
+def test_an_array_that_files_call_their_label_is_it_also_in_class_folders(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, name in enumerate(("patient001", "patient002")):
+        (tmp_path / name).mkdir()
+        for k in range(2):
+            arrays = {"image": np.zeros((4, 5 + k)), "label": np.full((4, 5 + k), number + k)}
+            if kind == "npz":
+                np.savez(tmp_path / name / f"{k}.npz", **arrays)  # type: ignore[arg-type]
+                continue
+            with h5py.File(tmp_path / name / f"{k}.h5", "w") as file:
+                for field, array in arrays.items():
+                    file[field] = array
+    reader = FilesReader(str(tmp_path), layout="classes")
+    values = [reader.schema.split(payload)["label"] for payload in reader.read(np.arange(4))]
+    assert [int(np.asarray(value).flat[0]) for value in values] == [0, 1, 1, 2]
+    assert (list(reader.classes), reader.labels.tolist()) == ([], [0, 0, 0, 0])
+    assert "the label of a sample is the array of its file, and not the folder" in caplog.text
+    for path in tmp_path.rglob("*.*"):
+        path.unlink()
+        np.savez(path.with_suffix(".npz"), image=np.zeros(3), label=np.int64(1))
+    with pytest.raises(UsageError, match=r"class folders name another: open a pattern"):
+        FilesReader(str(tmp_path), layout="classes")
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    labels=st.lists(st.sampled_from(["cat", "dog", "3", "-1"]), min_size=2, max_size=6),
+    kind=st.sampled_from(["npy", "npz", "nii.gz"]),
+    table=st.sampled_from(["labels.csv", "labels.json", "metadata.jsonl", "train.csv"]),
+    has_suffix=st.booleans(),
+)
+def test_a_table_labels_arrays_and_scans_by_their_names(
+    labels: list[str],
+    kind: str,
+    table: str,
+    has_suffix: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    root = tmp_path_factory.mktemp("labelled")
+    for k in range(len(labels)):
+        array, path = np.full((2, 3, 4 + k), k, np.float32), root / f"case{k}.{kind}"
+        if kind == "nii.gz":
+            _nii(path, array)
+        else:
+            (np.save if kind == "npy" else np.savez)(path, array)
+    names = [f"case{k}.{kind}" if has_suffix else f"case{k}" for k in range(len(labels))]
+    rows = list(zip(names, labels, strict=True))[::-1]
+    column = "dx" if table == "train.csv" else "label"
+    if table.endswith(".json"):
+        (root / table).write_text(json.dumps(dict(rows)))
+    elif table.endswith(".jsonl"):
+        texts = (json.dumps({"file_name": name, "label": label}) for name, label in rows)
+        (root / table).write_text("\n".join(texts))
+    else:
+        lines = [f"file_name,age,{column}", *(f"{name},7,{label}" for name, label in rows)]
+        (root / table).write_text("\n".join(lines))
+    options: dict[str, Any] = {"table": table, "label": "dx"} if table == "train.csv" else {}
+    reader = open_reader(str(root), **options)
+    numbers = all(each.lstrip("-").isdecimal() for each in labels)
+    classes = sorted(set(labels))
+    expected = [int(each) if numbers else classes.index(each) for each in labels]
+    assert (len(reader), np.asarray(reader.labels).tolist()) == (len(labels), expected)
+    assert numbers or list(reader.classes) == classes
+    for k, payload in enumerate(reader.read(np.arange(len(labels)))):
+        values = reader.schema.split(payload)
+        assert int(values.pop("label")) == expected[k]
+        (array,) = values.values()
+        np.testing.assert_array_equal(array, np.full((2, 3, 4 + k), k, np.float32))
+    reader.close()
+
+
+def test_a_table_that_disagrees_with_arrays_is_refused_and_rows_can_be_chosen(
+    tmp_path: Path,
+) -> None:
+    for k in range(3):
+        np.save(tmp_path / f"{k}.npy", np.zeros((4, 5)))
+    (tmp_path / "labels.csv").write_text("file_name,label\n0.npy,a\n1.npy,b\n")
+    with pytest.raises(SourceError, match=r"no label for 1 file \['2.npy'\]: make both agree"):
+        open_reader(str(tmp_path))
+    assert len(open_reader(str(tmp_path), samples="rows")) == 12
+    (tmp_path / "labels.csv").write_text("x,y\n7,8\n")
+    assert len(open_reader(str(tmp_path))) == 12

@@ -465,7 +465,7 @@ def test_nulls_and_unknown_columns_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no column 'c'"):
         open_reader(f"{tmp_path}/a.parquet::c")
     pq.write_table(pa.table({"t": [{"a": 1}]}), tmp_path / "b.parquet")
-    with pytest.raises(SourceError, match="which samples cannot have"):
+    with pytest.raises(SourceError, match=r"samples cannot have .* t .*: store numbers or texts"):
         open_reader(f"{tmp_path}/b.parquet")
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.util.settings import REHEARSAL
+from tests.readers.tar_members import write_tar_of
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +195,26 @@ def test_several_labels_in_one_are_told(
     words = f"its label {several!r} seems to be several, and is one class"
     assert (words in caplog.text) == bool(several)
     assert bool(several) == ("seems to be several" in caplog.text)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "npz", "tar"])
+@pytest.mark.parametrize("twin", ["cat", "cats"])
+def test_classes_that_differ_only_in_case_are_told(
+    suffix: str, twin: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels, path = ["dog", "Cat", twin], tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        path.write_text("x,label\n" + "".join(f"1,{label}\n" for label in labels))
+    elif suffix == "parquet":
+        pq.write_table(pa.table({"x": [1, 2, 3], "label": labels}), path)
+    elif suffix == "npz":
+        np.savez(path, x=np.zeros((3, 2)), label=np.array(labels))
+    else:
+        write_tar_of(path, {f"{k}.cls": each.encode() for k, each in enumerate(labels)})
+    assert list(open_reader(str(path)).classes) == sorted(labels)
+    words = "Cat and cat are two classes, and differ only in case"
+    assert (words in caplog.text) == (twin == "cat")
+    assert bool(caplog.text) == (twin == "cat")
 
 
 def test_truth_values_of_yaml_stay_the_names_of_classes(tmp_path: Path) -> None:

@@ -267,6 +267,20 @@ def test_folders_that_may_be_no_classes_are_told(
     assert len(caplog.records) == bool(told)
 
 
+@pytest.mark.parametrize(
+    ("folder", "end", "is_told"),
+    [("LabeledApproved_full", "_L", True), ("truth", "_xyz", True), ("dogs", "_L", False)],
+)
+def test_a_folder_called_as_masks_with_the_names_of_another_is_told(
+    folder: str, end: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pictures(tmp_path / "701_StillsRaw_full", ["0006R0_1.png", "0006R0_2.png"])
+    _pictures(tmp_path / folder, [f"0006R0_{k}{end}.png" for k in (1, 2)])
+    with caplog.at_level(logging.WARNING, "dlio"):
+        open_reader(str(tmp_path)).close()
+    assert (f"masks='{folder}' reads them so" in caplog.text) == is_told
+
+
 def test_class_folders_of_files_named_otherwise_are_no_pairs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

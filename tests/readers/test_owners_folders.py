@@ -117,6 +117,12 @@ CLASSES = {
         classes=["Cat", "cat", "dog"],
         warning="Cat and cat are two classes, and differ only in case",
     ),
+    "domains": _Owned(
+        "am/images/cup/0.png am/images/pen/0.png dslr/images/cup/0.png dslr/images/pen/0.png",
+        labels=[0, 0, 1, 1],
+        classes=["am", "dslr"],
+        warning="each of these folders holds the folders cup, pen, as cases do",
+    ),
     "packed twice": _Owned(
         "P/a/0.png P/b/0.png a/0.png b/0.png",
         labels=[0, 0, 1, 2],
@@ -167,6 +173,12 @@ TABLES = {
     "backslashes": _Owned(
         "im/a.png im/b.png",
         {"labels.csv": "file_name,label\nim\\a.png,y\nim\\b.png,x\n"},
+        [1, 0],
+        ["x", "y"],
+    ),
+    "backslashes in a list": _Owned(
+        "im/a.png im/b.png",
+        {"data.csv": "path,label\nim\\a.png,y\nim\\b.png,x\n"},
         [1, 0],
         ["x", "y"],
     ),
@@ -411,7 +423,13 @@ def test_splits_of_other_classes_are_told(
         ("a,label\n$1,x\n$2.50,x\n", {"a": "text", "label": "int64"}, "a ('$1')"),
         ("a,label\n1 2 3,x\n4 5 6,x\n", {"a": "text", "label": "int64"}, ""),
         ("a,label\n1 234,x\n5 678,x\n", {"a": "text", "label": "int64"}, "without signs"),
-        ('a,label\n"1,234",x\n"5,678",x\n', {"a": "text", "label": "int64"}, "decimal commas"),
+        (
+            'a,label\n"1,234",x\n"5,678",x\n',
+            {"a": "text", "label": "int64"},
+            "numbers with commas, such as 1,234 are read as text, in its columns a: write "
+            "decimals with points, and thousands without a sign",
+        ),
+        ("a;label\n1,5;x\n5,678;x\n", {"a": "text", "label": "int64"}, "with decimal commas are"),
         ("a,label\nx1,x\nx2,x\n3,x\n", {"a": "text", "label": "int64"}, ""),
         ("a,label\r1,y\r2,x\r", {"a": "int64", "label": "int64"}, ""),
         ("a,label\r\n1,y\n2,x\r\n3,y", {"a": "int64", "label": "int64"}, ""),

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset
+import pyarrow.dataset as dataset
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.data.reader import open_reader
-from dlio.errors import SourceError
+from dlio.errors import SourceError, UsageError
+from dlio.util import printable
+from tests.readers.tar_members import write_tar_of
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +46,7 @@ def _plain(value: Any) -> object:
 
 
 def _expected(path: Path) -> tuple[list[str], list[tuple[Any, ...]]]:
-    table = pyarrow.dataset.dataset(path, partitioning="hive").to_table()
+    table = dataset.dataset(path, partitioning="hive").to_table()
     names = sorted(table.column_names)
     return names, sorted(tuple(row[name] for name in names) for row in table.to_pylist())
 
@@ -64,7 +67,7 @@ def test_partitions_are_columns_as_in_pyarrow(
         }
     )
     table = table.select(["x", "a", "b"][: depth + 1])
-    pyarrow.dataset.write_dataset(
+    dataset.write_dataset(
         table,
         data,
         format="parquet",
@@ -119,3 +122,70 @@ def test_partitions_that_are_not_whole_are_refused(
             pq.write_table(pa.table({"x": [1.0, 2.0]}), tmp_path / name / "p.parquet")
     with pytest.raises(SourceError, match=message):
         open_reader(str(tmp_path))
+
+
+def test_a_table_of_iceberg_is_called_so(tmp_path: Path) -> None:
+    for name in ("data", "metadata"):
+        (tmp_path / name).mkdir()
+    for k in range(2):
+        pq.write_table(pa.table({"x": [1.0, 2.0]}), tmp_path / "data" / f"0000{k}-0.parquet")
+    (tmp_path / "metadata" / "v1.metadata.json").write_text('{"format-version": 2}')
+    (tmp_path / "metadata" / "snap-1.avro").write_bytes(b"Obj")
+    with pytest.raises(SourceError, match="is a table of Iceberg, whose metadata say which files"):
+        open_reader(str(tmp_path))
+    reader = open_reader(f"{tmp_path}/data/*.parquet")
+    assert len(reader) == 4
+    reader.close()
+
+
+def test_files_of_hudi_are_told_each_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"_hoodie_commit_time": ["1", "2"], "x": [1.0, 2.0]})
+    pq.write_table(table, tmp_path / "a_0.parquet")
+    for _ in range(2):
+        monkeypatch.setattr(printable, "_told", set())
+        with caplog.at_level(logging.WARNING, "dlio"):
+            open_reader(str(tmp_path)).close()
+        assert "rows of earlier versions lie as well" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.parametrize("kind", ["csv", "feather", "tar"])
+def test_partitions_of_other_formats_have_the_remedy_of_theirs(kind: str, tmp_path: Path) -> None:
+    for name in ("label=cat", "label=dog"):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / f"p.{kind}"
+        if kind == "csv":
+            path.write_text("x,y\n1,2\n3,4\n")
+        elif kind == "feather":
+            feather.write_feather(pa.table({"x": [1, 3], "y": [2, 4]}), str(path))
+        else:
+            write_tar_of(path, {"0.txt": b"x", "1.txt": b"y"})
+    with pytest.raises(UsageError, match="column label stands in their names") as raised:
+        open_reader(str(tmp_path))
+    form = {"csv": "csv", "feather": "ipc"}.get(kind)
+    if form is None:
+        assert "write it into the files" in str(raised.value)
+        return
+    assert f"format={form!r}" in str(raised.value)
+    rows = dataset.dataset(str(tmp_path), format=form, partitioning="hive").to_table()
+    assert sorted(rows["label"].to_pylist()) == ["cat", "cat", "dog", "dog"]
+
+
+def test_columns_that_samples_cannot_have_are_named_with_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    columns = {
+        "when": pa.array([0, 1], pa.timestamp("us")),
+        "pair": pa.array([{"a": 1}, {"a": 2}]),
+        "x": [1.0, 2.0],
+        "label": ["u", "v"],
+    }
+    pq.write_table(pa.table(columns), path)
+    with pytest.raises(
+        SourceError, match=r"when \(timestamp\[us\]\), pair .*as in x\.parquet::x,label$"
+    ):
+        open_reader(str(path))
+    reader = open_reader(f"{path}::x,label")
+    assert (list(reader.classes), np.asarray(reader.labels).tolist()) == (["u", "v"], [0, 1])
+    reader.close()

@@ -100,7 +100,7 @@ def test_folders_of_one_file_each_are_told(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("labels.csv", "file_name,label\na.nii.gz,1\nb.nii.gz,0\n"),
+        ("list.csv", "file_name,label\na.nii.gz,1\nb.nii.gz,0\n"),
         ("train.csv", "id;y\na;1\nb;0\n"),
         ("participants.tsv", "participant_id\tage\nsub-01\t20\n"),
         ("x.csv", "SOPInstanceUID,target\n1.2.3,1\n"),
@@ -117,3 +117,6 @@ def test_tables_next_to_scans_are_told(
         text = _told(path, caplog)[1]
         assert f"1 file ({name}) in {tmp_path / 'data'}, which may hold labels" in text
         assert "format='tables'" not in text
+        assert ("choose one with table=" in text) == (
+            name in ("list.csv", "train.csv") and not inner
+        )

@@ -169,12 +169,62 @@ def test_a_link_is_to_the_member_before_it(tmp_path: Path) -> None:
     ]
 
 
-def test_members_that_lie_apart_and_sparse_members_have_a_remedy(tmp_path: Path) -> None:
-    apart: list[Member] = [("0.jpg", b""), ("1.jpg", b""), ("0.cls", b"1"), ("1.cls", b"1")]
-    with pytest.raises(
-        SourceError, match=r"pack their folder as a whole, with tar --sort=name -cf"
-    ):
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data(), folder=st.sampled_from(["", "d/", "d/e/"]), count=st.integers(1, 6))
+def test_members_that_lie_apart_are_joined_by_name(
+    data: st.DataObject, folder: str, count: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fields = data.draw(st.sampled_from([("jpg", "cls"), ("cls", "jpg", "txt"), ("npy", "cls")]))
+    array = io.BytesIO()
+    np.save(array, np.arange(3))
+    texts = {"jpg": b"p%d", "cls": b"%d", "txt": b"t%d"}
+    order = data.draw(st.permutations([(k, field) for k in range(count) for field in fields]))
+    members: list[Member] = [
+        (f"{folder}{k}.{field}", texts[field] % k if field in texts else array.getvalue())
+        for k, field in order
+    ]
+    reader = open_reader(tar(tmp_path_factory.mktemp("tars") / "a.tar", members))
+    names = list(dict.fromkeys(f"{folder}{k}" for k, _ in order))
+    assert [reader.name(k) for k in range(len(reader))] == names
+    numbers = [int(name.removeprefix(folder)) for name in names]
+    assert np.asarray(reader.labels).tolist() == numbers
+    for field in set(fields) & {"jpg", "txt"}:
+        assert rows(reader, field) == [texts[field] % k for k in numbers]
+        one = [reader.schema.split(reader.read(np.array([k]))[0])[field] for k in range(count)]
+        assert one == rows(reader, field)
+
+
+@pytest.mark.parametrize("above", ["", "train/"])
+def test_folders_of_pictures_and_of_labels_are_joined_in_one_line(
+    above: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pictures: list[Member] = [
+        (f"{above}images/{k}.{'jpg' if k % 2 else 'png'}", b"p%d" % k) for k in range(4)
+    ]
+    labels: list[Member] = [(f"{above}labels/{k}.cls", b"%d" % (7 - k)) for k in reversed(range(4))]
+    with caplog.at_level(logging.WARNING, "dlio"):
+        reader = open_reader(tar(tmp_path / "a.tar", pictures + labels))
+    assert rows(reader, "png") == [b"p0", b"p1", b"p2", b"p3"]
+    assert np.asarray(reader.labels).tolist() == [7, 6, 5, 4]
+    assert "members of its samples in folders of their own, and they are joined" in caplog.text
+    with pytest.raises(SourceError, match=r"sample '(train/)?3' has no cls"):
+        open_reader(tar(tmp_path / "b.tar", pictures + labels[1:]))
+    # Folders that each hold both are samples of their own.
+    mixed: list[Member] = [("a/0.jpg", b""), ("a/0.cls", b"1"), ("b/1.jpg", b""), ("c/1.cls", b"1")]
+    with pytest.raises(SourceError, match="sample 'b/1' has no cls"):
+        open_reader(tar(tmp_path / "c.tar", mixed))
+
+
+def test_one_label_that_is_missing_is_named_where_members_lie_apart(tmp_path: Path) -> None:
+    apart: list[Member] = [(f"{k}.jpg", b"") for k in range(3)]
+    apart += [(f"{k}.cls", b"1") for k in range(2)]
+    with pytest.raises(SourceError, match="sample '2' has no cls"):
         open_reader(tar(tmp_path / "a.tar", apart))
+
+
+def test_sparse_members_have_a_remedy(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "b.tar", "w", format=tarfile.GNU_FORMAT) as archive:
         info = tarfile.TarInfo("0.npy")
         info.type = tarfile.GNUTYPE_SPARSE

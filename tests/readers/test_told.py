@@ -378,7 +378,7 @@ def test_a_table_that_names_files_of_arrays_is_told_with_the_option_that_reads_t
     (tmp_path / "train.csv").write_text(f"id,label\n{rows}")
     count, (warning,) = _open(tmp_path, caplog)
     assert count == 15
-    named = "it names s0.npy and s1.npy: if each file is one sample" in warning
+    named = "it names s0.npy and s1.npy: table='train.csv' reads each file as one" in warning
     assert named == rows.startswith("s")
     assert _open(tmp_path, caplog, samples="files")[0] == 3
 

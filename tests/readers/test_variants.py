@@ -4,6 +4,8 @@ import decimal
 import io
 import json
 import logging
+import lzma
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,11 @@ def labels_of(path: object, **options: Any) -> tuple[list[str], list[int]]:
     ],
 )
 def test_splits_are_found_by_what_their_names_share(
-    train: str, test: str, others: Sequence[str], tmp_path: Path
+    train: str,
+    test: str,
+    others: Sequence[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for split, count in ((train, 3), (test, 2)):
         for kind in "ab":
@@ -70,6 +76,7 @@ def test_splits_are_found_by_what_their_names_share(
     assert labels_of(str(tmp_path), split="train") == (["a", "b"], [0] * 3 + [1] * 3)
     held_out = "val" if "Val" in test else "test"
     assert labels_of(str(tmp_path), split=held_out) == (["a", "b"], [0, 0, 1, 1])
+    assert "classes are not those" not in caplog.text
 
 
 @pytest.mark.parametrize("classes", [("train", "plane"), ("bullet_train", "test_tube")])
@@ -110,13 +117,15 @@ def test_a_folder_of_tables_has_the_splits_of_its_files(tmp_path: Path) -> None:
     assert labels_of(str(tmp_path), split="test") == ([], [0])
 
 
-def test_a_table_beside_arrays_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_beside_arrays_labels_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for k in range(2):
         np.save(tmp_path / f"{k}.npy", np.ones((k + 2, 3, 3), np.float32))
     (tmp_path / "labels.csv").write_text("file,label\n0.npy,1\n1.npy,0\n")
     with caplog.at_level(logging.WARNING, "dlio"):
-        assert labels_of(str(tmp_path)) == ([], [0, 0])
-    assert "left out: 1 file (labels.csv)" in caplog.text
+        assert labels_of(str(tmp_path)) == (["0", "1"], [1, 0])
+    assert not caplog.text
 
 
 # Labels
@@ -174,6 +183,40 @@ def test_texts_of_other_encodings_are_refused_with_the_remedy(
     for path in (tmp_path / "a", tmp_path / "x.csv"):
         with pytest.raises(SourceError, match=r"is (UTF-16|not UTF-8).*: save it as UTF-8"):
             open_reader(str(path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gz", "compressed by gzip: give it a name that says so, ending in .gz"),
+        ("bz2", "compressed by bzip2"),
+        ("xz", "compressed by xz"),
+        ("zst", "compressed by Zstandard"),
+        ("xlsx", r"a spreadsheet \(\.xlsx\): .*save it as CSV"),
+        ("parquet", r"is Parquet: give it a name that ends in \.parquet"),
+    ],
+)
+def test_what_is_called_as_a_text_and_is_none_is_said(
+    kind: str, words: str, tmp_path: Path
+) -> None:
+    text, made = b"file,label\na.png,k\n" * 40, tmp_path / f"x.{kind}"
+    if kind == "xlsx":
+        with zipfile.ZipFile(made, "w") as archive:
+            archive.writestr("xl/workbook.xml", text)
+    elif kind == "parquet":
+        pq.write_table(pa.table({"file": ["a.png"], "label": ["k\xe4"], "x": [0.1]}), made)
+    else:
+        codec = {"gz": "gzip", "xz": None, "zst": "zstd"}.get(kind, kind)
+        if codec is None:
+            made.write_bytes(lzma.compress(text))
+        else:
+            with pa.output_stream(str(made), compression=codec) as stream:
+                stream.write(text)
+    picture(tmp_path / "a" / "a.png")
+    for place in (tmp_path / "x.csv", tmp_path / "a" / "labels.csv"):
+        place.write_bytes(made.read_bytes())
+        with pytest.raises(SourceError, match=words):
+            open_reader(str(place if place.name == "x.csv" else place.parent))
 
 
 def test_descriptions_are_no_labels_and_told(

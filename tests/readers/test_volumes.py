@@ -16,6 +16,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     "all": [(6, 8, 8), (9, 7, 5), (4, 8, 9)],
     "depth": [(6, 8, 8), (9, 8, 8), (4, 8, 8)],
     "channels": [(2, 6, 8, 8), (2, 9, 7, 5), (2, 4, 8, 9)],
+    "slices": [(6, 8), (9, 7), (6, 9)],
 }
 
 
@@ -104,6 +105,15 @@ def test_files_that_may_be_pictures_are_told_to_be_rows(
     for choice, count in (("rows", sum(shape[0] for shape in shapes)), ("files", 2)):
         assert len(dlio.open(path, samples=choice, tiers="none")) == count
     assert not caplog.text
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "h5"])
+def test_rows_of_several_lengths_make_files_samples_which_is_told(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slices = [{"volume": np.zeros((8, width), np.float32)} for width in (5, 7)]
+    assert len(dlio.open(_write(tmp_path, kind, slices), tiers="none")) == 2
+    assert "each of its 2 files is read as one sample, as the rows of their arrays" in caplog.text
 
 
 def test_labels_mean_rows(tmp_path: Path) -> None:
