@@ -114,7 +114,7 @@ _CONTENDERS: Final = {
     ),
 }
 _CHILD: Final = """
-import json, os, sys, time
+import json, os, sys, threading, time
 {imports}
 
 def memory(*names):
@@ -122,16 +122,27 @@ def memory(*names):
         rows = dict(line.split(":", 1) for line in file)
     return [int(rows[name].split()[0]) * 1024 for name in names]
 
+own, ended = [0], threading.Event()
+
+def watch():
+    while not ended.wait(0.005):  # The kernel keeps no peak of a process's own memory.
+        own[0] = max(own[0], *memory("RssAnon"))
+
+watching = threading.Thread(target=watch)
+watching.start()
 for path in sys.argv[1:]:  # A small data set first: libraries load parts of themselves with it.
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    (before,) = memory("VmRSS")
+    before, before_own = memory("VmRSS", "RssAnon")
+    own[0] = before_own
     os.access("{mark}", 0)
     began, cpu = time.perf_counter(), time.process_time()
     {code}
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     os.access("{mark}", 0)
-grown = [each - before for each in memory("VmHWM", "VmRSS")]
+ended.set()
+watching.join()
+grown = [*(each - before for each in memory("VmHWM", "VmRSS")), own[0] - before_own]
 print("\\n" + json.dumps([count, seconds, cpu, *grown]), flush=True)
 os._exit(0)
 """
@@ -158,8 +169,10 @@ class OpeningFigures:
 
     seconds: float
     cpu_s: float
+    own_bytes: float
+    """Growth of the process's own memory at its peak, for each sample: without pages of files."""
     peak_bytes: float
-    """Growth of resident memory at its peak, for each sample."""
+    """Growth of resident memory at its peak."""
     held_bytes: float
     """Growth of resident memory afterwards."""
     calls: int | None
@@ -228,13 +241,13 @@ def _opened(
     if shutil.which("strace") is not None:
         run("strace", "-f", "-qq", "-o", trace)
         calls = _calls_of(trace)
-    peak, held = (max(0.0, each) / samples for each in memory)
-    return OpeningFigures(seconds, cpu_s, peak, held, calls)
+    peak, held, own = (max(0.0, each) / samples for each in memory)
+    return OpeningFigures(seconds, cpu_s, own, peak, held, calls)
 
 
 def _answer(name: str, command: list[str], python: str, caches: str) -> list[float]:
     """Run an opening and return (samples, seconds, seconds on processors, bytes at
-    the peak, bytes afterwards)."""
+    the peak, bytes afterwards, own bytes at the peak)."""
     environment = {
         **os.environ,
         "DLIO_CACHE": f"{caches}/dlio",
@@ -321,9 +334,10 @@ _WRITERS: Final[dict[str, Callable[[str, int], str]]] = {
 def command(options: IndexBenchOptions, output: OutputOptions) -> None:
     """Measure the opening of data sets, side by side with other libraries.
 
-    Figures are seconds, bytes of memory (at the peak, and afterwards) and system calls for each
-    sample. The first opening of dlio builds its index, the second one uses it. Each data set has
-    small samples, and one file or chunk a sample in folder and Zarr.
+    Figures are seconds, bytes of memory for each sample (the process's own at its peak, with pages
+    of files, which processes of a node share, and all afterwards) and system calls. The first
+    opening of dlio builds its index, the second one uses it. Each data set has small samples, and
+    one file or chunk a sample in folder and Zarr.
     """
     if options.scratch is not None:
         check_scratch(options.scratch)
@@ -339,16 +353,19 @@ def command(options: IndexBenchOptions, output: OutputOptions) -> None:
                 print_line(f"{name}: {library} is {each}")
                 continue
             calls = "" if each.calls is None else f"{each.calls / options.samples:.3f}"
-            memory = [f"{value:,.0f}" for value in (each.peak_bytes, each.held_bytes)]
+            memory = [
+                f"{value:,.0f}" for value in (each.own_bytes, each.peak_bytes, each.held_bytes)
+            ]
             rows.append((name, library, format_seconds(each.seconds), *memory, calls))
             labels = {"format": name, "library": library}
             values = [("time", "s", each.seconds), ("processor time", "s", each.cpu_s)]
+            values.append(("own memory at its peak", "bytes/sample", each.own_bytes))
             values.append(("peak memory", "bytes/sample", each.peak_bytes))
             values.append(("held memory", "bytes/sample", each.held_bytes))
             if each.calls is not None:
                 values.append(("system calls", "", each.calls))
             figures += [Figure(what, unit, (v,), labels, "lower") for what, unit, v in values]
-    headings = ("format", "library", "time", "peak bytes/sample", "held", "calls/sample")
+    headings = ("format", "library", "time", "own bytes/sample", "peak", "held", "calls/sample")
     table(f"opening {counted(options.samples, 'sample')}", headings, rows, left=2)
     results = Results(
         "index",
