@@ -96,6 +96,11 @@ class BatchWeights:
         samples = share.samples if share is not None and share.samples else self._rows
         return BatchCount(samples, self.weight, share is None or share.is_even)
 
+    @property
+    def number(self) -> int:
+        """Number of the present batch in its pass, from 1; 0 if unknown."""
+        return 0 if self._share is None else self._share.number
+
     def hold(self, held: bool) -> None:
         """Note that gradients are held from now on, or no more."""
         if held and not self._was_held and not self._closed:

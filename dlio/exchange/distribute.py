@@ -134,7 +134,7 @@ class ExchangeHandle(Closable):
         naming = self._naming
         if self._comm.size > 1 and self._follow_steps:
             self._values = self._watch = StepWatch(self._comm, lambda: naming(self._trained))
-            tell_position(self._watch.position)
+            tell_position(self._watch.position, self._watch.in_vain)
 
     def watch_losses(self) -> None:
         """Have lines tell of losses whose gradients are not to be averaged."""
@@ -156,6 +156,8 @@ class ExchangeHandle(Closable):
 
     def look_at(self, tensors: TensorsOf, gradients: TensorsOf | None) -> None:
         """Look at the losses on which backward is about to be called."""
+        if self._watch is not None:
+            self._watch.batch = 0 if self.batches is None else self.batches.number
         if self._losses is not None and self.alike:
             self._losses.look(tensors, gradients)
 

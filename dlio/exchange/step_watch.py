@@ -5,6 +5,7 @@ Each rank keeps a digest of the learning rates of its steps, and of its weights 
 whose sums tell if all ranks have the same ones; only where they have not, ranks compare them.
 """
 
+import atexit
 import logging
 import math
 import os
@@ -18,7 +19,7 @@ import torch
 import xxhash
 
 from dlio.comm import Communicator
-from dlio.comm.survival.recovery import uniform
+from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange.buckets import Named, broadcast_tensors
 from dlio.exchange.step_rows import StepRows
@@ -49,7 +50,7 @@ class StepWatch:
         named: returns the parameters that all ranks have alike, in the same order, with names.
     """
 
-    count = _OF_STEPS + 2 * PARTS + 2
+    count = _OF_STEPS + 2 * PARTS + 4
 
     def __init__(self, comm: Communicator, named: Callable[[], Named]) -> None:
         self._comm, self._named = comm, named
@@ -65,7 +66,13 @@ class StepWatch:
         self._has_told = False
         self._counted = ("", "")
         """A line of the script, and the elements that its loss counts, in the next sum."""
-        self._has_told_counts = False
+        self._has_told_counts = self._has_told_batches = False
+        self.batch = 0
+        """Number of the batch of the next sum, in its pass, from 1; 0 if unknown."""
+        self._averages = 0
+        """Sums of gradients that this rank has begun."""
+        self._ends = recovery_of(comm) is None
+        atexit.register(self._end)
 
     def count_elements(self, line: str, counts: str) -> None:
         """Note how many elements the means of a loss of a line count, by the rank's weight."""
@@ -75,7 +82,9 @@ class StepWatch:
         parts, steps = parts_of(self._digest, self._bits), self._steps & (1 << self._bits) - 1
         line, counts = self._counted
         elements = parts_of(zlib.crc32(counts.encode()) if line else 0, self._bits)[:2]
-        values = [1, steps, steps * steps, *parts, *elements]
+        batch = parts_of(self.batch, self._bits)[:2]
+        values = [1, steps, steps * steps, *parts, *elements, *batch]
+        self._averages += 1
         into.copy_(torch.tensor(values, dtype=into.dtype))
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
@@ -87,9 +96,11 @@ class StepWatch:
         if not are_same(numbers[:_OF_STEPS]):
             raise UsageError(uniform(self._comm, self._steps_apart))
         if not self._has_told:
-            self._sums.append([numbers[0], *numbers[_OF_STEPS:-2]])
-        if not (self._has_told_counts or are_same([numbers[0], *numbers[-2:]])):
+            self._sums.append([numbers[0], *numbers[_OF_STEPS:-4]])
+        if not (self._has_told_counts or are_same([numbers[0], *numbers[-4:-2]])):
             self._tell_counts()
+        if not (self._has_told_batches or are_same([numbers[0], *numbers[-2:]])):
+            self._tell_batches()
         self._counted = ("", "")
 
     def _tell_counts(self) -> None:
@@ -114,6 +125,37 @@ class StepWatch:
                 counts[other],
                 other,
             )
+
+    def _tell_batches(self) -> None:
+        """Say that ranks average gradients of different batches. Collective."""
+        self._has_told_batches = True
+        mine = f"batch {self.batch} at{line_of_script()}" if self.batch else "none"
+        everyone: list[str] = uniform(self._comm, lambda: self._comm.allgather(mine))
+        if self._comm.rank == 0:
+            other = next((k for k, theirs in enumerate(everyone) if theirs != everyone[0]), 0)
+            log_line(
+                logging.WARNING,
+                "distribute: rank 0 averages gradients of %s and rank %s those of %s: a rank that "
+                "skips a batch (continue) before backward takes no part in its step, and its later "
+                "batches meet others of the other ranks; have all ranks skip it, or give it the "
+                "weight 0 (weigh) or a loss times 0",
+                everyone[0],
+                other,
+                everyone[other],
+            )
+
+    def _end(self) -> None:
+        """Let ranks that wait for this one know that they do so in vain."""
+        self._rows.end(self._averages)
+
+    def in_vain(self) -> str:
+        """Tell why this rank waits for gradients that nobody sends; empty while they may come."""
+        ends = self._rows.ends() if self._ends else {}
+        least, rank = min(((made, rank) for rank, made in ends.items()), default=(0, 0))
+        if not ends or least >= self._averages:
+            return ""
+        made = counted(least, "average")
+        return f"rank {rank} has ended after {made} of gradients. {self.position()}"
 
     def _steps_apart(self) -> str:
         """Tell that ranks have averaged gradients of different steps. Collective."""
@@ -153,7 +195,9 @@ class StepWatch:
         )
 
     def close(self) -> None:
-        """Tell other ranks no more how far this one has come."""
+        """Tell other ranks that this one goes no further."""
+        atexit.unregister(self._end)
+        self._end()
         self._rows.close()
 
     def check(self) -> None:
