@@ -117,9 +117,9 @@ class StepWatch:
             log_line(
                 logging.WARNING,
                 "distribute: %s: a mean of the loss counts %s elements on rank 0 and %s on rank "
-                "%s, for the same weight, as one over tokens or a mask does: the mean over ranks "
-                "is not quite the gradient of one process; give weigh() the number of elements "
-                "before each backward",
+                "%s, for the same weight, as of tokens, masks or batches of other sizes: the mean "
+                "over ranks is not quite the gradient of one process; give weigh() the "
+                "number of elements before each backward",
                 lines[0],
                 counts[0],
                 counts[other],
