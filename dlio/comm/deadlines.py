@@ -21,6 +21,7 @@ LONGEST_SLEEP_S: Final = 1e-3
 _LOOK_S: Final = 1.0
 _look: Callable[[float], None] | None = None
 _position: Callable[[], str] | None = None
+_in_vain: Callable[[], str] | None = None
 _END_TIMEOUT_S: Final = 5.0
 """Deadline of requests that a loss has interrupted."""
 
@@ -53,10 +54,16 @@ def looking_on(look: Callable[[float], None]) -> Iterator[None]:
         _look = None
 
 
-def tell_position(position: Callable[[], str] | None) -> None:
-    """Have the errors of deadlines end with how far this rank has come; None for no more."""
-    global _position
-    _position = position
+def tell_position(
+    position: Callable[[], str] | None, in_vain: Callable[[], str] | None = None
+) -> None:
+    """Have the errors of deadlines end with how far this rank has come; None for no more.
+
+    `in_vain` is asked once a second while a rank waits: a text ends the wait, which cannot end
+    otherwise.
+    """
+    global _position, _in_vain
+    _position, _in_vain = position, in_vain
 
 
 def _wait(left: Sequence[Request], what: str, limit_s: float, who: str) -> None:
@@ -67,9 +74,12 @@ def _wait(left: Sequence[Request], what: str, limit_s: float, who: str) -> None:
     def are_done() -> bool:
         nonlocal left, next_look
         left = [request for request in left if not request.done()]
-        if left and look is not None and (now := time.monotonic()) > next_look:
+        if left and (now := time.monotonic()) > next_look:
             next_look = now + _LOOK_S
-            look(now - began)
+            if look is not None:
+                look(now - began)
+            if _in_vain is not None and (why := _in_vain()):
+                raise CommError(f"{who} waits for {what} in vain: {why}")
         return not left
 
     if not poll(are_done, limit_s):

@@ -26,6 +26,8 @@ class BatchShare:
     samples: int
     """Samples of this rank: fewer than planned where some cannot be read. 0 if the batch only
     repeats samples of others, so that this rank has something to compute on."""
+    number: int = 0
+    """Number of the batch in its pass, from 1; 0 if unknown."""
 
     @property
     def weight(self) -> float:

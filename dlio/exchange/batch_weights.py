@@ -6,9 +6,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dlio.exchange.batch_share import BatchShare, listen, parts_of, share_of, stop_listening
+from dlio.exchange.batch_share import (
+    BatchShare,
+    listen,
+    parts_of,
+    share_of,
+    stop_listening,
+    tensors_of,
+)
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.joined_batches import JoinedBatches
+from dlio.exchange.loss_watch import BatchCount
 from dlio.exchange.synchronous_sgd import SynchronousSgd
 
 
@@ -37,6 +45,8 @@ class BatchWeights:
         self._of_outputs = model.register_forward_hook(self._computed, with_kwargs=True)
         self._closed = False
         self._counted, self._counts_training = 0, True
+        self._rows: int | None = None
+        """Rows of the tensor that the model computes on."""
         listen(self)
 
     def wants_repeats(self) -> bool:
@@ -79,6 +89,18 @@ class BatchWeights:
         """This rank's weight in the present batch; the ranks' mean weight is 1."""
         return 1.0 if self._share is None else self._share.weight
 
+    @property
+    def weighing(self) -> BatchCount:
+        """How this rank's next loss counts."""
+        share = self._share
+        samples = share.samples if share is not None and share.samples else self._rows
+        return BatchCount(samples, self.weight, share is None or share.is_even)
+
+    @property
+    def number(self) -> int:
+        """Number of the present batch in its pass, from 1; 0 if unknown."""
+        return 0 if self._share is None else self._share.number
+
     def hold(self, held: bool) -> None:
         """Note that gradients are held from now on, or no more."""
         if held and not self._was_held and not self._closed:
@@ -104,7 +126,10 @@ class BatchWeights:
     def _forward(self, module: nn.Module, args: Any, options: Any) -> None:
         # Not while the model is compiled: the batch that was handed out last is a good guess.
         if not torch.compiler.is_compiling() and self.wants_repeats():
-            share = share_of([args, options])
+            data = [args, options]
+            shapes = (each.shape for each in tensors_of(data) if each.ndim)
+            self._rows = next((shape[0] for shape in shapes), None)
+            share = share_of(data)
             if share is not None and share is not self._share:
                 self.use(share)
 

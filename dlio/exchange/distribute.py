@@ -26,6 +26,7 @@ from dlio.exchange.cut import TensorCut
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_factory import start_exchange
 from dlio.exchange.exchange_spec import ExchangeSpec, parse_exchange
+from dlio.exchange.loss_watch import BatchCount, LossWatch, TensorsOf
 from dlio.exchange.peer_steps import PeerSteps
 from dlio.exchange.step_values import StepValues
 from dlio.exchange.step_watch import StepWatch
@@ -124,6 +125,7 @@ class ExchangeHandle(Closable):
         """Weighs by a loader's batches, until the caller weighs."""
         self._has_told_metric = self._has_told_unlike = False
         self._watch: StepWatch | None = None
+        self._losses: LossWatch | None = None
 
     def watch_steps(self) -> None:
         """Have a line tell if ranks part that are to have the same weights. Not on a device, where
@@ -132,7 +134,32 @@ class ExchangeHandle(Closable):
         naming = self._naming
         if self._comm.size > 1 and self._follow_steps:
             self._values = self._watch = StepWatch(self._comm, lambda: naming(self._trained))
-            tell_position(self._watch.position)
+            tell_position(self._watch.position, self._watch.in_vain)
+
+    def watch_losses(self) -> None:
+        """Have lines tell of losses whose gradients are not to be averaged."""
+
+        def weighing() -> BatchCount:
+            if self.batches is not None:
+                return self.batches.weighing
+            return BatchCount(None, self.samples, is_even=False)
+
+        def counted_as(line: str, counts: str) -> None:
+            if self._watch is not None:
+                self._watch.count_elements(line, counts)
+
+        if self._comm.size > 1:
+            is_first = self._comm.rank == 0
+            self._losses = LossWatch(
+                self._comm.size, is_first, self._of_parameter, weighing, counted_as
+            )
+
+    def look_at(self, tensors: TensorsOf, gradients: TensorsOf | None) -> None:
+        """Look at the losses on which backward is about to be called."""
+        if self._watch is not None:
+            self._watch.batch = 0 if self.batches is None else self.batches.number
+        if self._losses is not None and self.alike:
+            self._losses.look(tensors, gradients)
 
     @property
     def _trained(self) -> list[nn.Parameter]:
@@ -390,6 +417,7 @@ class ExchangeHandle(Closable):
         divided by `planned / ranks`, with the samples of all ranks.
         """
         self._weigh_no_more()
+        self._losses = None
         self._announced(lambda exchange: exchange.before_backward(samples, planned))
 
     def hold(self, held: bool) -> None:
@@ -544,9 +572,9 @@ def distribute(
     where parameters that no optimizer has are clipped with them. Hooks on
     parameters see this rank's gradients, before the mean: clip those that `backward` leaves. An
     exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
-    alike, each on its own share of the data, with losses that are means: gradients of different
-    steps are an error, but for those on a GPU. Ranks count by the samples
-    that a `dlio.DataLoader` hands out, until `weigh` is called; a loss that joins batches of
+    alike, each on its own share of the data, with losses that are means over samples; others are
+    told. Gradients of different steps are an error, but for those on a GPU. Ranks count by the
+    samples that a `dlio.DataLoader` hands out, until `weigh` is called; a loss of batches of
     several loaders with other shares is told. `ReduceLROnPlateau` gets the ranks' mean metric, by
     their samples, with a warning where theirs differ. Learning rates, and weights that are to be
     the same (compared after steps 1, 2, 4, 8, ...), are told once they differ by rank; not on a
@@ -586,45 +614,58 @@ def distribute(
     _tell_unowned(model, ranks)
     ranks.clipped = model.parameters
     ranks.weigh_by_batches(model)
+    ranks.watch_losses()
     _distributed.add(ranks)
-    _agree_on_plateaus()
-    _follow_grad()
+    _wrap(ReduceLROnPlateau, "step", _agree_on_plateaus)
+    _wrap(torch.autograd, "grad", _follow_grad)
+    _wrap(torch.autograd, "backward", _follow_backward)
     return ranks
 
 
-def _follow_grad() -> None:
-    """Have distributed exchanges learn of the calls of `torch.autograd.grad`."""
-    original: Any = torch.autograd.grad
-    if getattr(original, "_is_dlios", False):
-        return
+def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Put a function around another one, once."""
+    original = getattr(owner, name)
+    if not getattr(original, "_is_dlios", False):
+        wrapped = wraps(original)(around(original))
+        vars(wrapped)["_is_dlios"] = True
+        setattr(owner, name, wrapped)
 
-    @wraps(original)
+
+def _follow_grad(original: Any) -> Any:
+    """Have distributed exchanges learn of the calls of `torch.autograd.grad`."""
+
     def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         several = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         for ranks in tuple(_distributed):
             ranks.expect_changes(each for each in several if isinstance(each, torch.Tensor))
         return original(outputs, inputs, *args, **options)
 
-    vars(grad)["_is_dlios"] = True
-    torch.autograd.grad = grad
+    return grad
 
 
-def _agree_on_plateaus() -> None:
+def _follow_backward(original: Any) -> Any:
+    """Have distributed exchanges look at losses."""
+
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+        # A backward inside another one is that of a checkpoint.
+        if torch._C._current_graph_task_id() < 0 and not torch.compiler.is_compiling():
+            for ranks in tuple(_distributed):
+                ranks.look_at(tensors, grad_tensors)
+        original(tensors, grad_tensors, *args, **options)
+
+    return backward
+
+
+def _agree_on_plateaus(original: Any) -> Any:
     """Have schedules of distributed optimizers that follow a metric get the ranks' mean."""
-    original: Any = ReduceLROnPlateau.step
-    if getattr(original, "_is_dlios", False):
-        return
 
-    @wraps(original)
     def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **options: Any) -> None:
         for ranks in tuple(_distributed):
             if ranks.follows(scheduler.optimizer):
                 metrics = ranks.mean_metric(float(metrics))
         original(scheduler, metrics, *args, **options)
 
-    vars(step)["_is_dlios"] = True
-    schedule: Any = ReduceLROnPlateau
-    schedule.step = step
+    return step
 
 
 def _tell_unowned(model: nn.Module, ranks: ExchangeHandle) -> None:

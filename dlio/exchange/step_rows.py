@@ -1,12 +1,19 @@
 """How far each rank has come, in memory that other ranks of its machine read without its help."""
 
 import os
+import struct
 from contextlib import suppress
 from typing import Final
 
 from dlio.comm import Communicator
 
 _BYTES: Final = 160
+_END: Final = struct.Struct("q")
+"""After the text: averages of gradients that a rank has begun before its end, and one more."""
+
+
+_ended: list[int] = []
+"""Files of rows that others may still read."""
 
 
 class StepRows:
@@ -21,15 +28,32 @@ class StepRows:
         self._comm = comm
         self._file = os.memfd_create(name)
         self._rows: list[tuple[str, int, int]] = comm.allgather((name, os.getpid(), self._file))
+        while _ended:  # All ranks have come further.
+            os.close(_ended.pop())
 
     def write(self, text: str) -> None:
         """Say how far this rank has come."""
         os.pwrite(self._file, text.encode(errors="replace")[:_BYTES].ljust(_BYTES), 0)
 
+    def end(self, averages: int) -> None:
+        """Say that this rank takes part no more. The row stays until the next exchanges begin."""
+        os.pwrite(self._file, _END.pack(averages + 1), _BYTES)
+
     def read(self) -> dict[int, str]:
-        """Return the rows of ranks of this machine, by rank; nothing after a loss, which gives
-        ranks other numbers."""
-        said: dict[int, str] = {}
+        """Return the texts of ranks of this machine, by rank."""
+        return {
+            rank: row[:_BYTES].decode(errors="replace").rstrip()
+            for rank, row in self._all().items()
+        }
+
+    def ends(self) -> dict[int, int]:
+        """Return the averages of ranks of this machine that have ended, by rank."""
+        rows = ((rank, row[_BYTES:]) for rank, row in self._all().items())
+        return {rank: _END.unpack(end)[0] - 1 for rank, end in rows if len(end) == _END.size}
+
+    def _all(self) -> dict[int, bytes]:
+        """Return rows; nothing after a loss, which gives ranks other numbers."""
+        said: dict[int, bytes] = {}
         if self._comm.size != len(self._rows):
             return said
         for rank, (name, process, file) in enumerate(self._rows):
@@ -37,10 +61,10 @@ class StepRows:
             with suppress(OSError):
                 if f"/memfd:{name} " in os.readlink(path):
                     row = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    said[rank] = os.pread(row, _BYTES, 0).decode(errors="replace").rstrip()
+                    said[rank] = os.pread(row, _BYTES + _END.size, 0)
                     os.close(row)
         return said
 
     def close(self) -> None:
-        """Forget this rank's row."""
-        os.close(self._file)
+        """Forget this rank's row once all ranks begin others."""
+        _ended.append(self._file)

@@ -5,6 +5,7 @@ Each rank keeps a digest of the learning rates of its steps, and of its weights 
 whose sums tell if all ranks have the same ones; only where they have not, ranks compare them.
 """
 
+import atexit
 import logging
 import math
 import os
@@ -18,7 +19,7 @@ import torch
 import xxhash
 
 from dlio.comm import Communicator
-from dlio.comm.survival.recovery import uniform
+from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange.buckets import Named, broadcast_tensors
 from dlio.exchange.step_rows import StepRows
@@ -49,7 +50,7 @@ class StepWatch:
         named: returns the parameters that all ranks have alike, in the same order, with names.
     """
 
-    count = _OF_STEPS + 2 * PARTS
+    count = _OF_STEPS + 2 * PARTS + 4
 
     def __init__(self, comm: Communicator, named: Callable[[], Named]) -> None:
         self._comm, self._named = comm, named
@@ -63,10 +64,28 @@ class StepWatch:
         self._sums: list[list[float]] = []
         """Sums over ranks that were not looked at yet."""
         self._has_told = False
+        self._counted = ("", "")
+        """A line of the script, and the elements that its loss counts, in the next sum."""
+        self._has_told_counts = self._has_told_batches = False
+        self.batch = 0
+        """Number of the batch of the next sum, in its pass, from 1; 0 if unknown."""
+        self._averages = 0
+        """Sums of gradients that this rank has begun."""
+        self._ends = recovery_of(comm) is None
+        atexit.register(self._end)
+
+    def count_elements(self, line: str, counts: str) -> None:
+        """Note how many elements the means of a loss of a line count, by the rank's weight."""
+        self._counted = (line, counts) if counts else ("", "")
 
     def depart(self, into: torch.Tensor, factor: float) -> None:
         parts, steps = parts_of(self._digest, self._bits), self._steps & (1 << self._bits) - 1
-        into.copy_(torch.tensor([1, steps, steps * steps, *parts], dtype=into.dtype))
+        line, counts = self._counted
+        elements = parts_of(zlib.crc32(counts.encode()) if line else 0, self._bits)[:2]
+        batch = parts_of(self.batch, self._bits)[:2]
+        values = [1, steps, steps * steps, *parts, *elements, *batch]
+        self._averages += 1
+        into.copy_(torch.tensor(values, dtype=into.dtype))
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
         """Learn the sums of what departed.
@@ -77,11 +96,70 @@ class StepWatch:
         if not are_same(numbers[:_OF_STEPS]):
             raise UsageError(uniform(self._comm, self._steps_apart))
         if not self._has_told:
-            self._sums.append([numbers[0], *numbers[_OF_STEPS:]])
+            self._sums.append([numbers[0], *numbers[_OF_STEPS:-4]])
+        if not (self._has_told_counts or are_same([numbers[0], *numbers[-4:-2]])):
+            self._tell_counts()
+        if not (self._has_told_batches or are_same([numbers[0], *numbers[-2:]])):
+            self._tell_batches()
+        self._counted = ("", "")
+
+    def _tell_counts(self) -> None:
+        """Say if the means of a loss count other numbers of elements on each rank. Collective."""
+        everyone: list[list[str]] = uniform(
+            self._comm, lambda: self._comm.allgather(list(self._counted))
+        )
+        lines, counts = zip(*everyone, strict=True)
+        if len(set(lines)) > 1:
+            return  # Ranks take other ways through the script.
+        self._has_told_counts = True
+        if self._comm.rank == 0:
+            other = next(rank for rank, theirs in enumerate(counts) if theirs != counts[0])
+            log_line(
+                logging.WARNING,
+                "distribute: %s: a mean of the loss counts %s elements on rank 0 and %s on rank "
+                "%s, for the same weight, as of tokens, masks or batches of other sizes: the mean "
+                "over ranks is not quite the gradient of one process; give weigh() the "
+                "number of elements before each backward",
+                lines[0],
+                counts[0],
+                counts[other],
+                other,
+            )
+
+    def _tell_batches(self) -> None:
+        """Say that ranks average gradients of different batches. Collective."""
+        self._has_told_batches = True
+        mine = f"batch {self.batch} at{line_of_script()}" if self.batch else "none"
+        everyone: list[str] = uniform(self._comm, lambda: self._comm.allgather(mine))
+        if self._comm.rank == 0:
+            other = next((k for k, theirs in enumerate(everyone) if theirs != everyone[0]), 0)
+            log_line(
+                logging.WARNING,
+                "distribute: rank 0 averages gradients of %s and rank %s those of %s: a rank that "
+                "skips a batch (continue) before backward takes no part in its step, and its later "
+                "batches meet others of the other ranks; have all ranks skip it, or give it the "
+                "weight 0 (weigh) or a loss times 0",
+                everyone[0],
+                other,
+                everyone[other],
+            )
+
+    def _end(self) -> None:
+        """Let ranks that wait for this one know that they do so in vain."""
+        self._rows.end(self._averages)
+
+    def in_vain(self) -> str:
+        """Tell why this rank waits for gradients that nobody sends; empty while they may come."""
+        ends = self._rows.ends() if self._ends else {}
+        least, rank = min(((made, rank) for rank, made in ends.items()), default=(0, 0))
+        if not ends or least >= self._averages:
+            return ""
+        made = counted(least, "average")
+        return f"rank {rank} has ended after {made} of gradients. {self.position()}"
 
     def _steps_apart(self) -> str:
         """Tell that ranks have averaged gradients of different steps. Collective."""
-        mine = f"in step {self._steps + 1}, at{_line_of_script()}"
+        mine = f"in step {self._steps + 1}, at{line_of_script()}"
         everyone: list[str] = self._comm.allgather(mine)
         other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         return (
@@ -93,7 +171,7 @@ class StepWatch:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that an optimizer has made."""
         self._steps += 1
-        self._rows.write(f"{counted(self._steps, 'step')}, the latest at{_line_of_script()}")
+        self._rows.write(f"{counted(self._steps, 'step')}, the latest at{line_of_script()}")
         if self._has_told:
             return
         number = self._order.setdefault(id(optimizer), len(self._order))
@@ -111,13 +189,15 @@ class StepWatch:
         theirs = [f"; rank {k} has made {row}" for k, row in rows.items() if row != mine]
         return (
             f"Rank {self._comm.rank} has made {counted(self._steps, 'step')} of its optimizers and "
-            f"waits at{_line_of_script()}{''.join(theirs[:_NAMED_RANKS])}: ranks that call "
+            f"waits at{line_of_script()}{''.join(theirs[:_NAMED_RANKS])}: ranks that call "
             "backward or step another number of times, as with loaders of unlike lengths, wait "
             "for each other so"
         )
 
     def close(self) -> None:
-        """Tell other ranks no more how far this one has come."""
+        """Tell other ranks that this one goes no further."""
+        atexit.unregister(self._end)
+        self._end()
         self._rows.close()
 
     def check(self) -> None:
@@ -150,7 +230,7 @@ class StepWatch:
         )
 
 
-def _line_of_script() -> str:
+def line_of_script() -> str:
     """Return where the script has called, or that it has ended."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):

@@ -640,7 +640,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             planned = counts[rank]
             if fed.indices is None and (samples > planned or may_hold(fed.data, planned)):
                 samples = planned  # Its first dimension may be another one, such as time or boxes.
-            share = BatchShare(counts, rank, samples)
+            share = BatchShare(counts, rank, samples, batches.step + 1)
         vars(self)["batch_share"] = share
         announce(share, fed.data)
 

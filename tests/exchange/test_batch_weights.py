@@ -21,3 +21,10 @@ def test_a_loop_without_weigh_gets_the_weights_of_one_process(mpirun: MpiRun) ->
 def test_a_rank_that_decides_or_weighs_otherwise_than_others_is_told(mpirun: MpiRun) -> None:
     done = mpirun(2, str(Path(BODY).with_name("joined_batches_checks.py")))
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("open_mpi_segments")
+def test_a_loss_whose_mean_over_ranks_is_not_one_process_s_is_told(mpirun: MpiRun) -> None:
+    done = mpirun(2, str(Path(BODY).with_name("loss_watch_checks.py")))
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -75,3 +75,52 @@ def test_gradients_of_different_steps_are_not_averaged(
     assert done.returncode
     said = "rank 0 is in step {}, at parted.py:10, rank 1 in step {}, at parted.py:10. Ranks have"
     assert said.format(*((1, 2) if "2" in turns else (2, 3))) in done.stderr
+
+
+_SKIPPING = """
+import dlio
+import torch
+from mpi4py import MPI
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+rank = MPI.COMM_WORLD.rank
+data = TensorDataset(torch.randn(24, 3))
+net = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+ranks = dlio.distribute(net, optimizer)
+for epoch in range(2):
+    for number, (x,) in enumerate(LOADER):
+        if epoch == 0 and number == 1 and rank in SKIPS:
+            continue
+        net(x).square().mean().backward()
+        optimizer.step()
+CLOSES
+"""
+_DLIO_S = "dlio.DataLoader(data, 4)"
+_TORCH_S = "DataLoader(data, 4, sampler=DistributedSampler(data, 2, rank))"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("loader", "skips", "closes"),
+    [
+        (_DLIO_S, "(1,)", ""),
+        (_DLIO_S, "(1,)", "ranks.close()"),
+        (_TORCH_S, "(1,)", ""),
+        (_DLIO_S, "(0, 1)", ""),
+        (_TORCH_S, "()", "ranks.close()"),
+    ],
+)
+def test_a_rank_that_skips_a_batch_is_named_and_nobody_waits_for_it_after_its_end(
+    mpirun: MpiRun, tmp_path: Path, loader: str, skips: str, closes: str
+) -> None:
+    script = tmp_path / "skipping.py"
+    text = _SKIPPING.replace("LOADER", loader).replace("SKIPS", skips)
+    script.write_text(text.replace("CLOSES", closes))
+    done = mpirun(2, str(script))
+    if skips != "(1,)":
+        assert (done.returncode, "distribute" in done.stderr) == (0, False), done.stderr
+        return
+    assert done.returncode
+    assert "in vain: rank 1 has ended after 5 averages of gradients. Rank 0 has" in done.stderr
+    apart = "rank 0 averages gradients of batch 2 at skipping.py:15 and rank 1 those of batch 3"
+    assert (apart in done.stderr) == (loader == _DLIO_S), done.stderr

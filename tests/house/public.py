@@ -29,6 +29,7 @@ PUBLIC = {
 ANY_ALLOWED = {
     "dlio/loader": "torch's DataLoader: its arguments, samples, batches and states",
     "dlio/testing/loader_state.py": "torch's stateful loaders: states and batches",
+    "dlio/exchange/loss_terms": "nodes of torch's graphs: the values that they have saved",
     "dlio/integrations": "Lightning's and torch's hooks, which are typed so",
     "dlio/comm/process_group/mpi_work": "torch's Work and Future: the values that they hold",
     "dlio/features/skipping": "a user's loss function and samples, as torch has them",

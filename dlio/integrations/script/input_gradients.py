@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.exchange.distribute import OF_SAMPLES
-from dlio.integrations.script.loss_terms import GraphStates, name_of
+from dlio.exchange.loss_terms import GraphStates, name_of
 from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from dlio.integrations.script.loss_terms import (
+from dlio.exchange.loss_terms import (
     LINEAR,
     SAVED_FACTORS,
     SCALES,

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.exchange.loss_terms import NEARLY_NONE, LossTerm, LossTerms, is_round
 from dlio.integrations.script.loss_plan import OWN, LossPlans
-from dlio.integrations.script.loss_terms import NEARLY_NONE, Divisor, LossTerm, LossTerms
 from dlio.integrations.script.script_assigner import ScriptBatch
 from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext
@@ -124,7 +124,7 @@ def count_of(
             continue
         elif plans.is_constant(place, counts < ranks, differs):
             continue
-        elif (counts >= ranks or differs) and divisor.is_factor and _is_round(divisor.value):
+        elif (counts >= ranks or differs) and divisor.is_factor and is_round(divisor.value):
             context.say(
                 f"{script_line()}: a sum over the batch is multiplied by "
                 f"{1 / divisor.value:g}, taken for a constant; if that is 1 / len(batch), "
@@ -150,19 +150,6 @@ def likely_count(parts: LossTerms, counts: Callable[[LossTerm, int], bool]) -> f
         if not each.is_factor and (each.is_tensor or counts(term, number))
     ]
     return by[0] if by and term.is_sum else term.count
-
-
-def is_count(term: LossTerm, divisor: Divisor, size: int) -> bool:
-    """True if a sum seems to be divided by a number of the samples or elements of a part."""
-    if divisor.is_factor:
-        return term.counts(divisor.value, size) and not _is_round(divisor.value)
-    return divisor.is_tensor or term.counts(divisor.value, size)
-
-
-def _is_round(value: float) -> bool:
-    """True for a number such as 2, 5, 10 or 400, whose inverse is a usual coefficient."""
-    digits = f"{value:.0f}".rstrip("0")
-    return len(digits) <= 1 or digits == "25"
 
 
 def place_of(term: LossTerm, number: int) -> str:

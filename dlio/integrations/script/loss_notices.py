@@ -7,9 +7,9 @@ from typing import Final
 import torch
 
 from dlio.comm import Communicator
+from dlio.exchange.loss_terms import LossTerm, LossTerms, has_mask, is_of_one
+from dlio.exchange.mixed_samples import mixed_samples
 from dlio.integrations.script.loss_counts import TERMS, Count, Totals
-from dlio.integrations.script.loss_terms import LossTerm, LossTerms, has_mask, is_of_one
-from dlio.integrations.script.mixed_samples import mixed_samples
 from dlio.integrations.script.script_assigner import ScriptBatch
 from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext

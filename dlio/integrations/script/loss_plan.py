@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from dlio.integrations.script.loss_terms import (
+from dlio.exchange.loss_terms import (
     NEARLY_NONE,
     LossTerm,
     LossTerms,

@@ -27,6 +27,13 @@ from dlio.comm import Communicator
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange import Exchange
+from dlio.exchange.loss_terms import (
+    GraphStates,
+    LossTerm,
+    LossTerms,
+    find_terms,
+    is_count,
+)
 from dlio.exchange.tensor_notes import TensorNotes
 from dlio.integrations.script.learned_products import (
     LearnedProduct,
@@ -39,19 +46,12 @@ from dlio.integrations.script.loss_counts import (
     Count,
     Totals,
     count_of,
-    is_count,
     likely_count,
     place_of,
     row_of,
 )
 from dlio.integrations.script.loss_notices import LossNotices
 from dlio.integrations.script.loss_plan import LossPlan, PlannedStep, TermUse
-from dlio.integrations.script.loss_terms import (
-    GraphStates,
-    LossTerm,
-    LossTerms,
-    find_terms,
-)
 from dlio.integrations.script.script_assigner import ScriptBatch
 from dlio.integrations.script.script_lines import script_line
 from dlio.integrations.script.share import ScriptContext

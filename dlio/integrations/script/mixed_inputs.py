@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.exchange.batch_share import tensors_of
+from dlio.exchange.loss_terms import GraphStates, name_of, operation, shape_of
 from dlio.integrations.script.batch_origins import original_of, take_mode_off
 from dlio.integrations.script.collate_draws import CollateDraws
-from dlio.integrations.script.loss_terms import GraphStates, name_of, operation, shape_of
 from dlio.integrations.script.script_lines import script_line
 
 _Order: TypeAlias = tuple[int, ...]

@@ -196,9 +196,17 @@ class ScriptRandoms:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Replace the functions inside the `with` block."""
-        scripted = torch.jit.script
+        scripted: Any = torch.jit.script
         # Its compiler reads the source of the functions that it meets.
-        torch.jit.script = self._with_originals(scripted)
+        within: Any = self._with_originals(scripted)
+
+        @wraps(scripted)
+        def script(item: Any, given: None = None, up: int = 0, *args: Any, **options: Any) -> Any:
+            # It takes the names in a class from a frame that it counts to, past this and `run`.
+            up += options.pop("_frames_up", 0) + 2
+            return within(item, given, up, *args, **options)
+
+        vars(torch.jit)["script"] = script
         _put(self._all)
         try:
             yield

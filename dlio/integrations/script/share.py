@@ -23,6 +23,7 @@ from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.exchange.batch_share import tensors_of
+from dlio.exchange.loss_terms import batch_dim
 from dlio.exchange.tensor_notes import TensorNotes
 from dlio.integrations.script.batch_origins import BatchOrigins
 from dlio.integrations.script.batch_sizes import size_lines
@@ -32,7 +33,6 @@ from dlio.integrations.script.fetch_randoms import FetchRandoms, draws_differ, r
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.joined_rows import joined_rows
 from dlio.integrations.script.loss_plan import LossPlans
-from dlio.integrations.script.loss_terms import batch_dim
 from dlio.integrations.script.mixed_inputs import MixedInputs
 from dlio.integrations.script.node_claims import NodeClaims
 from dlio.integrations.script.own_sampler import (

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dlio.exchange.loss_terms import GraphStates, LossTerms, find_terms
 from dlio.integrations.script.loss_plan import OWN, LossPlan, TermUse
-from dlio.integrations.script.loss_terms import GraphStates, LossTerms, find_terms
 
 SCRIPT = Path(__file__).parent / "losses" / "messages.py"
 _net = nn.Linear(6, 4)

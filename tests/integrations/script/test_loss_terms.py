@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dlio.integrations.script.learned_products import learned_products, multiplied_values
-from dlio.integrations.script.loss_terms import (
+from dlio.exchange.loss_terms import (
     NEARLY_NONE,
     GraphStates,
     chain_to,
@@ -18,7 +17,8 @@ from dlio.integrations.script.loss_terms import (
     find_terms,
     selects_nothing,
 )
-from dlio.integrations.script.mixed_samples import mixed_samples
+from dlio.exchange.mixed_samples import mixed_samples
+from dlio.integrations.script.learned_products import learned_products, multiplied_values
 
 _N = 8
 Loss = Callable[[], torch.Tensor]

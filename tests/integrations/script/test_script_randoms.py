@@ -398,6 +398,22 @@ def test_compiled_functions_draw_other_numbers_on_each_rank(way: str) -> None:
     assert torch.equal(*after)
 
 
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+class _Doubler:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = _doubled(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_class_is_compiled_with_the_names_of_its_module() -> None:
+    with _installed(0).installed():  # As by torch.distributed.optim, which ignite imports.
+        compiled: Any = torch.jit.script(_Doubler)
+    assert compiled(torch.ones(1)).x == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_dropout_differs_by_rank_and_leaves_equal_states() -> None:
     attention = nn.MultiheadAttention(4, 2, dropout=0.5)

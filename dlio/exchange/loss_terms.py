@@ -97,6 +97,19 @@ class LossTerm:
         return value in (samples, *sizes)
 
 
+def is_count(term: LossTerm, divisor: Divisor, size: int) -> bool:
+    """True if a sum seems to be divided by a number of the samples or elements of a part."""
+    if divisor.is_factor:
+        return term.counts(divisor.value, size) and not is_round(divisor.value)
+    return divisor.is_tensor or term.counts(divisor.value, size)
+
+
+def is_round(value: float) -> bool:
+    """True for a number such as 2, 5, 10 or 400, whose inverse is a usual coefficient."""
+    digits = f"{value:.0f}".rstrip("0")
+    return len(digits) <= 1 or digits == "25"
+
+
 @dataclass(slots=True)
 class LossTerms:
     """Terms of one backward pass."""
@@ -270,11 +283,12 @@ def batch_dim(shape: Sequence[int], samples: int, known: int = 0) -> int:
 class GraphStates:
     """Dependences of the tensors of one graph, whose batch has a number of samples.
 
-    `dim` is the dimension of these, where it has another one's size, too.
+    `dim` is the dimension of these, where it has another one's size, too. With `without_zeros`
+    terms times 0 are left out.
     """
 
-    def __init__(self, samples: int, dim: int = 0) -> None:
-        self.samples, self.dim = samples, dim
+    def __init__(self, samples: int, dim: int = 0, without_zeros: bool = False) -> None:
+        self.samples, self.dim, self.without_zeros = samples, dim, without_zeros
         self._known: dict[Any, _State] = {}
 
     def of(self, node: Any) -> _State:
@@ -554,6 +568,8 @@ def _visited(
         return []
     if name.startswith(("MulBackward", "DivBackward")):
         if len(of_samples) == 1 and (name[0] == "M" or of_samples[0] is children[0]):
+            if states.without_zeros and _is_by_zero(node, name):
+                return []
             into.note_learned(node, of_samples[0])
             is_alone = len(children) == 1  # The gradient of a learned weight goes elsewhere.
             return [(of_samples[0], is_alone, _divisor(node, name, len(children)))]
@@ -573,10 +589,7 @@ def _visited(
 
 def _divisor(node: Any, name: str, operands: int) -> tuple[Divisor, ...]:
     """Return the number that a node divides by, if it is one."""
-    if operands > 1:
-        return ()  # By a parameter, such as a learned temperature.
-    saved = (node._saved_other, getattr(node, "_saved_self", None))
-    value = next((each for each in saved if each is not None), None)
+    value = None if operands > 1 else _other_of(node)  # By a parameter, a learned temperature.
     is_tensor = isinstance(value, torch.Tensor)
     if value is None or (is_tensor and value.numel() != 1):
         return ()
@@ -584,6 +597,20 @@ def _divisor(node: Any, name: str, operands: int) -> tuple[Divisor, ...]:
     if name.startswith("Div"):
         return (Divisor(number, is_own),)
     return (Divisor(1 / number, is_own, is_factor=True),) if number else ()
+
+
+def _other_of(node: Any) -> Any:
+    """Return the number or tensor by which a node multiplies or divides its only operand that has a
+    gradient."""
+    saved = (node._saved_other, getattr(node, "_saved_self", None))
+    return next((each for each in saved if each is not None), None)
+
+
+def _is_by_zero(node: Any, name: str) -> bool:
+    value = _other_of(node) if name[0] == "M" and len(_inputs(node)) == 1 else None
+    return value is not None and not (
+        bool(value.any()) if isinstance(value, torch.Tensor) else value
+    )
 
 
 def _is_own(value: torch.Tensor) -> bool:

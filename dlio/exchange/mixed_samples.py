@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from dlio.integrations.script.loss_terms import (
+from dlio.exchange.loss_terms import (
     LAYERS,
     GraphStates,
     LossTerms,
