@@ -157,7 +157,7 @@ class ExchangeHandle(Closable):
     def look_at(self, tensors: TensorsOf, gradients: TensorsOf | None) -> None:
         """Look at the losses on which backward is about to be called."""
         if self._watch is not None:
-            self._watch.batch = 0 if self.batches is None else self.batches.number
+            self._watch.begin_backward(0 if self.batches is None else self.batches.number)
         if self._losses is not None and self.alike:
             self._losses.look(tensors, gradients)
 

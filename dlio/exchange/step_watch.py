@@ -65,7 +65,7 @@ class StepWatch:
         """Sums over ranks that were not looked at yet."""
         self._has_told = False
         self._counted = ("", "")
-        """A line of the script, and the elements that its loss counts, in the next sum."""
+        """A line of the script, and the elements that its loss counts, in the sums of a backward."""
         self._has_told_counts = self._has_told_batches = False
         self.batch = 0
         """Number of the batch of the next sum, in its pass, from 1; 0 if unknown."""
@@ -73,6 +73,10 @@ class StepWatch:
         """Sums of gradients that this rank has begun."""
         self._ends = recovery_of(comm) is None
         atexit.register(self._end)
+
+    def begin_backward(self, batch: int) -> None:
+        """Note that a backward of a batch begins, of which the sums of each exchange tell."""
+        self.batch, self._counted = batch, ("", "")
 
     def count_elements(self, line: str, counts: str) -> None:
         """Note how many elements the means of a loss of a line count, by the rank's weight."""
@@ -101,7 +105,6 @@ class StepWatch:
             self._tell_counts()
         if not (self._has_told_batches or are_same([numbers[0], *numbers[-2:]])):
             self._tell_batches()
-        self._counted = ("", "")
 
     def _tell_counts(self) -> None:
         """Say if the means of a loss count other numbers of elements on each rank. Collective."""

@@ -165,7 +165,7 @@ class ScriptLossWeights:
             if step is not None:
                 weight, factors = step.weight, step.factors
                 self._knows_part(step.weight, batch)
-                if step.of_loss is not None:
+                if step.of_loss is not None and len(roots) == 1:
                     self._context.guard.of_loss = step.of_loss
                     loss = self._whole_loss(roots[0], None)
             self._weigh(exchanges, weight)
@@ -183,7 +183,7 @@ class ScriptLossWeights:
             parts.has_constants and any(term.is_sum for term in parts.terms)
         )
         joins |= is_part and not (parts.unknown or parts.hidden)
-        if loss is None and exchanges and joins:
+        if loss is None and exchanges and joins and len(roots) == 1:  # Several stay the rank's.
             self._context.mixed_losses.set(roots, True)
         with _multiplied(parts, factors), multiplied_values(products, factors):
             yield loss
