@@ -10,6 +10,7 @@ from `dlio ledger` for a trace that is not exact, otherwise for a bug, with a tr
 """
 
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -217,6 +218,8 @@ def _run_with_umask(tokens: list[str]) -> None:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not error.filename:
             _check_folder()
+        if not is_of_user and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise UsageError(f"{error}: raise the limit of open files (`ulimit -n`)") from error
         if is_of_user or error.errno not in FULL or isinstance(error, DlioError):
             raise
         raise unwritable(str(error.filename or "standard output, or a file,"), error) from error

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from dlio.comm.launch_detection import launch_variable, under_torchrun, whole_number
-from dlio.util.settings import LAUNCHER, STORE, TERMINAL
+from dlio.util.settings import AGENT, DONE, FAILURES, LAUNCHER, STORE, TERMINAL
 from dlio.util.threads import Workers
 
 _END_TIMEOUT_S = 10.0
@@ -63,6 +63,16 @@ def local_rank(rank: int) -> int:
 def launched() -> bool:
     """True if this process is a rank that `mpi_launch.launch` started."""
     return LAUNCHER in os.environ and (under_mpi() or under_torch())
+
+
+def job_folder() -> str | None:
+    """Return the folder on a disk that the launcher on this machine removes at the job's end,
+    however its ranks end; None if there is none."""
+    if AGENT in os.environ:
+        return None  # An agent's is in shared memory.
+    done = os.path.dirname(os.environ.get(DONE, ""))
+    folders = (done, os.environ.get(FAILURES, ""), os.environ.get(STORE, ""))
+    return next((folder for folder in folders if os.path.isdir(folder)), None)
 
 
 def watch_launcher() -> None:

@@ -5,12 +5,14 @@ Ranks and launcher agree by values that are written once, by the first that come
 read the same. gloo reads and writes bytes, as in a store of torch.
 
     request     u32 bytes, JSON: [name of the call, its arguments...]
-    answer      u32 bytes, JSON: the result, once there is one
+    answer      u32 bytes, JSON: the result, once there is one; 0 bytes without a request where the
+                server may open no more files, and ends the connection
 
 Values are bytes, in JSON as the characters of the same numbers.
 """
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -98,8 +100,14 @@ class PrivateStore:
         request = json.dumps(words).encode()
         with self._lock:
             try:
-                self._connection.sendall(_LENGTH.pack(len(request)) + request)
+                with contextlib.suppress(BrokenPipeError):  # There may be a last answer.
+                    self._connection.sendall(_LENGTH.pack(len(request)) + request)
                 (length,) = _LENGTH.unpack(self._received(_LENGTH.size))
+                if not length:
+                    raise CommError(
+                        "the launcher may open no more files, one for each rank and more: raise "
+                        "`ulimit -n` where it is started, or start fewer ranks"
+                    )
                 return json.loads(self._received(length))
             except OSError as error:
                 raise CommError(f"the launcher's store is gone: {error}") from error
@@ -133,6 +141,8 @@ class StoreServer(Closable):
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
+        self._spare = socket.socket(socket.AF_UNIX)
+        """Closed for a moment to answer where this process may open no more files."""
         how = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         with closing_descriptor(os.open(folder, how)) as inside:
             self._listener = listen(inside, STORE_NAME)
@@ -161,12 +171,18 @@ class StoreServer(Closable):
         finally:
             for client in self._clients:
                 client.connection.close()
-            for each in (self._listener, self._wake_in, self._wake_out, self._selector):
+            ends = (self._listener, self._wake_in, self._wake_out, self._spare, self._selector)
+            for each in ends:
                 each.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
+            return
+        with contextlib.suppress(OSError):
             # A second check next to the private folder: the kernel knows whose process calls.
             if not is_own(connection):
                 connection.close()
@@ -175,6 +191,15 @@ class StoreServer(Closable):
             client = _Client(connection)
             self._clients.add(client)
             self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _turn_away(self) -> None:
+        """Answer a client that cannot be accepted: it would wait for ever."""
+        self._spare.close()
+        with contextlib.suppress(OSError):
+            with self._listener.accept()[0] as connection:
+                connection.setblocking(False)
+                connection.send(_LENGTH.pack(0))
+            self._spare = socket.socket(socket.AF_UNIX)
 
     def _serve(self, client: _Client, events: int) -> None:
         if client not in self._clients:

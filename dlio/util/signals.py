@@ -36,6 +36,8 @@ _before_command: dict[int, Any] = {}
 _frees_children = False
 """Forked processes have `_before_command`; see `freeing_children`."""
 _was_interrupted = False
+_interrupted_at = -math.inf
+"""Time of the signal that has raised the last interruption."""
 _is_dropping = False
 """An interruption would be dropped now, without a word to us."""
 _receivers: list[Callable[[], object]] = []
@@ -49,9 +51,11 @@ def as_command() -> Iterator[None]:
     """Within a `with` statement, SIGTERM, SIGUSR1 and SIGHUP raise KeyboardInterrupt, as Ctrl-C
     does.
 
-    Resources are thus released. See `work_is_done`, too.
+    Resources are thus released, also when Ctrl-C is pressed several times at once: a signal within
+    1 s of the first one has no effect. See `work_is_done`, too.
     """
-    global _is_command, _before_command
+    global _is_command, _before_command, _interrupted_at
+    _interrupted_at = -math.inf
     before: dict[int, Any] = {number: signal.getsignal(number) for number in heard_signals()}
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, early_interrupt.end):
         # Else the shell ignores it, or a program that calls us has a handler.
@@ -92,9 +96,19 @@ def leave_closed_terminal(number: int) -> None:
 
 def _raise_interrupt(number: int, _: object) -> None:
     global _was_interrupted
-    _was_interrupted = True
     leave_closed_terminal(number)
-    raise KeyboardInterrupt
+    if not is_repeated():
+        _was_interrupted = True
+        raise KeyboardInterrupt
+
+
+def is_repeated() -> bool:
+    """True if a signal that interrupts comes so soon after another one that both are one."""
+    global _interrupted_at
+    if time.monotonic() <= _interrupted_at + _SAME_S:
+        return True
+    _interrupted_at = time.monotonic()
+    return False
 
 
 @contextmanager
@@ -135,11 +149,11 @@ def forget_interruption() -> None:
 def _raise_again(dropped: "sys.UnraisableHookArgs") -> None:
     """Raise an interruption anew that came while Python ran a destructor or a callback of a weak
     reference, where it can only print and forget an exception."""
-    global _is_dropping
+    global _is_dropping, _interrupted_at
     if not isinstance(dropped.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(dropped)
         return
-    _is_dropping = True
+    _is_dropping, _interrupted_at = True, -math.inf
     again = threading.Timer(_AGAIN_S, _interrupt, (threading.get_ident(),))
     again.daemon = True  # The interpreter may be ending.
     again.start()

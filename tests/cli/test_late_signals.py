@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from dlio.cli import main
 from dlio.train.departure import EndRequests
+from dlio.util import signals
 from dlio.util.signals import as_command
 
 PROGRAM = """
@@ -124,6 +126,32 @@ def test_an_interruption_of_a_callback_that_cannot_raise_ends_the_command(
     assert done.returncode == 130, done.stderr
     assert done.stdout == ""
     assert done.stderr == "dlio: interrupted\n"
+
+
+def _interrupted(released: list[int]) -> None:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+        released.append(1)
+
+
+def test_signals_at_once_are_one_and_let_resources_be_released() -> None:
+    released: list[int] = []
+    for _ in range(2):  # Another command hears its own.
+        with as_command(), pytest.raises(KeyboardInterrupt):
+            _interrupted(released)
+    assert released == [1, 1]
+
+
+def test_a_later_signal_ends_what_the_first_one_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_SAME_S", 0.0)
+    with as_command():
+        for _ in range(2):
+            time.sleep(0.001)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -3,6 +3,8 @@
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,3 +114,51 @@ def test_a_call_of_this_users_is_seen_before_it_is_accepted(family: socket.Addre
         mapped = "::ffff:127.0.0.1" if family == socket.AF_INET6 else "127.0.0.1"
         caller.connect((mapped, port))
         assert in_time(lambda: is_called_by_own_user(port))
+
+
+FULL = """
+import os, resource, signal, sys
+from dlio.comm.private_store import PrivateStore, StoreServer
+from dlio.errors import CommError
+
+with StoreServer(sys.argv[1]):
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 10
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit + 100))
+    fill = []
+    ready, go = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(300)
+        os.read(ready, 1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit + 100, limit + 100))
+        try:
+            PrivateStore(sys.argv[1]).count("key")
+        except CommError as error:
+            print(error, flush=True)
+        os._exit(0)
+    try:
+        while True:
+            fill.append(os.dup(0))
+    except OSError:
+        os.write(go, b"x")
+    os.waitpid(child, 0)
+    for descriptor in fill:
+        os.close(descriptor)
+    print(PrivateStore(sys.argv[1]).count("key"))
+"""
+
+
+@pytest.mark.cold
+def test_a_server_that_may_open_no_more_files_says_so_and_goes_on(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said, count = done.stdout.splitlines()
+    assert "may open no more files" in said
+    assert count == "1"

@@ -27,7 +27,7 @@ from dlio.launch.node.zygote_process import ZygoteProcess
 from dlio.launch.rank_environment import meeting_variables
 from dlio.util.input_files import open_input
 from dlio.util.settings import LAUNCHER, RECORD, TRIAL, TRIAL_LINK
-from dlio.util.signals import EndOrder, heard_signals, leave_closed_terminal
+from dlio.util.signals import EndOrder, heard_signals, is_repeated, leave_closed_terminal
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import PUBLIC_FILE, open_own
 
@@ -495,6 +495,8 @@ class Searcher:
 
             def act(number: int, _: object) -> None:
                 leave_closed_terminal(number)
+                if is_repeated():
+                    return
                 if self._asked and number != signal.SIGHUP:
                     raise KeyboardInterrupt
                 self._asked = True

@@ -29,6 +29,7 @@ from typing import Any, Final
 import numpy as np
 
 from dlio.comm import Communicator
+from dlio.comm.launch_environment import job_folder
 from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.file_callers import (
     is_called_by,
@@ -296,7 +297,7 @@ class PrivateFiles:
         root = os.path.realpath(tempfile.gettempdir())
         with self.inside():
             for left in reversed(range(_TRIES)):
-                self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+                self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=job_folder() or root)
                 try:
                     with closing_descriptor(os.open(self._folder, os.O_DIRECTORY)) as at:
                         lock_file(at, _ALIVE)

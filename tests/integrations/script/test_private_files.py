@@ -136,3 +136,30 @@ def test_the_folder_of_a_killed_rank_is_removed(tmp_path: Path) -> None:
     done = _run(tmp_path, "-m", "dlio.cli", "run", "-n", "2", "script.py")
     assert done.returncode == 0, done.stderr
     assert not killed.exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.cold
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_ctrl_c_and_a_killed_rank_leave_no_folder(backend: str, tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (tmp_path / "script.py").write_text(
+        """
+import glob, os, signal, sys, time
+open("log.txt", "w").write("x")
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+if rank == 0:
+    while not glob.glob(os.environ["TMPDIR"] + "/**/files/**/log.txt", recursive=True):
+        time.sleep(0.05)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(int(os.environ["DLIO_LAUNCHER_PID"]), signal.SIGINT)
+time.sleep(300)
+"""
+    )
+    command = ["-m", "dlio.cli", "run", "-n", "2", "--backend", backend, "script.py"]
+    for end in ("killed", "interrupted"):
+        done = _run(tmp_path, *command, end)
+        assert done.returncode == (130 if end == "interrupted" else 137), done.stderr
+        assert not list(temporary.glob("dlio-*"))
