@@ -65,7 +65,7 @@ class StepWatch:
         """Sums over ranks that were not looked at yet."""
         self._has_told = False
         self._counted = ("", "")
-        """A line of the script, and the elements that its loss counts, in the sums of a backward."""
+        """A line of the script, and the elements that its loss counts, for the next sums."""
         self._has_told_counts = self._has_told_batches = False
         self.batch = 0
         """Number of the batch of the next sum, in its pass, from 1; 0 if unknown."""

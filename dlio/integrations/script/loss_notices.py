@@ -70,6 +70,12 @@ class LossNotices:
                 "process, and the gradient is not quite that of one process",
                 any_rank=True,
             )
+        if context.undivided and len(parts.terms) > 1 and any(t.is_sum for t in parts.terms):
+            context.say(
+                f"{where}: the loss adds up a sum over samples there, and each rank has all "
+                "samples of another loader: a sum over those counts as often as there are ranks, "
+                "and the gradient is not one process's; a mean counts as in one process"
+            )
         if parts.is_given:
             context.say(
                 f"{where}: backward is given a gradient of each sample there, which is taken as it "

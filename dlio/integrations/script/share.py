@@ -263,8 +263,8 @@ class ScriptContext:
             if len(batch.samples) > 1 and not use.plans.has_pairs:
                 self.say(
                     "a batch leaves one sample to each rank: whether the script compares or mixes "
-                    "samples, or divides by a constant, cannot be seen in that; --batch per-rank, "
-                    "or larger batches, or fewer ranks"
+                    "samples, adds them up in a loop, or divides by a constant, cannot be seen in "
+                    "that; --batch per-rank, or larger batches, or fewer ranks"
                 )
             shape = tensors[0].shape if tensors else ()
             dim = batch_dim(shape, len(batch.place), use.plans.dim)

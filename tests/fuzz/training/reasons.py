@@ -98,7 +98,7 @@ def _read_sizes(text: str, choices: Choices, script: str, said: Said) -> None:
 def _read_single(text: str, choices: Choices, script: str, said: Said) -> None:
     """Take the notice that parts of one sample do not show some losses."""
     meets = choices.get("habit") in ("mixed", "centred", "hardest", "mixup")
-    if meets or choices.get("loss") in (*PAIRS, "sum"):
+    if meets or choices.get("loss") in (*PAIRS, "sum", "loop"):
         said.excused |= {WEIGHTS, "train loss", "last loss", "step loss"}
 
 
@@ -225,6 +225,11 @@ _KNOWN: Final = (
         ),
         lambda choices: True,
         reads=_read_lines,
+    ),
+    _Notice(
+        re.compile("the loss adds up a sum over samples there, and each rank has all samples"),
+        lambda choices: choices.get("loss") == "sum" and choices.get("several") in LOADERS,
+        (WEIGHTS,),
     ),
     _Notice(
         re.compile("a batch leaves one sample to each rank: whether the script compares or mixes"),

@@ -422,7 +422,7 @@ _TOLD = """
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 torch.manual_seed(0)
 x = torch.randn(30, 4)
 data = TensorDataset(x, (x[:, 0] > 0).long(), torch.rand(30))
@@ -464,6 +464,17 @@ for x, y, w in DataLoader(data, batch_size=10):
     functional.cross_entropy(scores, y).backward()
     optimizer.step()
     kept.append(out.detach())
+for x, y, w in DataLoader(data, batch_size=10):
+    loss = each_of(x, y).mean()
+    optimizer.zero_grad()
+    torch.autograd.backward([loss, first(x).square().mean()])
+    optimizer.step()
+    print(loss.item())  # numbers that the script reads
+wholes = DataLoader(data, sampler=BatchSampler(SequentialSampler(data), 10, False), batch_size=None)
+for (x, y, w), (a, b, w) in zip(wholes, DataLoader(data, batch_size=10)):
+    optimizer.zero_grad()
+    (each_of(x, y).sum() + each_of(a, b).sum()).backward()  # all samples of another loader
+    optimizer.step()
 """
 
 
