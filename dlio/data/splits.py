@@ -25,7 +25,12 @@ _SPLITS: Final = {
     "test": ("testing", "test", "t10k"),
 }
 _CANONICAL: Final = {name: split for split, names in _SPLITS.items() for name in names}
-_COLUMNS: Final = ("split", "splits", "subset", "partition", "dataset_split", "data_split")
+# fmt: off
+_COLUMNS: Final = (
+    "split", "splits", "subset", "partition", "dataset_split", "data_split", "fold", "folds",
+    "kfold",
+)
+# fmt: on
 """Names of columns that say the split of a row, in small letters."""
 _WORD: Final = "|".join(sorted(_CANONICAL, key=len, reverse=True))
 _FOLDER: Final = re.compile(rf"({_WORD})([-_]?(19|20)\d\d)?", re.IGNORECASE)
@@ -136,7 +141,7 @@ def split_column(names: Iterable[str]) -> str | None:
 def not_chosen_by(column: str) -> str:
     """Return the words that tell of such a field."""
     return (
-        f"its column {column} chooses no samples: all splits are read as one data set; write each "
+        f"its column {column} chooses no samples: all of them are one data set; write each part "
         "to a file of its own, such as train.csv, or choose samples with a sampler"
     )
 

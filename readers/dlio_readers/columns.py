@@ -683,9 +683,15 @@ def choose(
         rows = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
         most = counts[max(counts, key=lambda name: math.prod(shapes[name]))]
         alike = [name for name, count in counts.items() if count == most]
+        sides = {shapes[name][1:] for name in chosen}
+        classes = (
+            "; if each is a class, store all rows in one array and their classes in another, label"
+            if len(sides) == 1 and any(sides)
+            else ""
+        )
         raise UsageError(
             f"{path}: its arrays differ in rows ({rows}): name those that make up samples, as in "
-            f"{path}::{','.join(alike[:4])}"
+            f"{path}::{','.join(alike[:4])}{classes}"
         )
     return chosen, counts[chosen[0]]
 
@@ -735,6 +741,8 @@ Samples = Literal["rows", "files"]
 """Samples are the rows of the files' arrays, or each file is one."""
 _VOLUME_DIMENSIONS: Final = 3
 _CHANNELS: Final = (1, 3, 4)
+_LEAST_SIDE: Final = 8
+"""Rows and columns of a table that are as many by chance, at most."""
 
 
 class VolumeColumn:
@@ -858,13 +866,20 @@ def _are_volumes(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
     return len(rows) > 1 and max(dimensions) == _VOLUME_DIMENSIONS and not bytes_only
 
 
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and shape[0] == shape[1] > _LEAST_SIDE
+
+
 def _are_pictures(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
     """True for several files of one array each, which may be a picture: bytes, or with two sides
-    alike, and up to four channels."""
-    if len(tables) < 2 or len(tables[0]) != 1:
-        return False
+    alike, and up to four channels; or of arrays of as many rows as columns, such as a slice and its
+    mask."""
     arrays = [column for table in tables for column in table.values()]
-    return all(
+    if len(tables) < 2:
+        return False
+    if arrays and all(_is_square(each.shape) for each in arrays):
+        return True
+    return len(tables[0]) == 1 and all(
         len(each.shape) == _VOLUME_DIMENSIONS
         and each.shape[2] in _CHANNELS
         and (np.dtype(each.dtype) == np.uint8 or each.shape[0] == each.shape[1])

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -163,7 +163,7 @@ _SCANS: Final = (*NIFTI_SUFFIXES, *DICOM_SUFFIXES)
 _SUFFIXES: Final = (*_NUMPY, *HDF5_SUFFIXES, *_SCANS)
 _INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")
 _TARGETS: Final = ("labels", "label", "labelsTr", "masks", "mask", "segmentations", "targets")
-_TRAINS, _TESTS, _TEST_TARGETS = "imagesTr", "imagesTs", "labelsTs"
+_TRAINS, _TESTS, _TEST_TARGETS, _TRAIN_TARGETS = "imagesTr", "imagesTs", "labelsTs", "labelsTr"
 _SECOND: Final = "_0001"
 _CHANNEL: Final = re.compile(r"_\d{4}$", re.ASCII)
 """Ends the name of an image's channel, as nnU-Net names files; its label lacks it."""
@@ -282,9 +282,11 @@ class FilesReader(PathReader):
             if own is None:
                 fields.append(("label", "int64"))
             elif "[" not in own:
+                is_inside = "/" in self._rows[0].name
+                others = "class folders name" if is_inside else "a table names"
                 raise UsageError(
-                    f"{self.path}: files hold a label, and class folders name another: open a "
-                    "pattern of them for their own, such as FOLDER/*/*.npz"
+                    f"{self.path}: files hold a label, and {others} another: open a pattern of "
+                    f"them for their own, such as FOLDER/{'*/' * is_inside}*.npz"
                 )
             else:
                 tell_once(
@@ -620,8 +622,10 @@ def _check_alike(
         ):
             raise SourceError(f"{name}: {key!r} is {mine.dtype}{list(mine.shape)}: convert it")
         if shown[0] != shown[1]:
+            folders = {each.partition("/")[0] for each in (name, other) if "/" in each}
+            rest = f", or open one of {', '.join(sorted(folders))}" if len(folders) > 1 else ""
             raise SourceError(
-                f"{name}: {key!r} is {shown[0]}, and in {other} {shown[1]}: make files alike"
+                f"{name}: {key!r} is {shown[0]}, and in {other} {shown[1]}: make files alike{rest}"
             )
     if not arrays:
         raise SourceError(f"{name} holds no arrays: remove it")
@@ -815,11 +819,13 @@ def _pairs(
         raise SourceError(f"{url}/{inputs} holds no arrays or scans: check the path")
     by_stem = {_stem(each.name): each for each in _files(source, targets)} if targets else {}
     stems = [_stem(each.name) for each in files]
-    # Without targets, a second channel says that the ends of names are channels.
-    has_channels = bool(targets) or any(stem.endswith(_SECOND) for stem in stems)
+    # Without targets, ends of names are channels that are some of the images with targets.
+    known = None if targets else _channels_of_training(source)
     cases: dict[str, dict[str, FilePlace]] = {}
     for each, stem in zip(files, stems, strict=True):
-        case = _CHANNEL.sub("", stem) if has_channels and stem not in by_stem else stem
+        case = stem if stem in by_stem else _CHANNEL.sub("", stem)
+        if known is not None and stem.removeprefix(case) not in known:
+            case = stem
         if targets and case not in by_stem:
             raise SourceError(
                 f"{each.url} has no file of its name in {targets}/: add it, or remove it"
@@ -830,14 +836,15 @@ def _pairs(
         tell_once(
             f"{url}: {named_files(left)} of {targets} left out: {inputs} has none of the name"
         )
-    ends = sorted({end for own in cases.values() for end in own})
-    if all(len(own) == 1 for own in cases.values()):
+    if all(len(own) == 1 for own in cases.values()) and len(known or ()) < 2:
         fields = ["image"]
     else:
+        kinds = Counter(tuple(sorted(own)) for own in cases.values())
+        ends = tuple(sorted(known)) if known else kinds.most_common(1)[0][0]
         fields = [f"image{end}" for end in ends]
-        odd = next((case for case, own in cases.items() if len(own) < len(ends)), None)
+        odd = next((case for case, own in cases.items() if tuple(sorted(own)) != ends), None)
         if odd is not None:
-            have, shown = ", ".join(sorted(cases[odd])), ", ".join(ends)
+            have, shown = ", ".join(filter(None, sorted(cases[odd]))) or "none", ", ".join(ends)
             raise SourceError(
                 f"{url}/{inputs}: case {odd} has the channels {have}, and others {shown}: make "
                 "it like them, or remove it"
@@ -852,6 +859,15 @@ def _pairs(
     if targets:
         fields.append("label")
     return rows, [], () if fields == ["image"] else tuple(fields)
+
+
+def _channels_of_training(source: Source) -> set[str]:
+    """Return the channels of nnU-Net's images with targets, such as `_0000`; none where images are
+    called as their targets are."""
+    targets = {_stem(name) for name in _names_in(source, _TRAIN_TARGETS)}
+    stems = [_stem(name) for name in _names_in(source, _TRAINS)]
+    ends = {stem[-len(_SECOND) :] for stem in stems if stem not in targets}
+    return {end for end in ends if _CHANNEL.fullmatch(end)}
 
 
 def _stem(name: str) -> str:

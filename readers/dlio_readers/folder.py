@@ -32,7 +32,7 @@ from dlio.data.reader_contract import (
 )
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source, file_at
-from dlio.data.splits import splits_among
+from dlio.data.splits import split_of, splits_among
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
@@ -79,6 +79,9 @@ _FEW: Final = 8
 _CHOICES: Final = ("layout", "table", "label")
 _RECORDS: Final = (".json", ".jsonl", ".parquet")
 """Tables whose rows name their columns."""
+_FEW_FOLDERS: Final = 16
+"""Folders of which one may hold splits, at most: class folders are mostly more."""
+_DEEPEST: Final = 8
 _PROBED: Final = 64
 """Class folders whose names of files are looked at for what else they may mean."""
 _SOME_NAMES: Final = 64
@@ -609,21 +612,40 @@ def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
 
 def _check_classes(source: Source, folders: Sequence[str]) -> None:
     """Raise UsageError if each folder holds splits, such as Cityscapes' `leftImg8bit` and `gtFine`:
-    pictures and their masks are not two classes."""
-    splits: list[str] = []
+    pictures and their masks are not two classes; or if one of a few does, such as `data/train` and
+    `data/valid` next to `test`."""
     if len(folders) == 1:
         return
-    for folder in folders:
-        inner = [name for name, is_folder in source.names(folder) if is_folder]
-        splits = list(splits_among(inner, folder=True))
-        if len(splits) < 2:
-            return
+    own = {folder: _splits_below(source, folder) for folder in folders[:_FEW_FOLDERS]}
+    holding = next((folder for folder, (_, splits) in own.items() if splits), None)
+    are_all = all(each == folder and parts for folder, (each, parts) in own.items())
+    if holding is None or (len(folders) > _FEW_FOLDERS and not are_all):
+        return
+    at, splits = own[holding]
+    shown = ", ".join(splits)
+    others = [name for name in folders if not own[name][1]] if not are_all else []
+    if others and not counted_below(source, others, PICTURES)[0]:
+        return  # As `ImageSets` next to ImageNet's `Data/CLS-LOC`.
+    if not are_all:
+        rest = [source.path(name) for name in folders if split_of(name, folder=True)]
+        raise UsageError(
+            f"{source.path(holding)} holds the splits {shown}, and is not a class: open "
+            f"{' or '.join([f'{source.path(at)} with split={splits[0]!r}', *rest])}"
+        )
     raise UsageError(
-        f"{source.path()}: {' and '.join(folders[:2])} hold the splits {', '.join(splits)}, and "
-        f"are not classes: open one split, such as {source.path(folders[0])}/{inner[0]}, or "
-        f"both with format='masks', images={folders[1]!r}, masks={folders[0]!r}, "
-        f"split={inner[0]!r}"
+        f"{source.path()}: {' and '.join(folders[:2])} hold the splits {shown}, and are not "
+        f"classes: open one split, such as {source.path(folders[0])}/{splits[0]}, or both with "
+        f"format='masks', images={folders[1]!r}, masks={folders[0]!r}, split={splits[0]!r}"
     )
+
+
+def _splits_below(source: Source, folder: str) -> tuple[str, list[str]]:
+    """Return (a folder, or the only one in it, and so on, the folders of several splits there)."""
+    at = folder
+    while len(inner := _folders_in(source, at)) == 1 and at.count("/") < _DEEPEST:
+        at = f"{at}/{inner[0]}"
+    parts = splits_among(inner, folder=True)
+    return at, [name for names in parts.values() for name in names] if len(parts) > 1 else []
 
 
 def _class_words(source: Source, folders: Sequence[str]) -> tuple[str, float]:

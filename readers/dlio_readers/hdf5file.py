@@ -366,9 +366,17 @@ class Hdf5File:
                 return TextArrayColumn(texts_array)
             self.classes = [named[value] for value in range(len(named))]
         if not storable(dataset.dtype):
+            others = [n for n, each in sets.items() if storable(each.dtype) and each.shape]
+            store = (
+                "each of its columns as a data set" if dataset.dtype.names else "numbers or texts"
+            )
+            rest = (
+                f", or name others, as in {self.file.name}::{','.join(others[:2])}"
+                if others
+                else ""
+            )
             raise UsageError(
-                f"{where} is {dataset.dtype}, which samples cannot have: name the "
-                "others, as in x.h5::image,label"
+                f"{where} is {dataset.dtype}, which samples cannot have: store {store}{rest}"
             )
         tell_of_attributes(where, dataset.attrs, is_root=False)
         unit = dataset.chunks[0] if dataset.chunks else 1

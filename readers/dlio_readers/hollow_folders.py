@@ -4,8 +4,10 @@ det/det.txt, img1/000001.jpg        one folder of pictures, as in MOT
 JPEGImages/, Annotations/, ImageSets/   pictures and masks, as in DAVIS
 """
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from itertools import islice
 from typing import Final
 
 from dlio.data.foreign_formats import words_of
@@ -15,6 +17,8 @@ from dlio_readers.folder_doubts import MASK_FOLDER
 from dlio_readers.foreign_labels import foreign_words
 
 _LINE: Final = 1 << 12
+_SOME: Final = 1 << 12
+"""Pictures of a folder by which texts may be named."""
 _NUMBERS: Final = re.compile(rb"[-+.0-9eE, \t]*[0-9][-+.0-9eE, \t]*\r?")
 """The first line of a text of numbers."""
 
@@ -29,10 +33,12 @@ def remedy_of_hollow(source: Source, folder: str, classes: Sequence[str]) -> str
     lone = (
         f"; or open {source.shown(full[0])}, the only folder with images" if len(full) == 1 else ""
     )
-    return _remedy(source, folder) + lone
+    pictures = [name for each in full for name in islice(files_in(source, each, PICTURES), _SOME)]
+    stems = {os.path.splitext(name.rpartition("/")[2])[0] for name in pictures}
+    return _remedy(source, folder, stems) + lone
 
 
-def _remedy(source: Source, folder: str, depth: int = 6) -> str:
+def _remedy(source: Source, folder: str, stems: Set[str], depth: int = 6) -> str:
     """Return advice on a folder without pictures: others' data, such as the cache of the Hub with
     its `snapshots/`, are not to be removed."""
     at = folder
@@ -48,7 +54,20 @@ def _remedy(source: Source, folder: str, depth: int = 6) -> str:
         if words := foreign_words(source, [f"{at}/{name}" for name in files]):
             return f"it holds {words}"
         if files and all(name.lower().endswith(".txt") for name in files):
-            if _NUMBERS.fullmatch(source.read(f"{at}/{files[0]}", 0, _LINE).partition(b"\n")[0]):
+            if os.path.splitext(files[0])[0] in stems:
+                return (
+                    f"it holds texts named as pictures are, such as {files[0]}: write boxes as "
+                    "COCO's JSON or YOLO's texts, and labels to a labels.csv, of file_name and "
+                    "label"
+                )
+            head = source.read(f"{at}/{files[0]}", 0, _LINE)
+            first = next(iter(head.decode("utf-8", "replace").split()), "")
+            if os.path.splitext(first.rpartition("/")[2])[0] in stems:
+                return (
+                    f"it holds lists of pictures, such as {files[0]}: choose one with "
+                    f"table={f'{at}/{files[0]}'!r}"
+                )
+            if _NUMBERS.fullmatch(head.partition(b"\n")[0]):
                 return (
                     f"it holds texts of numbers, such as {files[0]}: numpy.loadtxt reads them, and "
                     "numpy.savez('x.npz', x=..., y=...) writes samples and labels"

@@ -143,7 +143,7 @@ def read_table(
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
         raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
     column = split_column(columns)
-    if column is not None:
+    if column not in (None, label):
         tell_once(f"{source.path(table)}: {not_chosen_by(column)}")
     tell_of_boxes(source.path(table), columns)
     others = [name for name in columns if name not in (file, label) and likely_label([name])]

@@ -28,7 +28,7 @@ from dlio.data.labels import (
     check_label,
     encode_labels,
     is_number,
-    likely_label,
+    most_likely_label,
     one_hot,
 )
 from dlio.data.source import Source, file_at
@@ -226,7 +226,7 @@ def find_lists(
                 "are read from pictures: draw each into a folder masks, as 0.png of images/0.jpg, "
                 f"or read the pictures without them: {source.shown(folder)}, layout='flat'"
             )
-        likely = likely_label(first.columns) or first.columns[0]
+        likely = most_likely_label(first.columns)
         raise UsageError(
             f"{source.shown(first.file)} names pictures of {folder or 'the folder'}, and has no "
             f"column that is clearly the label ({', '.join(first.columns)}): choose with "
@@ -450,7 +450,7 @@ def _columns(
         if len(row) != len(header):
             raise SourceError(f"{where}: row {number + 1} has {len(row)} of {len(header)} values")
     column = split_column(header)
-    if column is not None and len(header) > 2:
+    if column not in (None, label) and len(header) > 2:
         tell_once(f"{where}: {not_chosen_by(column)}")
     lower = [name.lower() for name in header]
     tell_of_boxes(where, header)

@@ -8,7 +8,7 @@ import numpy as np
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.interpretation import named_files
-from dlio.data.labels import field_named, label_names, with_label
+from dlio.data.labels import field_named, is_number, label_names, with_label
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import (
@@ -130,6 +130,7 @@ class TablesReader(ColumnReader):
             table, rows = open_text_tables(files, names, separator, columns, label)
             if columns is None and not names and not label_names(table, label):
                 _tell_of_one_hot(files[0].name, table, rows)
+                _tell_of_spaces(files[0].name, table, rows)
             self._setup(table, rows, stamps, select=select, files=files, label=label)
             return
         if columns is not None or separator is not None:
@@ -205,6 +206,24 @@ def _tell_of_one_hot(where: str, table: Mapping[str, Column], rows: int) -> None
         tell_once(
             f"{where}: its columns {', '.join(marks)} are one-hot; if they are the label, write "
             "its name or number into one column label (`targets` are 0)"
+        )
+
+
+def _tell_of_spaces(where: str, table: Mapping[str, Column], rows: int) -> None:
+    """Warn once of a lone column of texts that are as many words as its name, and some of them
+    numbers in each of the first rows."""
+    (name, column), *others = table.items()
+    words = name.split()
+    if others or column.kind != "text" or len(words) < 2:
+        return
+    texts = column.rows(0, min(rows, _PROBED))
+    values = [(each if isinstance(each, str) else bytes(each).decode()).split() for each in texts]
+    if {len(each) for each in values} == {len(words)} and any(
+        all(map(is_number, each)) for each in zip(*values, strict=True)
+    ):
+        tell_once(
+            f"{where}: its lines are {len(words)} values with spaces between, and are read as one "
+            "text: give separator=' ', or write commas if there are several spaces in a row"
         )
 
 

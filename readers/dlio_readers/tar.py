@@ -14,6 +14,7 @@ random access and are refused.
 import json
 import os
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
@@ -547,6 +548,8 @@ class _Builder:
         self._sample: dict[str, _Member] = {}
         self._names = bytearray()
         self._name_ends = GrowingColumn()
+        self._hashes = array("q")
+        """Of the names, to see which come again."""
         self._firsts = GrowingColumn()
         self._columns: list[_FieldColumns] = []
         self._shapes: dict[str, tuple[str, list[int | None]]] = {}
@@ -657,6 +660,7 @@ class _Builder:
             columns.body.append(body)
         self._left.update(self._sample.keys() - taken)
         self._names += os.fsencode(self._key)
+        self._hashes.append(hash(self._key))
         self._name_ends.append(len(self._names))
         self._sample = {}
 
@@ -690,6 +694,20 @@ class _Builder:
                 "the first: it is left out"
             )
         return notes
+
+    def _repeated(self) -> list[str]:
+        """Return the words about names that several samples have, as of members that were added to
+        a tar again; [] without any."""
+        hashes = np.frombuffer(self._hashes, np.int64)
+        firsts = np.unique(hashes, return_index=True)[1]
+        again = np.delete(np.arange(len(hashes)), firsts)
+        if not len(again):
+            return []
+        return [
+            f"has several samples called {self._name(int(again[0]))!r}, and {len(again)} of "
+            f"{counted(len(hashes), 'name')} were there before: each is a sample of its own, "
+            "though tar extracts the last alone"
+        ]
 
     def _encoded(self, field: str) -> tuple[str, list[str]]:
         """Number the texts of a field; return (its kind, texts of its classes)."""
@@ -746,7 +764,7 @@ class _Builder:
         head = {
             "fields": kinds,
             "texts": texts,
-            "notes": self._notes(note),
+            "notes": [*self._notes(note), *self._repeated()],
             "unlabelled": self._in_json,
             "apart": self.is_apart,
             "classes": self._packed.get("classes", []),

@@ -376,3 +376,48 @@ def test_a_table_that_disagrees_with_arrays_is_refused_and_rows_can_be_chosen(
     assert len(open_reader(str(tmp_path), samples="rows")) == 12
     (tmp_path / "labels.csv").write_text("x,y\n7,8\n")
     assert len(open_reader(str(tmp_path))) == 12
+
+
+@pytest.mark.parametrize("train", ["as targets", "one channel", "two channels"])
+def test_numbers_that_end_names_of_tests_are_channels_where_those_of_the_training_are(
+    train: str, tmp_path: Path
+) -> None:
+    for each in ("imagesTr", "imagesTs", "labelsTr"):
+        (tmp_path / each).mkdir()
+    ends = {"as targets": [""], "one channel": ["_0000"], "two channels": ["_0000", "_0001"]}[train]
+    for case in range(2):
+        for end in ends:
+            np.save(tmp_path / "imagesTr" / f"p_{case:04}{end}.npy", np.zeros((2, 3)))
+        np.save(tmp_path / "labelsTr" / f"p_{case:04}.npy", np.zeros((2, 3)))
+    for case in range(3):
+        for end in ends:
+            np.save(tmp_path / "imagesTs" / f"q_{case:04}{end}.npy", np.full((2, 3), case))
+    reader = FilesReader(str(tmp_path), split="test")
+    fields = ["image_0000", "image_0001"] if len(ends) > 1 else ["data"]
+    assert [name for name, _ in reader.schema.fields] == fields
+    for case, payload in enumerate(reader.read(np.arange(3))):
+        assert all((value == case).all() for value in reader.schema.split(payload).values())
+    if len(ends) > 1:
+        for case in range(3):
+            (tmp_path / "imagesTs" / f"q_{case:04}_0001.npy").unlink()
+        with pytest.raises(SourceError, match="case q_0000 has the channels _0000, and others"):
+            FilesReader(str(tmp_path), split="test")
+
+
+def test_the_case_of_other_channels_than_most_is_named(tmp_path: Path) -> None:
+    for each in ("imagesTr", "labelsTr"):
+        (tmp_path / each).mkdir()
+    for case in range(3):
+        for channel in range(2 + (case == 1)):
+            np.save(tmp_path / "imagesTr" / f"c{case}_{channel:04}.npy", np.zeros((2, 3)))
+        np.save(tmp_path / "labelsTr" / f"c{case}.npy", np.zeros((2, 3)))
+    with pytest.raises(SourceError, match=r"case c1 .* _0002, and others _0000, _0001: make"):
+        FilesReader(str(tmp_path))
+
+
+def test_a_label_in_files_that_a_table_labels_as_well_names_the_table(tmp_path: Path) -> None:
+    for k in range(2):
+        np.savez(tmp_path / f"s{k}.npz", x=np.zeros((2, 3)), label=np.int64(k))
+    (tmp_path / "labels.csv").write_text("file_name,label\ns0.npz,a\ns1.npz,b\n")
+    with pytest.raises(UsageError, match=r"and a table names another: .*FOLDER/\*\.npz"):
+        open_reader(str(tmp_path))

@@ -130,3 +130,82 @@ def _table(path: Path, count: int) -> None:
         path.write_text("x,label\n" + "".join(f"{k / 2},{k}\n" for k in range(count)))
     else:
         pq.write_table(pa.table({"x": numbers / 2, "label": numbers}), path)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        (
+            "684,8,273,116,0,0,0,0\n",
+            "{stem}.txt",
+            "texts named as pictures are, such as 000001.txt",
+        ),
+        (
+            "000001  1\n000002 -1\n",
+            "Main/cat.txt",
+            r"lists of pictures, .*table='sets/Main/cat.txt'",
+        ),
+        (
+            "images/000001.jpg 1\nimages/000002.jpg 0\n",
+            "a.txt",
+            r"lists of pictures, .*table='sets/a",
+        ),
+    ],
+)
+def test_texts_of_the_pictures_next_to_them_are_called_so(
+    text: str, name: str, words: str, tmp_path: Path
+) -> None:
+    stems = ("000001", "000002")
+    _files(tmp_path / "images", *(f"{stem}.jpg" for stem in stems))
+    for stem in stems:
+        path = tmp_path / "sets" / name.format(stem=stem)
+        _files(path.parent, path.name, text=text)
+    with pytest.raises(SourceError, match=words):
+        open_reader(str(tmp_path))
+    if "table" in words:
+        table = f"sets/{name}"
+        assert open_reader(str(tmp_path), table=table).labels.tolist()[0] == 1
+
+
+@pytest.mark.parametrize("depth", ["", "data/"])
+@pytest.mark.parametrize("test", ["test", "test/test"])
+def test_folders_of_splits_next_to_a_split_are_no_classes(
+    depth: str, test: str, tmp_path: Path
+) -> None:
+    for split in ("train", "valid"):
+        for name in ("a", "b"):
+            _files(tmp_path / "data" / depth / split / name, "0.jpg")
+    _files(tmp_path / test, "0.jpg", "1.jpg")
+    inner = f"{tmp_path}/data/{depth}".rstrip("/")
+    words = rf"/data holds the splits .*: open {inner} with split='train' or .*/test$"
+    with pytest.raises(UsageError, match=words):
+        open_reader(str(tmp_path))
+    assert list(open_reader(inner, split="train").classes) == ["a", "b"]
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_class_folders_of_splits_each_are_refused_however_many(count: int, tmp_path: Path) -> None:
+    for k in range(count):
+        for split in ("train", "test"):
+            _files(tmp_path / f"c{k:02}" / split, "0.jpg")
+    with pytest.raises(UsageError, match="c00 and c01 hold the splits"):
+        open_reader(str(tmp_path))
+
+
+def test_class_folders_of_other_arrays_than_each_other_may_be_opened_one_by_one(
+    tmp_path: Path,
+) -> None:
+    for folder, shape in (("train_npz", (2, 3)), ("test_vol_h5", (4, 2, 3))):
+        (tmp_path / folder).mkdir()
+        for k in range(3):
+            np.save(tmp_path / folder / f"{k}.npy", np.zeros(shape))
+    with pytest.raises(SourceError, match=r"or open one of test_vol_h5, train_npz$"):
+        open_reader(str(tmp_path))
+
+
+def test_a_column_to_choose_is_no_width(tmp_path: Path) -> None:
+    _files(tmp_path / "train", "0.png", "1.png")
+    rows = "".join(f'{k},1024,1024,"[834.0, 222.0]",usask\n' for k in range(2))
+    (tmp_path / "train.csv").write_text(f"image_id,width,height,bbox,source\n{rows}")
+    with pytest.raises(UsageError, match="label='source', or read them without"):
+        open_reader(str(tmp_path))

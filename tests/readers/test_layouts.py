@@ -395,7 +395,7 @@ def test_a_table_with_several_columns_asks_for_the_label(tmp_path: Path) -> None
     LAYOUTS["train.csv of Kaggle"](tmp_path)
     rows = [f"a{k},male,{'ab'[k % 2]}" for k in range(4)]
     (tmp_path / "train.csv").write_text("\n".join(["image_id,sex,dx", *rows]))
-    with pytest.raises(UsageError, match=r"sex, dx.*table='train.csv', label='sex'"):
+    with pytest.raises(UsageError, match=r"sex, dx.*table='train.csv', label='dx'"):
         open_reader(str(tmp_path), split="train")
     reader = open_reader(str(tmp_path), table="train.csv", label="dx")
     assert list(reader.classes) == ["a", "b"]
@@ -517,3 +517,24 @@ def test_a_list_with_a_count_and_names_gives_the_label_that_is_chosen(tmp_path: 
     assert open_reader(str(tmp_path), split="val", **chosen).labels.tolist() == [-1]
     (tmp_path / "list_eval_partition.txt").unlink()
     assert open_reader(str(tmp_path), **chosen).labels.tolist() == [1, -1] * 3
+
+
+def test_arrays_of_several_rows_may_be_classes(tmp_path: Path) -> None:
+    arrays = {"cat": np.zeros((2, 8, 8)), "dog": np.zeros((3, 8, 8))}
+    np.savez(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.update(arrays)
+    for name in ("x.npz", "x.h5"):
+        with pytest.raises(UsageError, match=r"if each is a class, store .* in another, label"):
+            open_reader(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("others", [[], ["x"]])
+def test_a_table_in_hdf5_has_a_remedy(others: list[str], tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["t"] = np.zeros(3, [("a", "i4"), ("b", "f4")])
+        for name in others:
+            file[name] = np.zeros((3, 2))
+    rest = r", or name others, as in .*x\.h5::x$" if others else "$"
+    with pytest.raises(UsageError, match=rf"store each of its columns as a data set{rest}"):
+        open_reader(str(tmp_path / "x.h5"))

@@ -300,3 +300,21 @@ def test_tars_have_the_samples_that_webdataset_finds(
     names = [reader.name(k) for k in range(len(reader))]
     labels = np.asarray(reader.labels).tolist()
     assert list(zip(names, rows(reader, field), labels, strict=True)) == expected
+
+
+def test_names_that_come_again_in_a_tar_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    members: list[Member] = [
+        (f"{k}.{field}", b"%d" % number)
+        for number, k in enumerate([0, 1, 0, 1, 2])
+        for field in ("jpg", "cls")
+    ]
+    reader = open_reader(tar(tmp_path / "a.tar", members))
+    assert reader.labels.tolist() == list(range(5))  # As the package webdataset has them.
+    assert "several samples called '0', and 2 of 5 names were there before" in caplog.text
+    caplog.clear()
+    for k in range(2):  # The names of another tar are its own.
+        tar(tmp_path / f"s{k}.tar", members[4:])
+    assert len(open_reader(str(tmp_path / "s{0..1}.tar"))) == 6
+    assert not caplog.text

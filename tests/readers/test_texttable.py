@@ -187,3 +187,23 @@ def test_columns_that_are_no_features_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         open_reader(_write(tmp_path, text), columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ("a b label\n4.0 5.0 1\n7 8 0\n", True),
+        ("1.0  2.0\n3.0 4.0\n", True),
+        ("question asked\nwho goes\nwhat is\n", False),
+        ("text\n1 2\n3 4\n", False),
+        ("full name\nAda Byron\nAda\n", False),
+    ],
+)
+def test_values_with_spaces_between_are_told(
+    text: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = _write(tmp_path, text)
+    assert len(_kinds(path)) == 1
+    assert ("values with spaces between" in caplog.text) == is_told
+    if "label" in text:
+        assert _kinds(path, separator=" ") == {"a": "float64", "b": "float64", "label": "int64"}

@@ -230,11 +230,12 @@ def test_descriptions_are_no_labels_and_told(
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "feather", "pictures", "list"])
+@pytest.mark.parametrize("column", ["split", "fold"])
 def test_a_column_of_splits_is_told(
-    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    column: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    columns = {"id": ["a", "b"], "label": [0, 1], "split": ["train", "test"]}
-    text = "id,label,split\na,0,train\nb,1,test\n"
+    columns = {"id": ["a", "b"], "label": [0, 1], column: ["train", "test"]}
+    text = f"id,label,{column}\na,0,train\nb,1,test\n"
     path = tmp_path / f"x.{form}"
     if form == "parquet":
         pq.write_table(pa.table(columns), path)
@@ -249,7 +250,13 @@ def test_a_column_of_splits_is_told(
             picture(tmp_path / f"{name}.png")
     with caplog.at_level(logging.WARNING, "dlio"):
         assert labels_of(str(path))[1] == [0, 1]
-    assert "its column split chooses no samples" in caplog.text
+    assert f"its column {column} chooses no samples" in caplog.text
+    if form in ("pictures", "list"):  # Others have another label then.
+        caplog.clear()
+        table = "labels.csv" if form == "pictures" else "all.csv"
+        reader = open_reader(str(path), table=table, label=column)
+        assert list(reader.classes) == ["test", "train"]
+        assert "chooses no samples" not in caplog.text
 
 
 @pytest.mark.parametrize(

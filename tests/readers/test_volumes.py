@@ -122,3 +122,23 @@ def test_labels_mean_rows(tmp_path: Path) -> None:
         for n in (5, 7)
     ]
     assert len(dlio.open(_write(tmp_path, "h5", parts), tiers="none")) == 12
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "h5"])
+@pytest.mark.parametrize(
+    ("shape", "is_told"), [((64, 64), True), ((64, 60), False), ((4, 4), False)]
+)
+def test_files_of_a_square_each_may_be_slices_which_is_told(
+    shape: tuple[int, int],
+    is_told: bool,
+    kind: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    array = np.zeros(shape, np.float32)
+    path = _write(tmp_path, kind, [{"volume": array, "mask": array}] * 3)
+    with dlio.open(path, tiers="none") as data:
+        assert len(data) == 3 * shape[0]
+    assert ("each file may be one picture" in caplog.text) == is_told
+    with dlio.open(path, tiers="none", samples="files") as data:
+        assert len(data) == 3
