@@ -144,12 +144,17 @@ class MdsReader(PathReader):
         kinds = {field.name: _kind(field, dims.get(field.name)) for field in self._fields}
         if self._named is not None:
             kinds[self._named] = "int64"
-        self._kinds = Schema(tuple(kinds.items())).kinds
-        self.schema = Schema(tuple((field_named(n, label), kind) for n, kind in kinds.items()))
+        names = [field_named(name, label) for name in kinds]
+        self.schema = Schema(tuple(zip(names, kinds.values(), strict=True)))
+        self._columns = [
+            (field, name, self.schema.kinds[name])
+            for field, name in zip(self._fields, names, strict=True)
+        ]
+        """Each column of the files with its field, and the kind of that."""
         known = {
-            field_named(field.name, label): self._bodies[:, k]
-            for k, field in enumerate(self._fields)
-            if not self._kinds[field.name].fixed
+            name: self._bodies[:, k]
+            for k, (_, name, kind) in enumerate(self._columns)
+            if not kind.fixed
         }
         self.classes: Sequence[str] = head["classes"]
         files = [shard.file for shard in self._shards]
@@ -189,14 +194,14 @@ class MdsReader(PathReader):
     def _payload(self, sample: int, data: memoryview, first: int) -> bytes | memoryview:
         start = int(self._starts[sample]) - first
         parts = _split(data[start : start + self._length(sample)], self._fields)
-        values = {
-            field_named(field.name, self._label): _value(field, part, self._kinds[field.name])
-            for field, part in zip(self._fields, parts, strict=True)
-            if field.name != self._named
-        }
-        if self._named is not None:
-            values[field_named(self._named, self._label)] = int(self.labels[sample])
-        return self.schema.join(values)
+        return self.schema.join(
+            {
+                name: int(self.labels[sample])
+                if field.name == self._named
+                else _value(field, part, kind)
+                for (field, name, kind), part in zip(self._columns, parts, strict=True)
+            }
+        )
 
     def _build(self, counts: Sequence[int]) -> Arrays:
         """Index offsets, column sizes and labels of all samples; reads all shards once."""
