@@ -64,10 +64,11 @@ class LossNotices:
             )
         if context.has_unlike and any(map(self._counts_more, parts.terms)):
             context.say(
-                f"{where}: a sum is divided there by a count over several batches: in a step for "
-                "which a rank has one of them whole, as may be in a first pass, or a stand-in for "
-                "none of its samples, as at the end of a pass, the ranks count more than one "
-                "process, and the gradient is not quite that of one process",
+                f"{where}: a sum is divided there by more than its number of elements: if that is "
+                "a count over several batches, and not a sum of weights, the ranks count more than "
+                "one process in a step for which a rank has one of them whole, as may be in a "
+                "first pass, or a stand-in for none of its samples, as at the end of a pass, and "
+                "the gradient is not quite that of one process",
                 any_rank=True,
             )
         if context.undivided and len(parts.terms) > 1 and any(t.is_sum for t in parts.terms):

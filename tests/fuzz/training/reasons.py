@@ -227,6 +227,12 @@ _KNOWN: Final = (
         reads=_read_lines,
     ),
     _Notice(
+        re.compile(
+            "a sum is divided there by more than its number of elements: if that is a count"
+        ),
+        _is("loss", "weighted mean"),
+    ),
+    _Notice(
         re.compile("the loss adds up a sum over samples there, and each rank has all samples"),
         lambda choices: choices.get("loss") == "sum" and choices.get("several") in LOADERS,
         (WEIGHTS,),

@@ -647,4 +647,4 @@ def test_a_count_over_batches_of_which_a_rank_has_a_stand_in_is_told(tmp_path: P
     script = tmp_path / "script.py"
     script.write_text(_COUNTED)
     errors = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr
-    assert "script.py:16: a sum is divided there by a count over several batches" in errors
+    assert "script.py:16: a sum is divided there by more than its number of elements" in errors
