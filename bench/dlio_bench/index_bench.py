@@ -129,7 +129,8 @@ def watch():
         own[0] = max(own[0], *memory("RssAnon"))
 
 watching = threading.Thread(target=watch)
-watching.start()
+if {watches}:
+    watching.start()
 for path in sys.argv[1:]:  # A small data set first: libraries load parts of themselves with it.
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
@@ -141,7 +142,8 @@ for path in sys.argv[1:]:  # A small data set first: libraries load parts of the
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     os.access("{mark}", 0)
 ended.set()
-watching.join()
+if {watches}:
+    watching.join()
 grown = [*(each - before for each in memory("VmHWM", "VmRSS")), own[0] - before_own]
 print("\\n" + json.dumps([count, seconds, cpu, *grown]), flush=True)
 os._exit(0)
@@ -222,14 +224,19 @@ def _opened(
     """Open data sets, of which the last is measured, with empty caches, or `again` with the caches
     of the opening before."""
     caches, trace = f"{scratch}/caches", f"{scratch}/trace"
-    code = _CHILD.format(imports=contender.imports, code=contender.code, mark=_MARK)
-    command = [python, "-c", code, *paths]
 
     def run(*before: str) -> list[float]:
+        code = _CHILD.format(
+            imports=contender.imports,
+            code=contender.code,
+            mark=_MARK,
+            watches=not before,  # Its calls are not the library's.
+        )
         if not again:
             shutil.rmtree(caches, ignore_errors=True)
         os.makedirs(caches, exist_ok=True)
-        return _answer(contender.name, [*before, *command], python, caches)
+        command = [*before, python, "-c", code, *paths]
+        return _answer(contender.name, command, python, caches)
 
     count, seconds, cpu_s, *memory = run()
     if count != samples:
