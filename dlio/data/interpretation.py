@@ -295,7 +295,7 @@ def check_pattern(pattern: str, paths: Sequence[str]) -> None:
 
 def other_folders(path: str, split: str) -> dict[str, list[str]]:
     """Return the folders of the other splits next to one that was chosen of a folder."""
-    folders = split_folders([name for name, folder in Source(path).names() if folder])
+    folders = split_folders(Source(path).folders())
     return {name: [inside(path, name)] for name in folders if name != split}
 
 
@@ -309,7 +309,7 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
     Raises UsageError when there are several and none is chosen, or no such one.
     """
     source = Source(path)
-    folders = [name for name, folder in source.names() if folder]
+    folders = source.folders()
     parts = split_folders(folders)
     splits = list(parts)
     if not splits:
@@ -338,7 +338,7 @@ def split_folder(path: str, split: str | None) -> tuple[str, str] | None:
 def all_splits(path: str) -> list[str]:
     """Return the folders of the splits in a folder that have some files; [] unless several do."""
     source = Source(path)
-    parts = split_folders([name for name, folder in source.names() if folder])
+    parts = split_folders(source.folders())
     full = [name for name in parts if source.names(name)]
     return full if len({parts[name] for name in full}) > 1 else []
 
@@ -443,7 +443,7 @@ def lone_folder(path: str, *, has_data: bool) -> str | None:
     None if there are others, or if it `has_data`, which may be of one class, not of several splits.
     """
     source = Source(path)
-    folders = [name for name, folder in source.names() if folder]
+    folders = source.folders()
     if len(folders) != 1:
         return None
     names = [name for name, folder in source.names(folders[0]) if not folder]

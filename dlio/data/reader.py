@@ -291,10 +291,14 @@ def _compare_classes(
     urls = [split_fields(path)[0] for path in paths]
     if not is_remote(urls[0]) and os.path.isdir(urls[0]):
         here = str(reader.path) if isinstance(reader.path, str) else ""
-        if not here or _folders(here) != own:
+        if not here or Source(here).folders() != own:
             return  # Of a table, or of files in the folder.
-        place, theirs = urls[0], _folders(urls[0])
-        while len(theirs) == 1 and theirs != own and (inner := _folders(inside(place, theirs[0]))):
+        place, theirs = urls[0], Source(urls[0]).folders()
+        while (
+            len(theirs) == 1
+            and theirs != own
+            and (inner := Source(inside(place, theirs[0])).folders())
+        ):
             place, theirs = inside(place, theirs[0]), inner  # As in test/test/<class>.
     elif not is_remote(urls[0]) and sum(map(os.path.getsize, urls)) <= _COMPARED:
         try:
@@ -317,10 +321,6 @@ def _compare_classes(
             "class in both; store the labels as numbers, or open both as a list of paths, which "
             "numbers them together"
         )
-
-
-def _folders(url: str) -> list[str]:
-    return [name for name, folder in Source(url).names() if folder]
 
 
 def _opened(reading: Interpretation, named: bool) -> Reader:
@@ -520,7 +520,7 @@ def _lone_data(url: str, fields: str, kinds: Kinds, has_data: bool) -> str | Non
 def _data_of(url: str, fields: str, kinds: Kinds) -> tuple[str, Any] | None:
     """Return the reader of the samples of a folder, or of its folders of splits; None for a reader
     of class folders, or without one."""
-    splits = split_folders([name for name, folder in Source(url).names() if folder])
+    splits = split_folders(Source(url).folders())
     for each in (url, *(inside(url, name) for name in splits)):
         fitting = _fitting_of(each + fields, kinds)[0]
         if fitting and not path_rules_of(fitting[0][1]).is_fallback:

@@ -376,6 +376,10 @@ class Source(FsspecHandle):
             seen.keep(key, rows)
         return rows
 
+    def folders(self, name: str = "") -> list[str]:
+        """List the names of the folders in a folder, sorted; see `names`."""
+        return [each for each, is_folder in self.names(name) if is_folder]
+
     def entry(self, folder: str, name: str) -> Entry | None:
         """Return a file of a local folder, None if it is not there. One that is a link to nothing
         is noted in `dangling`.

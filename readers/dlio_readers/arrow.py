@@ -318,7 +318,7 @@ def _saved(url: str) -> list[FilePlace]:
         return []
     names = [name for name, folder in source.names() if not folder]
     if _PARTS in names:
-        parts = [name for name, folder in source.names() if folder]
+        parts = source.folders()
         raise UsageError(
             f"{url} holds the parts {', '.join(parts[:8])} of a data set: open one, such as "
             f"{inside(url, parts[0] if parts else 'train')}"

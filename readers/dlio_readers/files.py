@@ -414,7 +414,7 @@ class FilesReader(PathReader):
     @staticmethod
     def own_splits(path: str, _: Mapping[str, object]) -> list[str]:
         """Return the splits of a task of the Medical Segmentation Decathlon or of nnU-Net."""
-        folders = [name for name, folder in Source(path).names() if folder]
+        folders = Source(path).folders()
         return ["train", "test"] if _TRAINS in folders and _TESTS in folders else []
 
     @property
@@ -781,7 +781,7 @@ def _files_below(source: Source, folder: str) -> list[tuple[str, FilePlace]]:
     while stack:
         here, depth = stack.pop()
         made += [(f"{here}/{each.name}", each) for each in _files(source, here)]
-        inner = [name for name, is_folder in source.names(here) if is_folder]
+        inner = source.folders(here)
         if inner and depth == _DEEPEST:
             raise SourceError(f"{source.path(here)} lies too deep: move its files further up")
         stack += [(f"{here}/{name}", depth + 1) for name in reversed(inner)]

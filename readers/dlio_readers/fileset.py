@@ -75,7 +75,7 @@ def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]
     source = Source(path)
     if not source.is_folder():
         return []
-    folders = [name for name, folder in source.names() if folder]
+    folders = source.folders()
     sides: list[tuple[str, SideFolders]] = []
     other = next((name for name in wanted if name in folders), None)
     if _IMAGES in folders and other is not None:
@@ -83,7 +83,7 @@ def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]
         splits = [name for name, folder in rows if folder]
         if any(name.lower().endswith(PICTURES) for name, folder in rows if not folder):
             splits = []  # Pictures next to them would be lost.
-        beside = [name for name, folder in source.names(other) if folder]
+        beside = source.folders(other)
         both = [name for name in splits if name in beside]
         if both:
             return [
@@ -93,7 +93,7 @@ def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]
     for name in folders:
         if not split_of(name, folder=True):
             continue
-        inside = [each for each, folder in source.names(name) if folder]
+        inside = source.folders(name)
         other = next((each for each in wanted if each in inside), None)
         if _IMAGES in inside and other is not None:
             sides.append((name, SideFolders(path, f"{name}/{_IMAGES}", f"{name}/{other}")))

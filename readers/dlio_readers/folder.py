@@ -521,7 +521,7 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
     """Return the words about class folders that hold the other classes again, as archives do that
     were packed twice, or that all hold the same folders, such as `images` and `masks`, or folders
     and no pictures unless one `has_own`, as SUN397's `a/abbey`."""
-    inner = {name: _folders_in(source, name) for name in folders[:_PROBED]}
+    inner = {name: source.folders(name) for name in folders[:_PROBED]}
     for name, own in inner.items():
         again = [each for each in own if each in folders]
         if len(again) > 1:
@@ -531,8 +531,7 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
             ]
     # Of amazon/images/bike, dslr/images/bike those in images.
     deeper = [
-        (len(own) == 1 and _folders_in(source, f"{name}/{own[0]}")) or own
-        for name, own in inner.items()
+        (len(own) == 1 and source.folders(f"{name}/{own[0]}")) or own for name, own in inner.items()
     ]
     first = deeper[0]
     if len(inner) > 1 and len(first) > 1 and all(own == first for own in deeper):
@@ -547,10 +546,6 @@ def _nested(source: Source, folders: Sequence[str], has_own: bool) -> list[str]:
             f"are the outer ones: open {source.path('*')}/ for the inner ones"
         ]
     return []
-
-
-def _folders_in(source: Source, folder: str) -> list[str]:
-    return sorted(name for name, is_folder in source.names(folder) if is_folder)
 
 
 def _beside_pictures(source: Source, below: Mapping[str, Sequence[str]]) -> list[str]:
@@ -642,7 +637,7 @@ def _check_classes(source: Source, folders: Sequence[str]) -> None:
 def _splits_below(source: Source, folder: str) -> tuple[str, list[str]]:
     """Return (a folder, or the only one in it, and so on, the folders of several splits there)."""
     at = folder
-    while len(inner := _folders_in(source, at)) == 1 and at.count("/") < _DEEPEST:
+    while len(inner := source.folders(at)) == 1 and at.count("/") < _DEEPEST:
         at = f"{at}/{inner[0]}"
     parts = splits_among(inner, folder=True)
     return at, [name for names in parts.values() for name in names] if len(parts) > 1 else []

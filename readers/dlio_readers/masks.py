@@ -190,7 +190,7 @@ def _with_masks(sides: SideFolders) -> SideFolders:
         return sides
     inner = [f"{sides.others}/{name}" for name, folder in rows if folder]
     full = [name for name in inner if any(True for _ in files_in(source, name, _MASK_FILES))]
-    own = [name for name, folder in source.names(sides.images) if folder]
+    own = source.folders(sides.images)
     if len(full) != 1 or full[0].rpartition("/")[2] in own:
         return sides
     return SideFolders(sides.root, sides.images, full[0])
@@ -202,7 +202,7 @@ def _twins(path: str) -> list[tuple[str, SideFolders]]:
     source = Source(path)
     if not source.is_folder():
         return []
-    tops = [name for name, folder in source.names() if folder]
+    tops = source.folders()
     if not 2 <= len(tops) <= _MOST_FOLDERS:
         return []
     splits = {
@@ -250,7 +250,7 @@ def _chosen_sides(
         for name in (images, masks):
             if not source.is_folder(name):
                 raise UsageError(f"{source.shown(name)} is not a folder: check images= and masks=")
-        inner = [name for name, folder in source.names(images) if folder]
+        inner = source.folders(images)
         own = [name for each in splits_among(inner, folder=True).values() for name in each]
         own = [name for name in own if source.is_folder(f"{masks}/{name}")]
         if own and split != WHOLE:

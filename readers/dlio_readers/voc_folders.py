@@ -67,7 +67,7 @@ def years_in(path: str) -> list[str]:
     rows = source.names() if source.is_folder() else []
     made = []
     for name in [name for name, folder in rows if folder and name.upper().startswith("VOC")]:
-        inner = [each for each, folder in source.names(name) if folder]
+        inner = source.folders(name)
         # Of some copies, each lies in a folder of its own name.
         place = f"{name}/{inner[0]}" if len(inner) == 1 else name
         if source.is_folder(f"{place}/{PICTURE_FOLDER}"):
