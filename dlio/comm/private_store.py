@@ -26,6 +26,7 @@ from dlio.comm.comm_protocol import Json
 from dlio.errors import CommError
 from dlio.util.closable import Closable
 from dlio.util.private_sockets import connect, is_own, listen
+from dlio.util.settings import settings
 from dlio.util.threads import Workers
 from dlio.util.trusted_files import closing_descriptor
 
@@ -41,19 +42,21 @@ _T = TypeVar("_T")
 
 class PrivateStore:
     """A connection to the store whose socket is in `folder`. Thread-safe; a call that waits holds
-    up the others. All raise CommError when the server is gone.
+    up the others. All raise CommError when the server is gone, and all but `wait` when it has not
+    answered for DLIO_TIMEOUT: a launcher that is stopped (SIGSTOP) keeps its sockets.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._lock = threading.Lock()
+        self._silent = ""
+        """Why all calls fail after one that got no answer."""
         try:
             self._connection = connect(folder, STORE_NAME, _CONNECT_TIMEOUT_S)
         except OSError as error:
             raise CommError(
                 f"the launcher's store in {folder} cannot be reached: {error}"
             ) from error
-        self._connection.settimeout(None)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
@@ -91,6 +94,11 @@ class PrivateStore:
         """Return another connection, for a thread that waits."""
         return PrivateStore(self._folder)
 
+    def interrupt(self) -> None:
+        """End a call that waits in another thread, and the connection: it raises CommError."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
@@ -98,8 +106,12 @@ class PrivateStore:
     def _call(self, *words: object) -> Any:
         # JSON and not pickle: ranks of another user's making must not run code in the launcher.
         request = json.dumps(words).encode()
+        limit_s = settings().timeout_s
         with self._lock:
+            if self._silent:
+                raise CommError(self._silent)
             try:
+                self._connection.settimeout(None if words[0] == "wait" else limit_s)
                 with contextlib.suppress(BrokenPipeError):  # There may be a last answer.
                     self._connection.sendall(_LENGTH.pack(len(request)) + request)
                 (length,) = _LENGTH.unpack(self._received(_LENGTH.size))
@@ -109,6 +121,13 @@ class PrivateStore:
                         "`ulimit -n` where it is started, or start fewer ranks"
                     )
                 return json.loads(self._received(length))
+            except TimeoutError as error:
+                # The answer may still come: no later call must take it for its own.
+                self._silent = (
+                    f"the launcher has not answered for {limit_s:g} s: is it stopped? "
+                    "(DLIO_TIMEOUT sets the deadline)"
+                )
+                raise CommError(self._silent) from error
             except OSError as error:
                 raise CommError(f"the launcher's store is gone: {error}") from error
 

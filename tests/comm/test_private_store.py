@@ -14,7 +14,7 @@ import pytest
 from dlio.comm.private_store import STORE_NAME, PrivateStore, StoreServer
 from dlio.errors import CommError, DlioError
 from dlio.launch.torch_launch import is_called_by_own_user
-from dlio.util.private_sockets import connect
+from dlio.util.private_sockets import connect, listen
 from tests.conftest import in_time
 from tests.hostile.sockets import listening
 
@@ -98,6 +98,42 @@ def test_a_store_that_is_gone_is_an_error_of_one_line(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(CommError, match="cannot be reached"):
         PrivateStore(str(tmp_path))
+
+
+def test_a_launcher_that_does_not_answer_is_not_waited_for_beyond_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stopped keeps its sockets: the kernel takes connections and requests."""
+    monkeypatch.setenv("DLIO_TIMEOUT", "0.2")
+    os.chmod(tmp_path, 0o700)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with listen(folder, STORE_NAME) as listener:
+        store = PrivateStore(str(tmp_path))
+        with pytest.raises(CommError, match=r"has not answered for 0\.2 s: is it stopped"):
+            store.put("a", 1)
+        with listener.accept()[0] as late:
+            late.sendall(struct.pack("<I", 1) + b"1")
+            with pytest.raises(CommError, match="has not answered"):
+                store.put("a", 2)
+        store.close()
+    os.close(folder)
+
+
+def test_a_call_that_waits_is_interrupted_without_the_launcher(folder: str) -> None:
+    store, ends = PrivateStore(folder), []
+
+    def wait() -> None:
+        try:
+            store.wait("never")
+        except CommError as error:
+            ends.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    store.interrupt()
+    waiting.join(60)
+    assert len(ends) == 1
+    store.close()
 
 
 def test_a_folder_that_others_can_enter_is_refused(folder: str) -> None:

@@ -66,7 +66,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
         """Parts of closed communicators and of earlier generations."""
         self._generation = self._begin(0, self.members)
         self._watch = Workers(
-            "dlio-deaths", self._read_events, wake=lambda: self._report_end(-1), serves_others=True
+            "dlio-deaths", self._read_events, wake=self._watched.interrupt, serves_others=True
         )
         self._watch.start()
         try:
@@ -117,7 +117,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
                 with self._lock:
                     if "dead" in event:
                         self._dead.add(event["dead"])
-                    elif event["over"] >= 0:
+                    else:
                         self._ended.add(event["over"])
                     self._judge(self._generation)
 
