@@ -10,7 +10,6 @@ from `dlio ledger` for a trace that is not exact, otherwise for a bug, with a tr
 """
 
 import contextlib
-import errno
 import gc
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import Final, NoReturn
 from dlio.errors import CommError, DlioError, UsageError
 from dlio.util.child_processes import die
 from dlio.util.early_interrupt import INTERRUPTED
+from dlio.util.limits import OPEN_FILES, lacks_files
 from dlio.util.printable import escaping_libraries
 from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
 from dlio.util.whole_files import FULL, unwritable
@@ -180,13 +180,12 @@ def _end_alone(code: int) -> None:
 
     Returns if no rank has been lost, and an ordinary exit will do.
     """
-    from dlio.comm.world import membership
+    from dlio.comm.world import leave_code, membership
 
     left = membership()
     if left is None and START not in os.environ:
         return
     from dlio.util.signals import RESUME_CODE
-    from dlio.util.whole_files import write_whole
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -199,7 +198,7 @@ def _end_alone(code: int) -> None:
         tells = ends_all if code else left.me in left.members
     if DONE in os.environ and tells:
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
-        write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
+        leave_code(code)
     if left is not None and left.lost:
         os._exit(code)
 
@@ -218,8 +217,8 @@ def _run_with_umask(tokens: list[str]) -> None:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not error.filename:
             _check_folder()
-        if not is_of_user and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise UsageError(f"{error}: raise the limit of open files (`ulimit -n`)") from error
+        if not is_of_user and lacks_files(error):
+            raise UsageError(f"{error}: {OPEN_FILES}") from error
         if is_of_user or error.errno not in FULL or isinstance(error, DlioError):
             raise
         raise unwritable(str(error.filename or "standard output, or a file,"), error) from error

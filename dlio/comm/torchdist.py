@@ -29,6 +29,7 @@ from dlio.comm.net.gloo_gate import GlooGate
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.torch_mail import Mail
 from dlio.errors import CommError, CommTimeout
+from dlio.util.limits import OPEN_FILES, lacks_files
 
 _T = TypeVar("_T")
 _Gloo: Final[Any] = dist.ProcessGroupGloo
@@ -200,10 +201,14 @@ class TorchCommunicator(CommunicatorBase):
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turn gloo's errors into CommTimeout."""
+        """Turn gloo's errors into CommTimeout, and CommError where this process is the cause."""
         try:
             yield
         except RuntimeError as error:
+            if lacks_files(error):
+                raise CommError(
+                    f"{what} failed: this process may open no more: {OPEN_FILES}"
+                ) from error
             raise CommTimeout(
                 f"rank {self.rank} of {self.size}: {what} failed: another rank is stopped, far "
                 f"behind, or left the run (DLIO_TIMEOUT sets the deadline): {error}"

@@ -6,6 +6,7 @@ rank; else torch.distributed if that is initialised, or if `torchrun` started th
 single process.
 """
 
+import contextlib
 import os
 import sys
 from types import ModuleType
@@ -14,6 +15,7 @@ from dlio.comm.comm_protocol import Communicator
 from dlio.comm.launch_detection import check_launch, torchrun_place, whole_number
 from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.comm.survival.membership import Membership
+from dlio.errors import UsageError
 from dlio.util.settings import DONE, SPARES, settings
 from dlio.util.whole_files import write_whole
 
@@ -149,13 +151,22 @@ def _torch_group() -> object:
     return None if distributed is None else distributed.group.WORLD
 
 
+def leave_code(code: int) -> None:
+    """Leave the job's exit code for the launcher.
+
+    Where that cannot be written, the launcher counts this rank as lost; it has said why it ends.
+    """
+    with contextlib.suppress(UsageError):
+        write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
+
+
 def abort(code: int) -> None:
     """End all ranks; return if this is the only rank, or if the launcher ends the others.
 
     For the top level of a program, after it has printed its error.
     """
     if under_torch() and DONE in os.environ:
-        write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
+        leave_code(code)
         return
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():

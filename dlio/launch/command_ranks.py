@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 from dlio.errors import UsageError
 from dlio.util.child_processes import module_command
 from dlio.util.extras import how_to_install
+from dlio.util.limits import OPEN_FILES, lacks_files
 from dlio.util.live_line import LiveLine
 from dlio.util.options import as_mapping, from_mapping
 from dlio.util.settings import RECORD, settings
@@ -211,5 +212,10 @@ def run_as_rank() -> None:
         )
     sys.argv[:] = task["command"]  # Reports name the command that the user gave.
     records = [from_mapping(resolve_name(name), values) for name, values in task["records"]]
-    with ending_at_once(task["may_end"]):
-        resolve_name(task["function"])(*records)
+    try:
+        with ending_at_once(task["may_end"]):
+            resolve_name(task["function"])(*records)
+    except (OSError, RuntimeError) as error:
+        if lacks_files(error):
+            raise UsageError(f"{error}: {OPEN_FILES}") from error
+        raise

@@ -25,6 +25,7 @@ _CRASH = "ompi_comm_revoke_local"
 collectives of one that has none yet (`c_coll` is NULL until `mca_coll_base_comm_select`)."""
 _NOISE = ("NBC_Progress", "Error in NBC_Start_round", "plm:ssh: Warning: setpgid")
 """Beginnings of the lines that Open MPI prints about sums that a loss has interrupted."""
+_LIMITS = re.compile(r"PMIX_ERR_SYS_LIMITS_(PIPES|FILES|SOCKETS|CHILDREN)")
 _BANNERS = (
     "MPI_ABORT was invoked",
     "has exited due to process rank",
@@ -189,6 +190,10 @@ class ErrorFilter:
             shown = [] if is_told else [line]
             self._errors.add(line)
             return shown
+        if match := _LIMITS.search(line):
+            limit = "processes (`ulimit -u`)" if match[1] == "CHILDREN" else "files (`ulimit -n`)"
+            self.end_of = f"mpirun has reached the limit of {limit}: raise it, or start fewer ranks"
+            return []
         if self._block is not None:
             self._block.append(line)
             return []

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from dlio.errors import TierError
+from dlio.util.limits import OPEN_FILES, lacks_files
 from dlio.util.trusted_files import (
     UntrustedFile,
     closing_descriptor,
@@ -59,9 +60,9 @@ def open_private(root: str, *names: str, marked: int = 0) -> int:
         descriptor = open_folder(root, to_list=not names)
     except OSError as error:
         remedy = "create it, or " if isinstance(error, FileNotFoundError) else ""
+        remedy = OPEN_FILES if lacks_files(error) else f"{remedy}name another one in --tiers"
         raise TierError(
-            f"tier folder {root} cannot be opened ({error.strerror}): {remedy}name another "
-            "one in --tiers"
+            f"tier folder {root} cannot be opened ({error.strerror}): {remedy}"
         ) from error
     for depth, name in enumerate(names):
         path = os.path.join(path, name)

@@ -46,6 +46,19 @@ _SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _REMEDY: Final = "this process has used up what it may have (`ulimit -a`); use fewer workers"
 
 
+OPEN_FILES: Final = "raise the limit of open files (`ulimit -n`)"
+"""Remedy for an error that `lacks_files`."""
+
+
+def lacks_files(error: BaseException) -> bool:
+    """True for an error of a process, or of a library in it, that may open no more files; False for
+    dlio's own errors, which have a remedy."""
+    if isinstance(error, DlioError):
+        return False
+    number = error.errno if isinstance(error, OSError) else None
+    return number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in str(error)
+
+
 def is_lfs_pointer(head: bytes | bytearray | memoryview) -> bool:
     """True if a file begins as the text that stands for it in a clone without Git LFS."""
     return bytes(head[: len(_LFS_HEAD)]) == _LFS_HEAD

@@ -11,6 +11,7 @@ from typing import IO, Final
 
 from dlio.errors import UsageError
 from dlio.util.json_output import json_text
+from dlio.util.limits import OPEN_FILES
 from dlio.util.trusted_files import (
     closing_descriptor,
     open_file,
@@ -239,6 +240,8 @@ def check_folder(folder: str, option: str = "") -> None:
 
 _ELSEWHERE: Final = "name another place"
 _REMEDIES: Final = {
+    errno.EMFILE: OPEN_FILES,
+    errno.ENFILE: OPEN_FILES,
     errno.ENOSPC: "free some space there, or inodes (df -i), or name another place",
     errno.EDQUOT: "the quota is used up: free some space there, or name another place",
     errno.EFBIG: "raise the limit of file sizes (ulimit -f), or name another place",

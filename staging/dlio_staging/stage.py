@@ -391,7 +391,7 @@ def _taken(
     lacking = [block for each in comm.allgather(missing) for block in each]
     if not lacking:
         return wanted
-    notes = "; ".join(mounted.hierarchy.notes()[:3])
+    notes = "; ".join([*mounted.hierarchy.notes()[:3], *_read_only(mounted, missing)])
     reasons = next(filter(None, comm.allgather(notes)), "see the errors of other ranks")
     # Ranks of a node share its blocks: those that another had no room for are missing here, too.
     everywhere = [set(each) for each in comm.allgather(sorted(short))]
@@ -406,6 +406,12 @@ def _taken(
         )
     _leave_out(mounted, lacking, reasons, done)
     return np.setdiff1d(wanted, lacking)
+
+
+def _read_only(mounted: Mount, blocks: list[int]) -> list[str]:
+    """Name the tiers of these blocks that nothing can be written to."""
+    tiers = {tier.path for tier in (_tier(mounted, block) for block in blocks) if not tier.writable}
+    return [f"{path} is on a read-only file system" for path in sorted(tiers)]
 
 
 def _leave_out(mounted: Mount, blocks: list[int], reason: str, done: StageResult) -> None:
@@ -437,9 +443,11 @@ def _read_blocks(
             if deadline is not None and now > deadline:
                 return False
             if now - moved_at > settings().timeout_s:
+                places = ", ".join(tier.path for tier in hierarchy.tiers)
                 raise SourceError(
                     f"{hierarchy.reader.path}: nothing was read for {now - moved_at:.0f} s: the "
-                    "source hangs; run again when it answers (DLIO_TIMEOUT sets the patience)"
+                    f"source hangs, or a place that is written to ({places}); run again when it "
+                    "answers (DLIO_TIMEOUT sets the patience)"
                 )
     progress(hierarchy.counters.bytes["source"])
     return True

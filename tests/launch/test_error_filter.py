@@ -40,6 +40,14 @@ def test_banners_are_shown_when_no_rank_reports_an_error() -> None:
     assert _sort(["Killed\n", *BANNER]) == ["Killed\n", *BANNER]
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("PIPES", "-n"), ("FILES", "-n"), ("CHILDREN", "-u")])
+def test_a_limit_that_mpirun_has_reached_is_named(kind: str, limit: str) -> None:
+    line = f"[vm:1] PMIX ERROR: PMIX_ERR_SYS_LIMITS_{kind} in file iof_base_setup.c at line 125\n"
+    (last,) = _sort([line])
+    assert last.startswith("dlio: error: mpirun has reached the limit")
+    assert f"ulimit {limit}" in last
+
+
 def test_other_blocks_between_rules_are_passed_on() -> None:
     block = [RULE, "There are not enough slots available\n", RULE]
     assert _sort([*block, "dlio: error: a\n"]) == [*block, "dlio: error: a\n"]

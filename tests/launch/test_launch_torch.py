@@ -35,6 +35,31 @@ def test_a_failed_rank_ends_the_others() -> None:
     assert (done.returncode, done.stderr) == (7, "no\n")
 
 
+FEW_FILES = """
+import json, resource
+import dlio.comm.torchdist, dlio.comm.survival.store_membership
+most = max(map(int, os.listdir('/proc/self/fd'))) + {more}
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+from dlio.cli.command_line import guarded
+from dlio.launch.command_ranks import run_as_rank
+task = {{"ranks": 2, "may_end": False, "command": ["dlio"], "function": "dlio.comm:world"}}
+os.environ["DLIO_RECORD"] = json.dumps({{**task, "records": []}})
+guarded(run_as_rank)
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("more", [8, 12])
+@pytest.mark.parametrize("survives", [False, True])
+def test_ranks_that_may_open_no_more_files_say_so(more: int, survives: bool) -> None:
+    least = 1 if survives else None
+    done = _launch(FEW_FILES.format(more=more), 2, min_ranks=least)
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ulimit -n" in done.stderr
+    assert "another rank is stopped" not in done.stderr
+
+
 def test_a_killed_rank_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     done = _launch("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)")
     assert done.returncode == 137

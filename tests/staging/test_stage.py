@@ -1,5 +1,6 @@
 """Staging reads each byte of the source once, for any number of jobs; its blocks are verified."""
 
+import errno
 import json
 import os
 import random
@@ -349,6 +350,19 @@ def test_a_reader_that_hangs_is_abandoned(pictures: Path, scratch: Path, tmp_pat
         command, env=env, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 2
+
+
+def test_a_tier_that_became_read_only_is_named(
+    pictures: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk failed between the lease and the first block."""
+
+    def refuse(folder: int, name: str, *more: int) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("dlio.storage.tier.open_file", refuse)
+    with pytest.raises(TierError, match=r"could not be staged: .* is on a read-only file system"):
+        stage(str(pictures), StageOptions(tiers=f"{scratch}:1GiB"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

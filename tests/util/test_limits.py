@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from dlio.errors import SourceError
-from dlio.util.limits import parsing
+from dlio.util.limits import lacks_files, parsing
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,10 @@ def test_a_lack_of_resources_is_not_damage(error: Exception, words: str) -> None
         raise error
     assert ("restore it" in str(raised.value)) == ("damaged" in words)
     assert raised.value.__cause__ is error
+
+
+def test_a_lack_of_open_files_is_seen_whoever_says_it() -> None:
+    assert lacks_files(OSError(errno.EMFILE, "Too many open files"))
+    assert lacks_files(RuntimeError("[enforce fail at loop.cc:48] pipe: Too many open files"))
+    assert not lacks_files(SourceError("/data cannot be read: Too many open files: use fewer"))
+    assert not lacks_files(OSError(errno.EIO, "Input/output error"))

@@ -31,6 +31,7 @@ from dlio.comm.survival.rendezvous import Rendezvous
 from dlio.comm.survival.store_comm import Generation, GenerationRanks, StoreCommunicator
 from dlio.comm.torch_mail import Mail
 from dlio.errors import CommError, CommTimeout, PeerLost
+from dlio.util.limits import OPEN_FILES, lacks_files
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
@@ -231,6 +232,8 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
         # own timeout of 10 s does. Its groups belong to a generation that nobody uses any more.
         builder = Workers("dlio-groups", build).start()
         self._await(lambda: not builder.alive(), "gloo to connect all ranks", generation)
+        if errors and lacks_files(errors[0]):
+            raise CommError(f"gloo cannot connect the ranks: {OPEN_FILES}") from errors[0]
         if errors:
             # All of these ranks are here, so one was lost, or its connection was.
             deadline = time.monotonic() + _GROUP_TIMEOUT_S
