@@ -162,7 +162,7 @@ def evict_command(options: EvictOptions) -> None:
     `dlio evict --job $SLURM_JOB_ID` asks nothing and succeeds when there is nothing to do. Exit
     codes: 0, or 2 when a named data set is in use, pinned or absent.
     """
-    count = size = 0
+    count = size = kept = 0
     problems = []
     for root in find_roots(options.tiers):
         for entry in stored_data(root):
@@ -170,6 +170,7 @@ def evict_command(options: EvictOptions) -> None:
             if not (named or _chosen(entry, options)):
                 continue
             if not named and (entry.in_use or (entry.pinned and not options.pinned)):
+                kept += 1
                 continue
             try:
                 size += evict(root, entry.fingerprint, pinned=options.pinned)
@@ -178,7 +179,8 @@ def evict_command(options: EvictOptions) -> None:
                 problems.append(str(error))
     if options.names and not count and not problems:
         raise TierError(f"{', '.join(options.names)}: not staged here: `dlio status` shows what is")
-    print_line(f"evicted {counted(count, 'data set')}, {format_bytes(size)}")
+    stays = f"; in use or pinned, and left: {kept}" if kept else ""
+    print_line(f"evicted {counted(count, 'data set')}, {format_bytes(size)}{stays}")
     if problems:
         raise TierError("; ".join(problems))
 

@@ -252,6 +252,8 @@ def test_a_data_set_in_use_or_pinned_is_not_evicted(pictures: Path, scratch: Pat
     use = DatasetUse(root, done.fingerprint, {})
     with pytest.raises(TierError, match="in use by job"):
         evict(root, done.fingerprint)
+    said = _dlio("evict", "--all", "--tiers", scratch).stdout
+    assert said == "evicted 0 data sets, 0 B; in use or pinned, and left: 1\n"
     use.close()
     set_pinned(root, done.fingerprint, True)
     with pytest.raises(TierError, match="pinned"):
