@@ -41,6 +41,7 @@ MARK: Final = ".dlio"
 """Name of the file that marks a folder as dlio's."""
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_MARK: Final = 256
+_FAULTS: Final = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 _TRIES: Final = 10
 _RETRY_S: Final = 0.001
 
@@ -91,8 +92,8 @@ def open_working(parent: int, name: str, *, text: str = "dlio\n", marked: bool =
     try:
         _check_private(descriptor)
         if marked and not is_marked(descriptor):
-            if os.listdir(descriptor) and not is_marked(descriptor):
-                raise UntrustedFile(f"was not made by dlio: it has no {MARK}")
+            if os.listdir(descriptor):
+                _check_marked(descriptor)
             try:
                 mark(descriptor, text)
             except OSError:  # On a full disk there may be room for the folder only.
@@ -216,6 +217,17 @@ def file_sizes(folder: int, *suffixes: str) -> list[int]:
 def is_marked(folder: int) -> bool:
     """True if this user's dlio has marked a folder as its own."""
     return mark_of(folder) is not None
+
+
+def _check_marked(folder: int) -> None:
+    """Raise UntrustedFile for a folder without a mark; OSError if the disk or the machine keeps the
+    mark from being read: nobody is to remove such a folder."""
+    try:
+        read_small(folder, MARK, _MOST_MARK)
+    except OSError as error:
+        if error.errno in _FAULTS:
+            raise
+        raise UntrustedFile(f"was not made by dlio: it has no {MARK}") from error
 
 
 def same_folder(parent: int, name: str, folder: int) -> bool:

@@ -351,6 +351,21 @@ def test_folders_of_a_tier_have_marks_and_must_have_them(tmp_path: Path) -> None
         open_private(str(tmp_path), "top", "set", marked=2)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_mark_that_cannot_be_read_is_not_a_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    os.close(open_private(str(tmp_path), "top", "set", marked=2))
+
+    def fails(*_: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("dlio.util.folders.read_small", fails)
+    with pytest.raises(TierError, match=os.strerror(number)) as raised:
+        open_private(str(tmp_path), "top", "set", marked=2)
+    assert "remove it" not in str(raised.value)
+
+
 def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     before = os.umask(0)
