@@ -25,6 +25,8 @@ _LOOKED_AT: Final = 64
 """Samples whose numbers are looked at for their range."""
 _MOST_LOOKED_AT: Final = 64 << 20
 """Bytes of these, about, at most."""
+_MOST_FIELDS: Final = 10
+"""Fields that are printed, a line each."""
 _BAR: Final = 40
 """Width of the longest bar, in characters."""
 
@@ -165,8 +167,14 @@ def _ranges(reader: "Reader") -> dict[str, str]:
             seen = len(parts)
             if name == "label" and reader.classes:
                 parts, seen = [reader.labels], len(reader)
-            low, high = min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)
-            shown[name] += f", {low:g} to {high:g} in {counted(seen, 'sample')}"
+            finite = [part[np.isfinite(part)] for part in parts]
+            without = sum(each.size < part.size for each, part in zip(finite, parts, strict=True))
+            if any(each.size for each in finite):
+                low = min(float(each.min()) for each in finite if each.size)
+                high = max(float(each.max()) for each in finite if each.size)
+                shown[name] += f", {low:g} to {high:g} in {counted(seen, 'sample')}"
+            if without:
+                shown[name] += f", NaN or infinite values in {without:,}"
     return shown
 
 
@@ -231,8 +239,7 @@ def command(options: ListOptions) -> None:
         print_line(f"  left out     {text}")
     for text in about["doubts"]:
         print_line(f"  perhaps      {text}")
-    schema = "; ".join(f"{name}: {shown}" for name, shown in about["fields"].items())
-    print_line(f"  fields       {schema}")
+    _print_fields(about["fields"])
     if counts:
         names = list(counts)
         shown = ", ".join(f"{name} ({counts[name]:,})" for name in names[:6])
@@ -255,6 +262,17 @@ def command(options: ListOptions) -> None:
             "`dlio pack`"
         )
     _draw(options)
+
+
+def _print_fields(fields: dict[str, str]) -> None:
+    names = list(fields)
+    if len(names) > _MOST_FIELDS:
+        # The last one is often the label.
+        names = [*names[: _MOST_FIELDS - 2], "", names[-1]]
+    for place, name in enumerate(names):
+        others = f"... {len(fields) - len(names) + 1:,} others: --json shows them"
+        title = "" if place else "fields"
+        print_line(f"  {title:12} {f'{name}: {fields[name]}' if name in fields else others}")
 
 
 def _draw(options: ListOptions) -> None:

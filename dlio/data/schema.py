@@ -316,16 +316,20 @@ class Schema:
             if len(view) != self.overhead:
                 raise CorruptBlock(f"payload of {len(view)} bytes goes on after its last field")
             return values
+        for name, kind, body in self.bodies(view):
+            values[name] = body if kind.dtype is None else _array(name, kind, body)
+        return values
+
+    def bodies(self, view: memoryview) -> Iterator[tuple[str, Kind, memoryview]]:
+        """Yield the encoded values of a payload's fields of variable size. Raises CorruptBlock."""
         sizes = self._sizes.unpack_from(view, self._sizes_at)
         at, last = self.overhead, len(sizes)
         for k, (name, kind) in enumerate(self._variable):
             end = len(view) if k == last else at + sizes[k]
             if end > len(view):
                 raise CorruptBlock(f"payload of {len(view)} bytes ends before its fields do")
-            body = view[at:end]
-            values[name] = body if kind.dtype is None else _array(name, kind, body)
+            yield name, kind, view[at:end]
             at = end if kind.dtype is None else -(-end // 8) * 8
-        return values
 
     def arrange(self, values: Mapping[str, Value]) -> object:
         """Return the fields in the sample's own structure; lists become tuples."""

@@ -136,6 +136,7 @@ def open_dataset(
         options: of the reader; `dlio ls` names the format:
             coco: `pictures`, `masks`, `keypoints`, `crowds`, `labels`, `outside`.
             arrow, hdf5, mds, parquet, tables, tar, tfrecord, zarr: `label`, the field that is it.
+            arrow, parquet: `columns`, numbers that become one array.
             folder: `layout`, `table`, `label`.
             hdf5: `select` (a slab of every sample), `samples` (the axis that counts them).
             masks: `images`, `masks`, `mask_suffix`.

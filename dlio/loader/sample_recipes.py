@@ -184,6 +184,19 @@ class FieldRecipe(Recipe):
             and all(schema.kinds[name].dtype is not None for name, _ in schema.fields)
         )
 
+    @property
+    def is_of_texts(self) -> bool:
+        """True if samples have texts or bytes, and next to them numbers and arrays of fixed shapes:
+        collating lists the former, and stacks the latter."""
+        schema = self.reader.schema
+        kinds = [schema.kinds[name] for name, _ in schema.fields]
+        return (
+            self.transform is None
+            and schema.structure is None
+            and not schema.is_fixed
+            and all(kind.fixed or kind.text in ("text", "bytes") for kind in kinds)
+        )
+
     def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
         name = SampleName(self.reader, sample)
         made = decode_sample(self.reader.schema, payload, name)

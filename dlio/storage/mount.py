@@ -357,9 +357,9 @@ def _mount(
     check_same_data(reader, comm)
     nodes = find_nodes(comm, pretend_nodes)
     ranks = RankNodes(nodes.node_of)
-    specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
-    folder, on_device = nodes.names[nodes.here], decoded_spec(tiers, "gpu")
     block_bytes = block_bytes_of(reader)
+    specs = choose_tiers(tiers, int(block_bytes.sum()), nodes.per_machine)
+    folder, on_device = nodes.names[nodes.here], decoded_spec(tiers, "gpu")
     source = file_system_of(reader.path)
     requests = options.requests or source.requests(reader.objects)
     about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}

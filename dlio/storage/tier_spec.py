@@ -161,8 +161,8 @@ def is_parsed(tiers: Tiers | None) -> bool:
     return isinstance(tiers, list | tuple) and all(isinstance(each, TierSpec) for each in tiers)
 
 
-def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
-    """Return the default: a RAM tier for the data set.
+def default_tiers(block_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
+    """Return the default: a RAM tier for the blocks of the data set, which take so many bytes.
 
     It takes at most a quarter of this machine's free memory, and half of its free shared memory. No
     tier is made where that is too little to be of use, as in a small container. `nodes_here` are
@@ -172,7 +172,7 @@ def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     shared = os.statvfs(SHARED_MEMORY)
     # A quarter: the page cache, which the source is read through, and the trainer need the rest.
     room = min(available // 4, shared.f_bavail * shared.f_frsize // 2) // nodes_here
-    wanted = data_bytes + data_bytes // 16 + (1 << 20)
+    wanted = block_bytes + block_bytes // 16 + (1 << 20)
     # Docker gives containers 64 MiB of shared memory: a tier there would serve nobody, and torch's
     # workers need the room.
     if room < min(wanted, _LEAST):
@@ -180,7 +180,7 @@ def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     return [TierSpec("ram", SHARED_MEMORY, min(room, wanted))]
 
 
-def choose_tiers(tiers: Tiers | None, data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
+def choose_tiers(tiers: Tiers | None, block_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     """Return the tiers of blocks that were given, else those of DLIO_TIERS, else the default.
 
     A tier of decoded images alone gets the default tiers of blocks as well, for the images that it
@@ -191,10 +191,10 @@ def choose_tiers(tiers: Tiers | None, data_bytes: int, nodes_here: int = 1) -> l
     if tiers is None:
         tiers = settings().tiers
     if tiers is None:
-        return default_tiers(data_bytes, nodes_here)
+        return default_tiers(block_bytes, nodes_here)
     given = parse_tiers(tiers)
     specs = [spec for spec in given if not spec.decoded]
-    return specs if specs or not given else default_tiers(data_bytes, nodes_here)
+    return specs if specs or not given else default_tiers(block_bytes, nodes_here)
 
 
 def decoded_spec(tiers: Tiers | None, kind: str = "ram") -> TierSpec | None:

@@ -286,6 +286,8 @@ class ArrowReader(RowGroupReader):
         path: a file, a folder, a pattern or a list, with the names of columns after `::`; also a
             folder of `datasets`' save_to_disk.
         label: the column that is the label, whatever its name; the field is called `label`.
+        columns: columns of numbers to read as one float32 array, `features`, next to the label;
+            "*" for all that are numbers.
 
     Raises SourceError for damaged files, nulls, and column types that samples cannot have.
     """
@@ -293,13 +295,18 @@ class ArrowReader(RowGroupReader):
     format = "arrow"
     path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
-    def __init__(self, path: str | Sequence[str], label: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        label: str | None = None,
+        columns: Sequence[str] | str | None = None,
+    ) -> None:
         files: list[FilePlace] = []
         for url in expand(split_paths(path)[0]):
             files += _saved(url) or _listed(url)
         if not files:
             raise SourceError(f"{self.path} holds no Arrow files")
-        self._setup(path, files, ArrowStream, label=label)
+        self._setup(path, files, ArrowStream, label=label, features=columns)
 
     @staticmethod
     def recognises(path: str) -> str | None:

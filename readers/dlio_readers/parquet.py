@@ -124,6 +124,8 @@ class ParquetReader(RowGroupReader):
         path: a file, a folder, a pattern or a list, with the names of columns after `::`. In a
             folder of Hive's partitions, such as `country=DE`, their names are columns as well.
         label: the column that is the label, whatever its name; the field is called `label`.
+        columns: columns of numbers to read as one float32 array, `features`, next to the label;
+            "*" for all that are numbers.
 
     Raises SourceError for damaged files, nulls, and column types that samples cannot have.
     """
@@ -131,7 +133,12 @@ class ParquetReader(RowGroupReader):
     format = "parquet"
     path_rules = PathRules(owns=lambda name: name.endswith(_SUFFIXES))
 
-    def __init__(self, path: str | Sequence[str], label: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        label: str | None = None,
+        columns: Sequence[str] | str | None = None,
+    ) -> None:
         paths = split_paths(path)[0]
         files = [
             file
@@ -146,6 +153,7 @@ class ParquetReader(RowGroupReader):
             sorted(partitions.columns),
             partitions.folders,
             label,
+            columns,
         )
 
     @staticmethod

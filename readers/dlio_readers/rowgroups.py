@@ -21,6 +21,7 @@ from dlio.data.labels import (
     field_named,
     first_labels,
     is_index,
+    label_name,
     label_names,
     not_scalar,
     with_label,
@@ -34,6 +35,7 @@ from dlio.util.printable import tell_once
 from dlio.util.structured_text import parse_json
 from dlio.util.units import counted
 from dlio_readers.columns import HEAD_BYTES, looks_like
+from dlio_readers.feature_columns import FEATURES, NUMBER, feature_names
 from dlio_readers.path_reader import PathReader, check_names, joined_rows, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
 
@@ -431,10 +433,11 @@ def class_names(schema: ArrowSchema) -> dict[str, list[str]]:
 # Samples in groups of rows
 
 PARTITION: Final = re.compile(r"([A-Za-z_]\w*)=([^?&=]*)", re.ASCII)
-_VERSION: Final = 3
+_VERSION: Final = 4
 _KEPT_BYTES: Final = 64 << 20
 _LONGEST_LABEL: Final = 1 << 12
 """Bytes of the longest bytes that may be a label's text."""
+_MATRIX: Final = "float32"
 _LISTS: Final = "is a list, of several labels or one-hot"
 
 
@@ -472,10 +475,12 @@ class RowGroupReader(PathReader):
         added: Sequence[str] = (),
         partitions: Collection[str] = (),
         label: str | None = None,
+        features: Sequence[str] | str | None = None,
     ) -> None:
         """Index the files that a path stands for, or take their index from the cache; `open_file`
         opens one of them with the library, with the columns `added` of folders `partitions`. The
-        column that the user chose by `label` becomes the field of that name.
+        column that the user chose by `label` becomes the field of that name. Columns `features`
+        become one array, and of the others the label and those that the path names are read.
         """
         self._open_file = open_file
         names = with_label(split_paths(path)[1], label)
@@ -491,16 +496,18 @@ class RowGroupReader(PathReader):
             "pyarrow",
             path,
             self._files,
-            None if label is None else {"label": label},
+            {k: v for k, v in (("label", label), ("columns", features)) if v is not None} or None,
         )
         self._opened: dict[int, GroupedFile] = {}
         self._lock = new_rlock()
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
-        about = repr((names, list(added), label))
+        about = repr((names, list(added), label, *([] if features is None else [features])))
         kind = f"{self.format}-{xxhash.xxh3_64_hexdigest(about.encode('utf-8', 'surrogateescape'))}"
-        index = cached_index(kind, _VERSION, self._files, lambda: self._build(names, label))
+        build = partial(self._build, names, label, features)
+        index = cached_index(kind, _VERSION, self._files, build)
         head = json.loads(index["head"].tobytes())
         self._columns = [(name, kind) for name, kind in head["fields"]]
+        self._matrix: list[str] = head["matrix"]
         self._label = label
         self.schema = Schema(
             tuple((field_named(name, label), kind) for name, kind in self._columns)
@@ -561,10 +568,19 @@ class RowGroupReader(PathReader):
                 self._kept.move_to_end((file, group))
                 return kept[0]
             fields = [column for column in self._columns if column[0] != self._named]
-            table = self._read_group(file, group, [name for name, _ in fields or self._columns])
+            read = [name for name, _ in fields or self._columns if name != FEATURES]
+            if self._matrix:
+                read += [name for name in self._matrix if name not in read]
+            table = self._read_group(file, group, read)
             where = partial(self._where, file, group)
+
+            def values(name: str, kind: str) -> Any:
+                return decoded(self._plain(table, file, group, name), kind, where(name))
+
             columns = {
-                name: decoded(self._plain(table, file, group, name), kind, where(name))
+                name: np.stack([values(each, _MATRIX) for each in self._matrix], 1)
+                if self._matrix and name == FEATURES
+                else values(name, kind)
                 for name, kind in fields
             }
             self._kept[file, group] = columns, table.nbytes
@@ -615,19 +631,27 @@ class RowGroupReader(PathReader):
                     f"{name} is {kinds[0]} in it, and {kinds[1]} there; make them alike"
                 )
 
-    def _build(self, names: Sequence[str], label: str | None) -> Arrays:
+    def _build(
+        self, names: Sequence[str], label: str | None, features: Sequence[str] | str | None
+    ) -> Arrays:
         """Index sizes and labels of all rows; reads all chosen columns once."""
         first = self._open(0).schema
         chosen = list(names) or first.names
-        check_names(self._files[0].name, chosen, first.names, "column")
+        matrix: list[str] = []
+        if features is not None:
+            own = label_name(first.names, label) or next(iter(class_names(first)), None)
+            chosen = [name for name in first.names if name in names or name == own]
+            kinds = {each.name: _matrix_kind(each.type) for each in first}
+            matrix = feature_names(self._files[0].name, kinds, own, features, chosen)
+        check_names(self._files[0].name, list(names) or chosen, first.names, "column")
         check_label(self._files[0].name, chosen, label)
         groups, counts = [], []
         for number in range(len(self._files)):
             opened = self._open(number)
-            self._check_columns(number, first, chosen if names else ())
+            self._check_columns(number, first, [*chosen, *matrix] if names or matrix else ())
             for group in range(opened.count):
                 groups.append((number, group))
-                counts.append(opened.check(group, chosen))
+                counts.append(opened.check(group, [*chosen, *matrix]))
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         # Equal values take next to nothing in a file, and their sizes and labels do in memory.
         stored = sum(file.size for file in self._files)
@@ -646,7 +670,7 @@ class RowGroupReader(PathReader):
         known = {name: names for name, names in class_names(first).items() if name in facts}
         likely = label_names(facts, label) or (list(known) if len(known) == 1 else [])
         labels = {name: LabelColumn(known.get(name, [])) for name in likely}
-        for number, group in groups:
+        for number, group in groups if facts else ():
             table = self._read_group(number, group, chosen)
             for name, each in facts.items():
                 plain = self._plain(table, number, group, name)
@@ -671,7 +695,8 @@ class RowGroupReader(PathReader):
             facts[field].named = (
                 facts[field].is_text or parse_kind(facts[field].kind()).dtype is None
             )
-        fields = [(name, each.kind()) for name, each in facts.items()]
+        fields = [(FEATURES, f"float32[{len(matrix)}]")] if matrix else []
+        fields += [(name, each.kind()) for name, each in facts.items()]
         bodies = [each.sizes() for each in facts.values() if not parse_kind(each.kind()).fixed]
         total = int(starts[-1])
         reason = labelling.reason
@@ -683,6 +708,7 @@ class RowGroupReader(PathReader):
             )
         head = {
             "fields": fields,
+            "matrix": matrix,
             "classes": labelling.classes,
             "named": field if field is not None and facts[field].named else None,
             "unlabelled": reason,
@@ -694,6 +720,12 @@ class RowGroupReader(PathReader):
             "bodies": np.stack(bodies, 1) if bodies else np.zeros((total, 0), np.int64),
             "labels": np.zeros(total, np.int64) if labelling.numbers is None else labelling.numbers,
         }
+
+
+def _matrix_kind(kind: ArrowType) -> str:
+    """Return `NUMBER` for a type whose values can be numbers of an array, else its own name."""
+    inner, depth = _inner_type(_plain_type(kind))
+    return str(kind) if depth or _dtype(inner) is None else NUMBER
 
 
 def _add_labels(labels: LabelColumn, column: ArrowColumn) -> None:

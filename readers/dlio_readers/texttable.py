@@ -24,9 +24,7 @@ from dlio.data.labels import (
     MAX_CLASSES,
     MISSING,
     are_alike,
-    is_index,
     is_number,
-    label_like,
     label_name,
     label_names,
     no_such_label,
@@ -41,11 +39,9 @@ from dlio.util.units import counted
 from dlio_readers.columns import Column, ConcatColumn
 from dlio_readers.compressed_files import SUFFIXES as COMPRESSED
 from dlio_readers.compressed_files import in_memory
+from dlio_readers.feature_columns import FEATURES, NUMBER, feature_names
 from dlio_readers.path_reader import check_names
 
-FEATURES: Final = "features"
-"""Field that holds the columns of `columns=` as one array."""
-_ALL: Final = "*"
 _VERSION: Final = 7
 _MAX_TEXT: Final = 4 << 30
 _MAX_HEADER: Final = 1 << 24
@@ -176,7 +172,6 @@ def open_text_tables(
             parts[number] = _part(part.file, separator, last, wanted, chosen_label)
     _tell_of_numbers(parts, header, texts - {number_of.get(label or "", -1)})
     check_names(parts[0].file.name, names, header, "column")
-    matrix = _feature_names(parts[0].file.name, kinds, label, features)
     chosen = list(names) or list(header)
     if features is not None:
         chosen = [name for name in header if name in names or name == label]
@@ -184,8 +179,8 @@ def open_text_tables(
         _check_labels(parts, number_of[label], kinds[label])
     columns: dict[str, Column] = {}
     if features is not None:
-        if FEATURES in chosen:
-            raise UsageError(f"{parts[0].file.name} has a column {FEATURES!r}: rename it")
+        plain = {name: "text" if kind == "text" else NUMBER for name, kind in kinds.items()}
+        matrix = feature_names(parts[0].file.name, plain, label, features, chosen)
         numbers = [number_of[name] for name in matrix]
         columns[FEATURES] = _joined(parts, lambda part: _Matrix(part, numbers))
     for name in chosen:
@@ -267,37 +262,6 @@ def _part(
     facts = tuple(_TextColumnFacts(*row) for row in head["columns"])
     labels = {int(k): own for k, own in head["texts"].items()}
     return _TableFile(file, index, head["separator"], facts, labels, last)
-
-
-def _feature_names(
-    path: str, kinds: Mapping[str, str], label: str | None, features: Sequence[str] | str | None
-) -> list[str]:
-    """Return the columns that make up the array of features. Raises UsageError."""
-    if features is None:
-        return []
-    if features == _ALL:
-        able = [name for name, kind in kinds.items() if kind != "text" and name != label]
-        chosen = [name for name in able if not is_index(name)]
-        if len(chosen) < len(able):
-            tell_once(f"{path}: row numbers that pandas wrote are left out of the features")
-        likely = label_like(name for name in kinds if not is_index(name)) if label is None else None
-        if likely is not None:
-            part = "one of its features" if likely in chosen else "left out, as it is text"
-            tell_once(
-                f"{path}: no column has a label's name, and {likely!r} is {part}: if it is the "
-                f"label, choose it, label={likely!r} (`--reader-option label={likely}`)"
-            )
-    else:
-        chosen = [features] if isinstance(features, str) else list(features)
-    check_names(path, chosen, list(kinds), "column")
-    texts = [name for name in chosen if kinds[name] == "text"]
-    if texts:
-        raise UsageError(
-            f"columns=: {texts[0]!r} of {path} is text: leave it out, or replace it by numbers"
-        )
-    if not chosen:
-        raise UsageError(f"columns=: {path} has no columns of numbers: leave it out")
-    return chosen
 
 
 def _kind(facts: Sequence[_TextColumnFacts]) -> str:

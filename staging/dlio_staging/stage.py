@@ -17,7 +17,7 @@ from dlio.cli.option_records import ConfigFile, OutputOptions, RankOptions
 from dlio.comm import world
 from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.data.reader import open_reader
-from dlio.data.reader_contract import Reader, data_bytes
+from dlio.data.reader_contract import Reader
 from dlio.data.replicas import ReplicatedReader, replicated
 from dlio.data.splits import reading_options
 from dlio.errors import CorruptBlock, SourceError, TierError, TierFull, UsageError
@@ -237,9 +237,7 @@ def stage(
             for each in (path, *options.replicas)
         ]
     )
-    disks = [
-        spec for spec in choose_tiers(options.tiers, data_bytes(reader)) if spec.kind == "disk"
-    ]
+    disks = [spec for spec in choose_tiers(options.tiers, 0) if spec.kind == "disk"]
     if not disks:
         raise UsageError(
             "nothing to stage into: name a disk tier, as in --tiers /local/scratch:20GiB (a RAM "
@@ -533,7 +531,7 @@ def _evict_earlier(source: str, options: StageOptions) -> None:
     chosen = reading_options(options.split, options.format, options.reader_option)
     reader = open_reader(source, follow_links=None, trust=None, **chosen)
     if world().rank == 0:
-        for spec in choose_tiers(options.tiers, data_bytes(reader)):
+        for spec in choose_tiers(options.tiers, 0):
             if spec.kind == "disk" and any(
                 entry.fingerprint == reader.fingerprint for entry in stored_data(spec.root)
             ):

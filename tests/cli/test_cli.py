@@ -259,6 +259,21 @@ def test_ls_prints_samples_and_classes(dlio: Dlio, pictures: Path) -> None:
     assert summary["classes"] == {"checkers": 4, "crosses": 4, "dots": 4}
 
 
+def test_ls_prints_ten_fields_at_most_and_counts_values_that_are_missing(
+    dlio: Dlio, tmp_path: Path
+) -> None:
+    head = ",".join(f"f{k}" for k in range(30))
+    rows = "".join(",".join(["0.5", "", "2"] * 10) + f",{k % 3}\n" for k in range(9))
+    (tmp_path / "t.csv").write_text(f"{head},label\n{rows}")
+    lines = dlio("ls", "t.csv").stdout.splitlines()
+    first = next(k for k, line in enumerate(lines) if line.startswith("  fields"))
+    shown = [line[15:] for line in lines[first : first + 10]]
+    assert shown[0] == "f0: float64, 0.5 to 0.5 in 9 samples"
+    assert shown[1] == "f1: float64, NaN or infinite values in 9"
+    assert shown[8:] == ["... 22 others: --json shows them", "label: int64, 0 to 2 in 9 samples"]
+    assert lines[first + 10].startswith("  classes")
+
+
 def test_pack_verify_stage_and_train_work_on_one_another(
     dlio: Dlio, pictures: Path, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ int64_t dlio_pieces(const Field *field, int64_t count, const int64_t *files, con
                     const int64_t *starts, const int64_t *slots, int64_t to, int64_t room,
                     int64_t *row, int64_t *chunk, Piece *piece, uint8_t *padded);
 
-enum { COUNT = 96, SLOTS = 40, SIDE = 24, JOBS = 4, DRAWS = 24, FIXED = 8 + 24 + 8, KINDS = 5 };
+enum { COUNT = 96, SLOTS = 40, SIDE = 24, JOBS = 4, DRAWS = 24, FIXED = 8 + 24 + 8, KINDS = 6 };
 
 static uint64_t state;
 
@@ -341,6 +341,8 @@ int main(int argc, char **argv) {
                   .flip = 0.5}},
     };
     recipes[4] = recipes[2]; /* Of pixels. */
+    recipes[5] = recipes[0];
+    recipes[5].fixed = 0, recipes[5].crops = WHOLE;
     sets = calloc(KINDS, sizeof *sets), place = argv[3];
     for (int k = 0; k < KINDS; k++) sets[k].folder = folder;
     write_set(sets, argv[3], 1, NULL, 0, FIXED);
@@ -348,6 +350,7 @@ int main(int argc, char **argv) {
     write_set(sets + 2, argv[3], 5, pictures, count, FIXED);
     write_set(sets + 3, argv[3], 7, NULL, 0, LONG);
     write_set(sets + 4, argv[3], 9, NULL, 0, LONG);
+    write_set(sets + 5, argv[3], 11, pictures, count, FIXED);
     for (int k = 0; k < COUNT; k++) {
         Sample *row = sets[4].rows + k;
         row->height = HEIGHT + !draw(12), row->width = WIDTH;
@@ -394,7 +397,10 @@ int main(int argc, char **argv) {
             for (int c = 0; c < 3; c++)
                 columns[j][c] = c < recipe->count ? malloc(SLOTS * (size_t)recipe->column[c].stride)
                                                   : NULL;
-            for (int k = 0; k < SLOTS; k++) images[j][k] = malloc(SIDE * SIDE * 3);
+            for (int k = 0; k < SLOTS; k++) images[j][k] = NULL;
+            for (int64_t k = 0; k < used; k++)
+                images[j][rows[j][k].slot] =
+                    malloc(kind == 5 ? (size_t)rows[j][k].raw : SIDE * SIDE * 3);
             parts[j] = malloc(SLOTS * PART), pieces[j] = malloc(SLOTS * sizeof *pieces[j]);
             for (int64_t k = 0; k < used; k++)
                 pieces[j][k] = part_of(rows[j][k].raw, parts[j] + k * PART),

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
+import dlio
+from dlio.data.schema import Kind, Schema
+from dlio.errors import SourceError
 from dlio.image.native import pool_library
 from dlio_staging.pack_folder import pack
 from tests.conftest import MpiRun
@@ -44,7 +49,26 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
     ]
     (folder / "rows.csv").write_text("\n".join(lines) + "\n")
+    texts = ["", "ä", *("text " * (k % 7) + str(k) for k in range(94))]
+    table = {
+        "first": texts,
+        "score": random.standard_normal(96),
+        "second": texts[::-1],
+        "raw": pa.array([text.encode() for text in texts], pa.binary()),
+        "pair": pa.array([[k, -k] for k in range(96)], pa.list_(pa.int32(), 2)),
+        "label": random.integers(0, 5, 96),
+    }
+    pq.write_table(pa.table(table), folder / "texts.parquet", row_group_size=20)
+    ragged = {
+        "values": [list(range(k % 5)) for k in range(96)],
+        "tags": [["a"] * (k % 3) for k in range(96)],
+    }
+    pq.write_table(pa.table({**ragged, "text": texts}), folder / "ragged.parquet")
+    (folder / "texts.csv").write_text(
+        "text,label\n" + "".join(f"some text {k},{k % 4}\n" for k in range(96))
+    )
     for name, compress in (("plain", "none"), ("lz4", "lz4")):
+        pack(str(folder / "texts.parquet"), str(folder / f"texts-{name}"), compress=compress)
         pack(str(folder / "pictures"), str(folder / name), compress=compress)
         pack(str(folder / "rows.parquet"), str(folder / f"rows-{name}"), compress=compress)
     for format_ in ("tar", "hdf5", "zarr"):
@@ -95,20 +119,86 @@ def test_batches_of_all_tiers_are_the_same(
     assert spy.refused < max(2, spy.given // 4)
 
 
+def _halved(picture: torch.Tensor) -> torch.Tensor:
+    return picture[:, :16, :16] // 2 + int(torch.randint(9, ()))
+
+
+@pytest.mark.parametrize("tiers", ["ram:64MiB", "none", "{disk}:8MiB"])
+@pytest.mark.parametrize(
+    ("source", "opened", "loaded"),
+    [
+        ("texts.csv", {}, {}),
+        ("texts.parquet", {}, {}),
+        ("texts.parquet", {"transform": lambda row: {**row, "score": row["score"] + 1}}, {}),
+        ("texts-plain", {}, {}),
+        ("texts-lz4", {}, {"batch_size": 7}),
+        ("ragged.parquet", {}, {"collate_fn": list}),
+        ("pictures", {"transform": _halved}, {}),
+        ("plain", {"image_size": None}, {"collate_fn": list}),
+    ],
+)
+def test_payloads_of_other_samples_are_read_natively(
+    source: str,
+    opened: dict[str, Any],
+    loaded: dict[str, Any],
+    tiers: str,
+    sources: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    spy: Spy,
+    tmp_path: Path,
+) -> None:
+    opened = {**opened, "tiers": tiers.format(disk=tmp_path)}
+    check_same(sources[source], monkeypatch, opened, **loaded)
+    assert spy.given >= (0 if tiers == "none" else 48)
+    assert spy.refused <= spy.given // 4
+
+
+def test_a_text_that_is_none_fails_as_without_native_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spy: Spy
+) -> None:
+    """The error names the sample, and `on_error="skip"` leaves it out."""
+    table = pa.table({"text": [f"row {k}" for k in range(40)], "label": list(range(40))})
+    pq.write_table(table, tmp_path / "texts.parquet")
+    bodies = Schema.bodies
+
+    def damaged(schema: Schema, view: memoryview) -> Iterator[tuple[str, Kind, memoryview]]:
+        for name, kind, body in bodies(schema, view):
+            yield name, kind, memoryview(b"\xff") if bytes(body) == b"row 7" else body
+
+    monkeypatch.setattr(Schema, "bodies", damaged)
+    for _ in range(2):
+        with (
+            dlio.open(tmp_path / "texts.parquet", tiers="ram:1MiB") as data,
+            dlio.DataLoader(data, 8, on_error="skip") as loader,
+        ):
+            rows = [text for _ in range(2) for batch in loader for text in batch["text"]]
+            assert rows == 2 * [f"row {k}" for k in range(40) if k != 7]
+            assert [name.rpartition("/")[2] for name in loader.stats()["skipped"]] == ["000000007"]
+    assert spy.given >= 40
+    with (
+        dlio.open(tmp_path / "texts.parquet", tiers="ram:1MiB") as data,
+        dlio.DataLoader(data, 8) as loader,
+        pytest.raises(SourceError, match=r"7.*cannot be decoded"),
+    ):
+        list(loader)
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("mode", ["batch", "global"])
+@pytest.mark.parametrize(
+    ("source", "mode"), [("pictures", "batch"), ("pictures", "global"), ("texts-lz4", "global")]
+)
 def test_ranks_make_the_batches_of_one_process(
-    mode: str, sources: dict[str, Path], mpirun: MpiRun, tmp_path: Path
+    source: str, mode: str, sources: dict[str, Path], mpirun: MpiRun, tmp_path: Path
 ) -> None:
     digests = []
     for ranks, native in ((1, "0"), (2, "1"), (4, "1"), (4, "0")):
         env = {"DLIO_NATIVE": native, "DLIO_CACHE": str(tmp_path / f"{ranks}{native}")}
         done: subprocess.CompletedProcess[str] = mpirun(
-            ranks, BODY, str(sources["pictures"]), str(16 // ranks), mode, env=env
+            ranks, BODY, str(sources[source]), str(16 // ranks), mode, env=env
         )
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in done.stdout.splitlines()]
         digests.append({name: each for row in rows for name, each in row["samples"].items()})
         assert all((row["given"] > 0) == (native == "1") for row in rows)
-    assert len(digests[0]) == 2 * 48
+    assert len(digests[0]) == 2 * (48 if source == "pictures" else 96)
     assert all(each == digests[0] for each in digests)

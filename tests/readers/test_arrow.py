@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import simplejpeg
+from pyarrow import feather
 
 import dlio
+from dlio.data.reader import open_reader
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio_readers.arrow import ArrowReader
@@ -234,3 +237,36 @@ def test_files_as_polars_writes_them(packed: str, tmp_path: Path) -> None:
             assert bytes(values["text"]).decode() == (texts[k] or "")
             assert bytes(values["data"]) == b"x" * 9 * k
             assert values["list"].tolist() == [k, -k]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "feather"])
+def test_columns_of_numbers_become_one_array(tmp_path: Path, suffix: str) -> None:
+    table = pa.table(
+        {
+            "a": pa.array([0.5, 1.5, None]),
+            "name": ["x", "y", "z"],
+            "b": pa.array([1, None, 3], pa.int32()),
+            "flag": [True, False, True],
+            "list": [[1.0], [2.0], [3.0]],
+            "label": ["no", "yes", "no"],
+        }
+    )
+    path = str(tmp_path / f"t.{suffix}")
+    if suffix == "parquet":
+        pq.write_table(table, path, row_group_size=2)
+    else:
+        feather.write_feather(table, path)
+    reader = open_reader(path, columns="*")
+    assert reader.schema.fields == (("features", "float32[3]"), ("label", "int64"))
+    rows = [reader.schema.split(each) for each in reader.read(np.arange(3))]
+    expected = np.array([[0.5, 1, 1], [1.5, np.nan, 0], [np.nan, 3, 1]], np.float32)
+    np.testing.assert_array_equal([row["features"] for row in rows], expected)
+    assert list(reader.labels) == [0, 1, 0]
+    assert list(reader.classes) == ["no", "yes"]
+    chosen = open_reader(f"{path}::name", columns=["b", "a"], label="flag")
+    (row,) = (chosen.schema.split(each) for each in chosen.read(np.array([0])))
+    assert row["features"].tolist() == [1.0, 0.5]
+    assert sorted(row) == ["features", "label", "name"]
+    for wrong, said in (("list", "is list"), ("name", "is string"), ("no", "no column 'no'")):
+        with pytest.raises(UsageError, match=said):
+            open_reader(path, columns=[wrong])

@@ -54,3 +54,21 @@ def test_a_tier_larger_than_its_disk_is_told(
         assert len(list(loader)) == 4
         notes = [note for note in loader.stats()["notes"] if "has room for" in note]
     assert len(notes) == said
+
+
+def test_the_default_tier_has_room_for_small_samples_and_their_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DLIO_TIERS", raising=False)
+    np.save(tmp_path / "small.npy", np.zeros((100_000, 2), np.float32))
+    with (
+        dlio.open(tmp_path / "small.npy") as data,
+        dlio.DataLoader(data, batch_size=4096, shuffle=True, num_workers=1) as loader,
+    ):
+        sources = []
+        for _ in range(2):
+            samples = sum(len(batch["data"]) for batch in loader)
+            sources.append(loader.stats()["bytes"]["source"])
+    assert samples == 100_000
+    assert sources[0] >= 800_000
+    assert sources[1] == 0

@@ -489,7 +489,7 @@ static int cut(const Job *job, const Sample *sample, Thread *thread) {
 static int crop_pixels(const Job *job, const Sample *sample, Thread *thread) {
     const CropRule *rule = &job->recipe->rule;
     int64_t height = sample->height, width = sample->width;
-    if (!job->recipe->crops || width < 1 || width > rule->most_pixels / height ||
+    if (job->recipe->crops != 1 || width < 1 || width > rule->most_pixels / height ||
         sample->raw != height * width * 3)
         return UNKNOWN;
     Box box;
@@ -522,6 +522,14 @@ static int make(const Job *job, const Sample *sample, Thread *thread) {
     }
     /* Of other sizes Python says what is wrong with them. */
     if (recipe->fixed ? sample->raw != recipe->least : sample->raw < recipe->least) return UNKNOWN;
+    if (recipe->crops == WHOLE) {
+        const uint8_t *payload = NULL;
+        uint8_t *slot = job->images[sample->slot];
+        int state = fetch(sample, sample->stored, thread, slot, &payload);
+        if (state != MADE) return state;
+        if (payload != slot) memcpy(slot, payload, (size_t)sample->raw);
+        return scatter(job, sample, slot, INT64_MAX);
+    }
     const Column *only = recipe->count == 1 && recipe->fixed ? recipe->column : NULL;
     uint8_t *into = NULL;
     if (only && !only->cast && only->bytes == sample->raw && sample->descriptor >= 0)

@@ -17,7 +17,7 @@ enum {
     DAMAGED = 2,    /* its bytes are not those that were written */
     UNKNOWN = 3     /* coded in a way that this library leaves to others */
 };
-enum { STORED = 2, IN_MEMORY = -2, IN_PARTS = -3, IN_FOLDER = -4, IN_PLACE = 2 };
+enum { STORED = 2, IN_MEMORY = -2, IN_PARTS = -3, IN_FOLDER = -4, IN_PLACE = 2, WHOLE = 2 };
 /* Bytes that are read in place, at most: of more, the copy would be the smaller part, and all of a
  * tier would count as this process's memory. */
 enum { SMALL = 1 << 14 };
@@ -100,7 +100,8 @@ typedef struct {
     int64_t least;        /* bytes of the fixed part */
     int64_t fixed;        /* 1 if nothing follows it */
     int64_t direct;       /* 1 to read large fields into the batch itself */
-    int64_t crops;        /* 1 if an image follows the fixed part, of which a crop is made */
+    int64_t crops;        /* 1 if an image follows the fixed part, of which a crop is made; WHOLE if
+                           * all of the payload goes to its slot of `images`, too */
     CropRule rule;
     /* Numbers that crops have in place of bytes: of each channel 256; NULL for bytes. */
     const uint8_t *values;
@@ -115,7 +116,7 @@ typedef struct Job {
     Sample *samples;
     const Recipe *recipe;
     uint8_t *const *columns; /* array of each column */
-    uint8_t *const *images;  /* crop of each slot, RGB: bytes, or the recipe's numbers */
+    uint8_t *const *images;  /* of each slot: crop, RGB, in bytes or the recipe's numbers; or payload */
     const double *uniforms;  /* random numbers of crops, by slot */
     int64_t draws;           /* of each */
     const Piece *pieces;     /* in place of columns and images; or NULL */

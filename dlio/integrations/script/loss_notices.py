@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from dlio.comm import Communicator
-from dlio.exchange.loss_terms import LossTerm, LossTerms, has_mask, is_of_one
+from dlio.exchange.loss_terms import LossTerm, LossTerms, has_mask, is_count, is_of_one
 from dlio.exchange.mixed_samples import mixed_samples
 from dlio.integrations.script.loss_counts import TERMS, Count, Totals
 from dlio.integrations.script.script_assigner import ScriptBatch
@@ -71,7 +71,12 @@ class LossNotices:
                 "the gradient is not quite that of one process",
                 any_rank=True,
             )
-        if context.undivided and len(parts.terms) > 1 and any(t.is_sum for t in parts.terms):
+        plain = [
+            term
+            for term in parts.terms
+            if term.is_sum and not any(is_count(term, each, size) for each in term.divisors)
+        ]
+        if context.undivided and len(parts.terms) > 1 and plain:
             context.say(
                 f"{where}: the loss adds up a sum over samples there, and each rank has all "
                 "samples of another loader: a sum over those counts as often as there are ranks, "

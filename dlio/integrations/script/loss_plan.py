@@ -10,6 +10,7 @@ Each rank compares its later numbers with the conclusion. One that finds others 
 gradients, and all ranks add up counts there again.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -194,9 +195,20 @@ class LossPlans:
     """Dimension of the samples in the tensors of batches, once a part shows it."""
     has_pairs: bool = False
     """True once some rank had two samples of a batch."""
+    looked: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """By the loop, whether the calls on a batch were looked at: see `MixedInputs`."""
+    _batches: Counter[tuple[str, int]] = field(default_factory=Counter)
     _constants: set[str] = field(default_factory=set)
     _of_data: set[str] = field(default_factory=set)
     _quick: dict[str, LossPlan] = field(default_factory=dict)
+
+    def awaits_look(self, loop: tuple[str, int]) -> bool:
+        """Count a batch; True if the calls on it are to be looked at: on the 1st, 2nd, 4th, 8th and
+        so on in a loop, or a later one if that of another loader was looked at then."""
+        self._batches[loop] += 1
+        if self._batches[loop].bit_count() == 1:
+            self.looked[loop] = False
+        return not self.looked[loop]
 
     def plan(self, line: str, terms: str) -> LossPlan:
         """Return the plan of a line's loss with some terms."""

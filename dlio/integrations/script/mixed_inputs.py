@@ -116,6 +116,7 @@ class MixedInputs(TorchFunctionMode):
         """The line where earlier samples meet a gradient in this batch."""
         self._meets = False
         """True once samples of this batch meet a gradient."""
+        self._met: Callable[[], None] = lambda: None
         self._samples = self._likely_dim = 0
         self._rows: set[int] = set()
         self._is_on = self._has_told = False
@@ -129,22 +130,27 @@ class MixedInputs(TorchFunctionMode):
         samples: int,
         dim: int = 0,
         rows: Collection[int] = (),
-    ) -> None:
+        met: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Begin with the tensors of this rank's part of a batch.
+
+        Returns False if another batch is looked at, or this one has too few samples.
 
         Args:
             dim: the dimension of samples where several have that size.
             rows: numbers of rows that all samples together have, such as of boxes.
+            met: called where the samples, or values made of them, meet a gradient.
         """
         if self._is_on or samples < _LEAST:
-            return
+            return False
         self._likely_dim, self._rows = dim, {samples, *rows}
-        self._samples, self._is_on, self._has_told = samples, True, False
+        self._samples, self._is_on, self._has_told, self._met = samples, True, False, met
         self._earlier_line, self._meets = "", False
         self._states.update(self._earlier)
         self._states.update(dict.fromkeys(tensors, _Knowledge(_Kind.SAMPLES)))
         self._batch.update(dict.fromkeys(tensors, True))
         torch._C._push_on_torch_function_stack(self)
+        return True
 
     def knows_order(self, order: torch.Tensor) -> None:
         """Note a random order of this rank's samples: some of it are a choice of samples."""
@@ -288,6 +294,8 @@ class MixedInputs(TorchFunctionMode):
             if state.kind is _Kind.EARLIER:
                 self._earlier_line = self._earlier_line or script_line()
             self._meets |= state.kind is _Kind.SAMPLES
+            if state.kind in (_Kind.SAMPLES, _Kind.MIXED):
+                self._met()
             is_statistic = state.kind is _Kind.STATISTIC and is_many
             if is_statistic or state.kind in (_Kind.MIXED, _Kind.LOSS):
                 self._tell(state.function, state.line)

@@ -281,9 +281,11 @@ class ScriptContext:
             for line in chain.from_iterable(size_lines(*each, dim) for each in places):
                 self._sizes.setdefault(line, False)
                 self.counts_whole |= use.was_whole
-            # Steps 1, 2, 4, 8...: in a `for` loop, whose body opens and closes modes of its own.
-            if self._steps[place].bit_count() == 1 and loops_at(*place):
-                self.mixed_inputs.start(tensors, len(batch.place), use.plans.dim, batch.rows)
+            # In a `for` loop, whose body opens and closes modes of its own.
+            if use.plans.awaits_look(place) and loops_at(*place):
+                use.plans.looked[place] = self.mixed_inputs.start(
+                    tensors, len(batch.place), use.plans.dim, batch.rows, use.computes
+                )
 
     def sizes_in(self, error: Exception) -> str:
         """Return a remark on an error that names the size of a batch, or of the rank's part of

@@ -94,8 +94,15 @@ class BatchBuilder(ABC):
         """Return the payloads that native threads make slots of."""
         raise NotImplementedError
 
+    def make_room(  # noqa: B027
+        self, given: NativeInput, known: npt.NDArray[np.bool_]
+    ) -> None:
+        """Get the memory that native threads write the `known` ones of some payloads to, where
+        their sizes differ; called before they begin."""
+
     def transform(self, slots: Sequence[int]) -> float:
-        """Do the user's transform for slots that native threads have made; return the seconds."""
+        """Do what is left in Python for slots that native threads have made, such as the user's
+        transform; return the seconds spent in that."""
         raise NotImplementedError
 
     def read_directly(

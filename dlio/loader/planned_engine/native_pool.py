@@ -64,6 +64,8 @@ ARRIVED: Final = -2
 DECODED: Final = -3
 """That of images that a tier keeps decoded."""
 
+_WHOLE: Final = 2
+"""Value of `crops` for payloads as they are: WHOLE of pool.h."""
 _STORED: Final = 2
 """Value of `checked` for digests of stored bytes: STORED of pool.h."""
 _CASTS: Final = {
@@ -90,7 +92,8 @@ class NativeArrays:
     arrays: Mapping[str, npt.NDArray[Any]]
     """By field."""
     images: npt.NDArray[np.int64] | None = None
-    """Address of each crop, of shape (rows, columns, 3): bytes, or numbers in their place."""
+    """Address of each crop, of shape (rows, columns, 3): bytes, or numbers in their place; or of
+    each payload."""
     uniforms: npt.NDArray[np.float64] | None = None
     """Random numbers of the crops, shape (batch, `Crop.draws`)."""
     crops: Sequence[npt.NDArray[Any]] = ()
@@ -136,8 +139,9 @@ class NativeRecipe:
 
     `fields` are those that the batch has, each in an array of its own; with a `crop`, the picture
     that follows the fixed fields becomes a crop. With `values`, shape (3, 256), numbers of 2, 4 or
-    8 bytes take the place of a crop's bytes, by channel. With `sleep_s` nothing is read or made,
-    and each sample takes so many seconds, for benchmarks.
+    8 bytes take the place of a crop's bytes, by channel. With `whole`, the payload goes as it is to
+    the address that `NativeArrays.images` has for its slot, next to its fields. With `sleep_s`
+    nothing is read or made, and each sample takes so many seconds, for benchmarks.
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class NativeRecipe:
         crop: Crop | None = None,
         sleep_s: float = 0.0,
         values: npt.NDArray[Any] | None = None,
+        whole: bool = False,
     ) -> None:
         places = {name: (kind, at) for name, kind, at in schema.places()}
         order = sorted(fields, key=lambda name: places[name][1])
@@ -164,10 +169,12 @@ class NativeRecipe:
         if crop is not None:
             use_png()
         rule = CropRule() if crop is None else _crop_rule(crop)
-        is_large = crop is None and schema.overhead >= _LARGE_BYTES
+        is_fixed = crop is None and not whole
+        is_large = is_fixed and schema.overhead >= _LARGE_BYTES
         self.c = RecipeRow(
-            *(len(order), columns, schema.overhead, crop is None),
-            *(is_large, crop is not None, rule, None if values is None else address_of(values)),
+            *(len(order), columns, schema.overhead, is_fixed),
+            *(is_large, _WHOLE if whole else crop is not None, rule),
+            None if values is None else address_of(values),
             *(0 if values is None else values.itemsize, round(sleep_s * _SECOND_NS)),
         )
         self.tried = self.refused = 0
@@ -184,13 +191,15 @@ class NativeRecipe:
         return self.tried < _ENOUGH or 2 * self.refused < self.tried
 
     @staticmethod
-    def knows(schema: Schema, fields: Sequence[str], crop: Crop | None) -> bool:
+    def knows(
+        schema: Schema, fields: Sequence[str], crop: Crop | None, whole: bool = False
+    ) -> bool:
         """True if the native threads make such batches here."""
         library = pool_library.find()
         if library is None or not all(_is_known(schema, name) for name in fields):
             return False
         if crop is None:
-            return schema.is_fixed
+            return schema.is_fixed or whole
         # The picture has to be the only field of variable size, and every crop a picture's only.
         sizes = [name for name, kind in schema.kinds.items() if not kind.fixed]
         return len(sizes) == 1 and crop.crops == 1 and not crop.exact and resizes_natively()
@@ -242,7 +251,7 @@ class NativeJob:
         # Samples of a block one after another: its file is opened once.
         count = library.rows(
             *(address_of(locations.table), len(known), address_of(known), address_of(places)),
-            *(images is None, address_of(samples), address_of(rows)),
+            *(recipe.c.crops != 1, address_of(samples), address_of(rows)),
             *(_address_or_none(given.pieces), ctypes.byref(sums)),
         )
         self._memory, self._rows, self._given = samples[:count], rows[:count], given

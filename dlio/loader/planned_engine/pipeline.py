@@ -346,28 +346,31 @@ class Pipeline:
         else:
             rows = np.array(slots, np.int64)
         if builder.has_inputs:
-            return self._submit_part(batch, builder.native_input(rows), memory)
+            return self._submit_part(batch, builder, builder.native_input(rows), memory)
         if not step.is_own and (step.senders[rows] >= 0).any():
             # A message brings samples of one kind alone: those of its sender.
             here = np.array([slot for slot in slots if step.payloads[slot] is not None], np.int64)
             sent = arrived_locations([step.payloads[slot] for slot in here.tolist()])
             arrived = NativeInput(here, sent, step.blocks[here], self._hierarchy)
-            self._submit_part(batch, arrived, memory)
+            self._submit_part(batch, builder, arrived, memory)
             rows = np.setdiff1d(rows, here)
         where = step.samples, step.blocks, step.places
         if not isinstance(slots, range) or len(slots) < len(step.samples):
             where = step.samples[rows], step.blocks[rows], step.places[rows]
         located = self._hierarchy.locate(*where)
         given = NativeInput(rows, located, where[1], self._hierarchy)
-        return self._submit_part(batch, given, memory)
+        return self._submit_part(batch, builder, given, memory)
 
-    def _submit_part(self, batch: Batch, given: NativeInput, memory: NativeArrays) -> list[int]:
+    def _submit_part(
+        self, batch: Batch, builder: BatchBuilder, given: NativeInput, memory: NativeArrays
+    ) -> list[int]:
         """Have native threads make those of the slots that are known; return the others."""
         pool, recipe = self._pool, self._context.factory.native
         assert pool is not None
         assert recipe is not None
         known = given.known()
         if known.any():
+            builder.make_room(given, known)
             order = self._context.order + batch.step.number
             job = NativeJob(recipe, order, given, memory, pool.threads, known)
             batch.jobs.append(job)
@@ -468,6 +471,8 @@ class Pipeline:
     def _queue_parts(self, batch: Batch, slots: list[int], work: _Work = _Work.MAKE) -> None:
         count, threads = len(batch.step.samples), self._context.threads
         each = min(_SAMPLES_A_TASK, max(1, count // threads))
+        if work is _Work.TRANSFORM:  # In halves of a thread's share: a task takes 20 µs of its own.
+            each = max(each, -(-count // (2 * threads)))
         for start in range(0, len(slots), each):
             part = slots[start : start + each]
             self._queue.put((batch.step.number, next(self._ticket), batch, part, work))
@@ -519,6 +524,7 @@ class Pipeline:
             elif work is _Work.TRANSFORM:
                 assert batch.builder is not None
                 spent["transform"] = batch.builder.transform(slots)
+                spent["decode"] = time.perf_counter() - began - spent["transform"]
             elif work is _Work.FINISH:
                 self._finish(batch)
             else:

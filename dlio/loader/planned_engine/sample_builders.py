@@ -11,7 +11,9 @@ import numpy.typing as npt
 import torch
 
 from dlio.data.schema import Buffer, Schema
-from dlio.errors import UsageError
+from dlio.errors import CorruptBlock, UsageError
+from dlio.image.native import pool_library
+from dlio.image.native.pool_library import address_of
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.delivery import HostMemoryKind
 from dlio.loader.patch_source import PatchRecipe
@@ -29,18 +31,21 @@ from dlio.loader.planned_engine.batch_memory import (
     batches_together,
 )
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
-from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
+from dlio.loader.planned_engine.native_pool import NativeArrays, NativeInput, NativeRecipe
 from dlio.loader.planned_engine.patch_builder import patch_batches
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample import no_samples
 from dlio.loader.sample_recipes import FieldRecipe
 from dlio.loader.torch_private import tree_map
+from dlio.storage.block import aligned
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.util.printable import tell_once
 
 # For smaller ones the pieces of memory cost more than the copy that they save.
 _DIRECT_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
+_PAYLOADS_BYTES: Final = 8 << 20
+"""Most bytes of the payloads of a batch, about, that native threads read."""
 _NUMBERS_BYTES: Final = 256 << 20
 """Most bytes of a batch of crops that is made of numbers in place of bytes from the start."""
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,6 +66,10 @@ def host_batches(
         return _crop_batches(recipe, batch_size, collate, kind, decoded, stays)
     if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_plain_arrays:
         return _array_batches(recipe, batch_size, kind)
+    if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_of_texts:
+        texts = _text_batches(recipe, batch_size, kind)
+        if texts is not None:
+            return texts
     if collate is None and isinstance(recipe, PatchRecipe):
         patches = patch_batches(recipe, batch_size, kind)
         if patches is not None:
@@ -73,10 +82,16 @@ def host_batches(
     def begin(
         epoch: int, samples: npt.NDArray[np.int64], _: Sequence[int], __: BatchPartners | None
     ) -> SampleBatchBuilder:
-        return SampleBatchBuilder(recipe, collate, epoch, samples, empty)
+        return SampleBatchBuilder(recipe, collate, epoch, samples, empty, native is not None)
 
+    size = batch_size * recipe.sample_bytes
+    # Of large payloads the reading is the smaller part, and one batch would hold all of them.
+    reads = size <= _PAYLOADS_BYTES and not isinstance(recipe, PatchRecipe)
+    native = None
+    if reads and pool_library.find() is not None:
+        native = NativeRecipe(recipe.reader.schema, (), whole=True)
     # Arrays of samples share their payloads' memory: stacking them copies them anyway.
-    return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
+    return BatchFactory(begin, size, native, keeps_payloads=True)
 
 
 def _crop_batches(
@@ -159,14 +174,8 @@ def _native_crops(
 
 def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -> BatchFactory:
     schema = recipe.reader.schema
-    memories = {
-        name: BatchMemory(
-            (batch_size, *(size or 0 for size in schema.kinds[name].shape)),
-            _dtype(schema, name),
-            kind,
-        )
-        for name, _ in schema.fields
-    }
+    names = [name for name, _ in schema.fields]
+    memories = _memories(schema, names, batch_size, kind)
     parts = _parts(schema) if schema.overhead >= _DIRECT_BYTES else []
 
     def begin(
@@ -175,10 +184,19 @@ def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -
         arrays = {name: memory.take(len(samples)) for name, memory in memories.items()}
         return ArrayBatchBuilder(recipe, arrays, parts, samples)
 
-    names = [name for name, _ in schema.fields]
     native = NativeRecipe(schema, names) if NativeRecipe.knows(schema, names, None) else None
     size = batch_size * schema.overhead
     return BatchFactory(begin, size, native, together=batches_together(size) if native else 1)
+
+
+def _memories(
+    schema: Schema, names: Sequence[str], batch_size: int, kind: HostMemoryKind
+) -> dict[str, BatchMemory]:
+    shapes = {name: [size or 0 for size in schema.kinds[name].shape] for name in names}
+    return {
+        name: BatchMemory((batch_size, *shape), _dtype(schema, name), kind)
+        for name, shape in shapes.items()
+    }
 
 
 class ArrayBatchBuilder(BatchBuilder):
@@ -260,6 +278,106 @@ def _dtype(schema: Schema, name: str) -> np.dtype[Any]:
     return np.dtype(np.int64 if np.issubdtype(kind.dtype, np.integer) else np.float64)
 
 
+# Texts, and arrays of fixed shapes next to them
+
+
+class PayloadBatchBuilder(BatchBuilder):
+    """Samples that Python makes of their payloads, which native threads may read for it."""
+
+    transforms = True
+
+    def __init__(self, samples: npt.NDArray[np.int64]) -> None:
+        super().__init__(samples)
+        self._payloads: list[Buffer] = [b""] * len(samples)
+
+    def read_natively(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Have native threads read the payloads, and their fields into `arrays`."""
+        self.native = NativeArrays(arrays, np.zeros(len(self.samples), np.int64))
+
+    def make_room(self, given: NativeInput, known: npt.NDArray[np.bool_]) -> None:
+        assert self.native is not None
+        assert self.native.images is not None
+        slots, sizes = given.slots[known], given.locations.column("raw")[known]
+        ends = np.cumsum(aligned(sizes))
+        memory, starts = np.empty(int(ends[-1]), np.uint8), ends - aligned(sizes)
+        self.native.images[slots] = address_of(memory) + starts
+        rows = zip(slots.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
+        data, payloads = memory.data, self._payloads
+        for slot, start, end in rows:
+            payloads[slot] = data[start:end]
+
+
+def _text_batches(
+    recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind
+) -> BatchFactory | None:
+    """Return the factory of batches with texts; None where native threads do not read them."""
+    schema = recipe.reader.schema
+    names = [name for name, _ in schema.fields if schema.kinds[name].fixed]
+    size = batch_size * recipe.sample_bytes
+    if size > _PAYLOADS_BYTES or not NativeRecipe.knows(schema, names, None, whole=True):
+        return None
+    memories = _memories(schema, names, batch_size, kind)
+
+    def begin(
+        _: int, samples: npt.NDArray[np.int64], __: Sequence[int], ___: BatchPartners | None
+    ) -> TextBatchBuilder:
+        arrays = {name: memory.take(len(samples)) for name, memory in memories.items()}
+        return TextBatchBuilder(recipe, arrays, samples)
+
+    native = NativeRecipe(schema, names, whole=True)
+    return BatchFactory(begin, size, native, together=batches_together(size))
+
+
+class TextBatchBuilder(PayloadBatchBuilder):
+    """Samples with texts or bytes: lists of them, next to a batch array of each other field."""
+
+    def __init__(
+        self,
+        recipe: FieldRecipe,
+        arrays: dict[str, npt.NDArray[Any]],
+        samples: npt.NDArray[np.int64],
+    ) -> None:
+        super().__init__(samples)
+        self.read_natively(arrays)
+        self._recipe, self._arrays = recipe, arrays
+        fields, count = recipe.reader.schema.fields, len(samples)
+        self._lists: dict[str, list[Any]] = {
+            name: [None] * count for name, _ in fields if name not in arrays
+        }
+
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        for slot, payload in zip(slots, payloads, strict=True):
+            try:
+                made = self._recipe.one(0, int(self.samples[slot]), payload)
+                for name, value in made.items():
+                    into = self._arrays[name] if name in self._arrays else self._lists[name]
+                    into[slot] = value
+            except Exception as error:
+                self.failed[slot] = error
+        return 0.0
+
+    def transform(self, slots: Sequence[int]) -> float:
+        schema, lists = self._recipe.reader.schema, self._lists
+        for slot in slots:
+            payload = memoryview(self._payloads[slot])
+            try:
+                for name, kind, body in schema.bodies(payload):
+                    lists[name][slot] = str(body, "utf-8") if kind.text == "text" else bytes(body)
+            except (CorruptBlock, UnicodeDecodeError):
+                self.make_many([slot], [payload])  # With the error that names the sample.
+        return 0.0
+
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        rows, made = rows_of(slots), dict[str, Any]()
+        for name, _ in self._recipe.reader.schema.fields:
+            if name in self._arrays:
+                made[name] = torch.from_numpy(self._arrays[name][rows])
+            else:
+                values = self._lists[name]
+                made[name] = values if slots is None else [values[slot] for slot in slots]
+        return made
+
+
 # Samples of any kind
 
 
@@ -310,7 +428,7 @@ def _without_rows(made: BatchData) -> BatchData:
     return [_without_rows(each) for each in made] if is_of_fields else []
 
 
-class SampleBatchBuilder(BatchBuilder):
+class SampleBatchBuilder(PayloadBatchBuilder):
     """Samples of any kind, made one by one, then collated by the loader's collate_fn."""
 
     def __init__(
@@ -320,8 +438,11 @@ class SampleBatchBuilder(BatchBuilder):
         epoch: int,
         samples: npt.NDArray[np.int64],
         empty: _EmptyBatch,
+        reads_natively: bool,
     ) -> None:
         super().__init__(samples)
+        if reads_natively:
+            self.read_natively({})
         self._empty = empty
         self._recipe, self._collate, self._epoch = recipe, collate, epoch
         self._made: list[Sample] = [None] * len(samples)
@@ -337,6 +458,9 @@ class SampleBatchBuilder(BatchBuilder):
             except BaseException as error:
                 self.failed[slot] = error
         return seconds
+
+    def transform(self, slots: Sequence[int]) -> float:
+        return self.make_many(slots, [self._payloads[slot] for slot in slots])
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         samples = self._made if slots is None else [self._made[slot] for slot in slots]

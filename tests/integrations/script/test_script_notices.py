@@ -216,9 +216,57 @@ def test_buffers_that_hold_a_rank_s_own_part_are_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_STATES)
     said = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr.splitlines()
-    assert len(said) == 2
+    assert len(said) == 3
     assert "script.py:19: samples of a batch meet there (mean over the batch)" in said[0]
-    assert said[1].startswith("dlio run: buffer Queue.queue: the values come from each rank's part")
+    assert "script.py:26: values of samples of earlier batches" in said[1]
+    assert said[2].startswith("dlio run: buffer Queue.queue: the values come from each rank's part")
+
+
+_SEVERAL = """
+import itertools
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(36, 4), torch.randn(36, 2))
+whole = DataLoader(data, sampler=BatchSampler(RandomSampler(data), 6, False), batch_size=None)
+first, second = DataLoader(data, batch_size=12), DataLoader(data, batch_size=9)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def mean(x, y):
+    return (model(x) - y).square().sum() / len(x)
+def add(x, y):
+    return (model(x) - y).square().sum() / 100
+for _ in range(2):
+    for (x, y), (c, d) in zip(whole, second):
+        optimizer.zero_grad()
+        (mean(x, y) + mean(c, d)).backward()
+        optimizer.step()
+    for (x, y), (c, d) in zip(whole, second):
+        optimizer.zero_grad()
+        (mean(x, y) + add(c, d)).backward()  # adds
+        optimizer.step()
+    for (x, y), (c, d) in zip(first, itertools.cycle(second)):
+        x = 0.7 * x + 0.3 * x.flip(0)  # first
+        c = 0.7 * c + 0.3 * c.flip(0)  # second
+        optimizer.zero_grad()
+        (mean(x, y) + mean(c, d)).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.mpi
+def test_each_loader_of_a_step_is_looked_at(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SEVERAL)
+    said = _run("-m", "dlio.cli", "run", "-n", "2", str(script)).stderr
+    for place, text in (
+        ("adds", "the loss adds up a sum over samples there, and each rank has all samples of"),
+        ("first", "samples of a batch meet there"),
+        ("second", "samples of a batch meet there"),
+    ):
+        lines = [i for i, line in enumerate(_SEVERAL.splitlines(), 1) if f"# {place}" in line]
+        assert f"script.py:{lines[0]}: {text}" in said, said
+    assert said.count("the loss adds up a sum") == 1
 
 
 _LOOPS = """
