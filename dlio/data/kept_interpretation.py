@@ -24,7 +24,7 @@ from dlio.util.settings import settings
 
 _KIND: Final = "understood"
 _VERSION: Final = 1
-_FROM: Final = 4096
+_FROM: Final = 256
 """Names that are looked at; with fewer, there is little to be saved."""
 _MOST_LOOKS: Final = 4096
 """Folders and files whose state is compared."""

@@ -180,24 +180,22 @@ class Schema:
 
         Returns the payloads. Raises ValueError for a column of the wrong kind.
         """
-        rows: npt.NDArray[np.uint8] | None = None
-        if len(self._fixed) > 1:
-            rows = np.empty((count, self.overhead), np.uint8)
+        single = len(self._fixed) == 1
+        rows: npt.NDArray[np.uint8] = np.empty((0 if single else count, self.overhead), np.uint8)
         for name, kind, at, _ in self._fixed:
             column = columns[name]
             fits = column.shape == (count, *kind.shape)
-            if not fits or column.dtype.newbyteorder("<") != kind.dtype:
+            is_kind = column.dtype == kind.dtype or column.dtype.newbyteorder("<") == kind.dtype
+            if not fits or not is_kind:
                 raise ValueError(
                     f"field {name!r} is {kind.text}, but these samples' are "
                     f"{column.dtype.name}{list(column.shape[1:])}"
                 )
             flat = np.ascontiguousarray(column, kind.dtype).reshape(-1).view(np.uint8)
-            plain = flat.reshape(count, kind.bytes)
-            if rows is None:
-                rows = plain  # A single field: its values are the payloads.
+            if single:
+                rows = flat  # Its values are the payloads.
             else:
-                rows[:, at : at + kind.bytes] = plain
-        assert rows is not None
+                rows[:, at : at + kind.bytes] = flat.reshape(count, kind.bytes)
         data = rows.reshape(-1).data
         size = self.overhead
         return [data[k * size : (k + 1) * size] for k in range(count)]

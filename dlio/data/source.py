@@ -561,14 +561,16 @@ class File(FsspecHandle):
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset` on. Raises SourceError when the file is too short."""
-        with ReadErrors(self.url):
-            if self.local_path is not None:
+        if self.local_path is None:
+            data = self.read(offset, len(into))
+            done = len(data)
+            if done == len(into):
+                into[:] = data
+        else:
+            try:
                 done = self._pread_into(self.local_path, offset, into)
-            else:
-                data = self.read(offset, len(into))
-                done = len(data)
-                if done == len(into):
-                    into[:] = data
+            except OSError as error:
+                raise failed(self.url, error) from error
         self.check_whole(into, done)
 
     def check_whole(self, into: memoryview, done: int) -> None:

@@ -36,6 +36,9 @@ _WORD: Final = "|".join(sorted(_CANONICAL, key=len, reverse=True))
 _FOLDER: Final = re.compile(rf"({_WORD})([-_]?(19|20)\d\d)?", re.IGNORECASE)
 _FILE: Final = re.compile(rf"(?:^|[-._ 0-9])({_WORD})(?=$|[-._ 0-9])", re.IGNORECASE)
 
+_FORMATS: Final = re.compile(r"([-_. ](npz|npy|h5|hdf5|nii|dcm|dicom|jpe?g|png|tiff?|vol))+$")
+"""Ends the name of a folder that says the format of its files."""
+
 
 SplitChoice: TypeAlias = Annotated[
     str | None,
@@ -117,7 +120,8 @@ def split_folders(names: Iterable[str]) -> dict[str, str]:
     """Return the part that each folder which is one holds, by its name: `train` and `val`.
 
     Without such names, those that differ in that word alone are parts, as `training_set` and
-    `test_set` or `seg_train` and `seg_test`; `bullet_train` and `test_tube` are not.
+    `test_set` or `seg_train` and `seg_test`; `bullet_train` and `test_tube` are not. The format of
+    their files may differ, as in `train_npz` and `test_vol_h5`.
     """
     known = list(names)
     exact = {name: split for name in known if (split := split_of(name, folder=True))}
@@ -127,7 +131,7 @@ def split_folders(names: Iterable[str]) -> dict[str, str]:
     for name in known:
         match = _FILE.search(name)
         if match is not None:
-            rest = (name[: match.start(1)].lower(), name[match.end(1) :].lower())
+            rest = (name[: match.start(1)].lower(), _FORMATS.sub("", name[match.end(1) :].lower()))
             alike.setdefault(rest, {})[name] = _CANONICAL[match[1].lower()]
     several = [group for group in alike.values() if len(set(group.values())) > 1]
     return several[0] if len(several) == 1 else {}

@@ -326,7 +326,7 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         """How payloads become samples."""
         if self._recipe is None:  # In a job of several ranks, one inspects the data set for all.
             self._recipe = self._make_recipe()
-        if self._recipe.seed != self.seed:
+        if self._recipe.draws and self._recipe.seed != self.seed:
             self._recipe = self._recipe.seeded(self.seed)
         return self._recipe
 

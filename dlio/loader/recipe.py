@@ -67,6 +67,11 @@ class Recipe(ABC):
         return made
 
     @property
+    def draws(self) -> bool:
+        """False if samples do not depend on the seed."""
+        return True
+
+    @property
     def moves(self) -> bool:
         """True if samples have boxes or masks, which move with the pixels."""
         return self.companion is not None and self.companion.moves

@@ -175,6 +175,10 @@ class FieldRecipe(Recipe):
     """The decoded fields of a sample, through the user's transform."""
 
     @property
+    def draws(self) -> bool:
+        return self._seeded is not None
+
+    @property
     def is_plain_arrays(self) -> bool:
         """True if samples are numbers and arrays of fixed shapes, which collating only stacks."""
         schema = self.reader.schema

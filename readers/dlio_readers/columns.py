@@ -44,8 +44,8 @@ from dlio.data.schema import (
     array_kind,
     parse_kind,
 )
-from dlio.data.source import File, ReadErrors
-from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.data.source import File, ReadErrors, failed
+from dlio.errors import CorruptBlock, DlioError, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.arguments import nearest
@@ -519,10 +519,14 @@ class ColumnReader(PathReader):
             type(self).__name__, 1, self.schema.to_json(), *stamps, self.layout.starts
         )
 
+    def __len__(self) -> int:
+        return self._count
+
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
-        if len(samples) == 1 and self._unit > 1:
-            return [self._kept_row(int(samples[0]))]
+        if len(samples) == 1:
+            one = int(samples[0])
+            return [self._kept_row(one)] if self._unit > 1 else self._payloads(one, one + 1)
         payloads: list[bytes | memoryview] = [b""] * len(samples)
         for low, high, slots in neighbours(samples):
             run = self._payloads(low, high)
@@ -554,9 +558,13 @@ class ColumnReader(PathReader):
         return rows[sample - low]
 
     def _payloads(self, low: int, high: int) -> list[bytes | memoryview]:
-        with ReadErrors(f"{self.path}, samples {low} to {high - 1}"):
+        try:  # Not `with`, which takes longer: samples are read one by one.
             columns = {name: column.rows(low, high) for name, column in self._columns.items()}
             return joined_rows(self.schema, high - low, columns)
+        except DlioError:
+            raise
+        except Exception as error:
+            raise failed(f"{self.path}, samples {low} to {high - 1}", error) from error
 
     def _labelling(
         self, columns: Mapping[str, Column], classes: Sequence[str]

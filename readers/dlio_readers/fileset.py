@@ -20,7 +20,7 @@ from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_in
 from dlio.data.links import OpenFolder, links_followed
 from dlio.data.reader_contract import IN_FOLDER, NAMED_FILE
 from dlio.data.requests import are_observed, request
-from dlio.data.source import ReadErrors, Source
+from dlio.data.source import ReadErrors, Source, failed
 from dlio.data.splits import split_of
 from dlio.errors import SourceError
 from dlio.image.native.listed_files import (
@@ -336,8 +336,8 @@ class FileSet:
         memory = bytearray(len(head) + size)
         memory[: len(head)] = head
         left, beyond = memoryview(memory)[len(head) :], bytearray(1)
-        path = self.path(number)
-        with ReadErrors(path):
+        path = self._source.path(self.names[number])
+        try:
             descriptor = self._source.open(path)
             try:
                 done = os.preadv(descriptor, [left, beyond], 0)
@@ -350,6 +350,8 @@ class FileSet:
                 check_regular(status, path)
             finally:
                 os.close(descriptor)
+        except OSError as error:
+            raise failed(path, error) from error
         if done != size:
             return None
         # One whose permissions were changed before this opening has another ctime than a kept

@@ -243,12 +243,32 @@ def doubts_of_classes(classes: Sequence[str], folders: Mapping[str, Sequence[str
             f"folders that are numbers are classes in the order of text, as in torchvision: "
             f"label {places[odd]} is folder {odd}"
         )
+    if _are_numbered_on(folders):
+        words.append(
+            f"{classes[0]} to {classes[-1]} hold pictures that are numbered on from folder to "
+            f"folder, as parts of one set are, and are read as classes: the pattern FOLDER/* reads "
+            "the pictures without labels"
+        )
     if len(classes) == 1:
         words.append(
             f"{classes[0]} is the only class, so all labels are 0: open that folder for samples "
             "without labels"
         )
     return words
+
+
+def _are_numbered_on(folders: Mapping[str, Sequence[str]]) -> bool:
+    """True for folders that are numbers, and whose pictures are numbered from one to the next, as
+    FFHQ's `00000/00000.png` and `01000/01000.png`."""
+    if len(folders) < 2 or not all(map(str.isdecimal, folders)):
+        return False
+    last = -1
+    for name in sorted(folders, key=int):
+        stems = [_stem(each) for each in folders[name]]
+        if not all(map(str.isdecimal, stems)) or min(map(int, stems), default=0) <= last:
+            return False
+        last = max(map(int, stems), default=last)
+    return True
 
 
 def _says_split(name: str) -> bool:

@@ -95,7 +95,7 @@ def read_table(
                 skipinitialspace=True,
             )
             names = [name.strip() for name in next(lines, [])]
-            if without := names_for(names):
+            if without := names_for(names, pictures):
                 names, lines = without, chain([names], lines)
             if len(set(names)) != len(names):
                 raise ValueError(f"its first line repeats names: {', '.join(names)}")
@@ -190,7 +190,11 @@ def naming_table(source: Source, names: Sequence[str]) -> str:
     """Return the table of labels in a folder whose first rows name files there; "" without one."""
     here = {name for name, folder in source.names() if not folder}
     table = next((name for name in TABLES if name in here), "")
-    return table if table and named_in(source.read(table, 0, _LOOKED_AT), names) else ""
+    text = source.read(table, 0, _LOOKED_AT) if table else b""
+    known = named_in(text, names)
+    if table.endswith((".csv", ".tsv")) and all(_bare(name).isdecimal() for name in known):
+        known = known if _is_column(text, known) else []
+    return table if known else ""
 
 
 def named_in(text: bytes, names: Sequence[str]) -> list[str]:
@@ -200,6 +204,22 @@ def named_in(text: bytes, names: Sequence[str]) -> list[str]:
     some = names[:PROBED]
     known = [n for n in some if {os.fsencode(n), os.fsencode(_bare(n))} & cells]
     return known if len(known) > 1 else []
+
+
+def _is_column(text: bytes, known: Sequence[str]) -> bool:
+    """True if some files are the different values of a column of the first rows of a table, and not
+    numbers in it that files such as `0.npy` and `1.npy` are called as."""
+    names = {os.fsencode(each) for name in known for each in (name, _bare(name))}
+    lines = text.removeprefix(b"\xef\xbb\xbf").splitlines()[: PROBED + 1]
+    rows = [[cell.strip(b' "') for cell in re.split(rb"[,;\t]", line)] for line in lines]
+    columns = [
+        each if each[0].isdigit() or each[0] in names else each[1:]  # Below the column's name.
+        for each in zip(*rows, strict=False)
+    ]
+    return any(
+        len(names.intersection(column)) > 1 and len(set(column)) == len(column)
+        for column in columns
+    )
 
 
 def _bare(name: str) -> str:

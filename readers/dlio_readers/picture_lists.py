@@ -27,6 +27,7 @@ from dlio.data.labels import (
     LabelEncoding,
     check_label,
     encode_labels,
+    is_index,
     is_number,
     most_likely_label,
     one_hot,
@@ -350,10 +351,15 @@ def _candidates(
     return made
 
 
-def names_for(first: Sequence[str]) -> list[str]:
+def names_for(first: Sequence[str], files: Sequence[str] = ()) -> list[str]:
     """Return names for the columns of a table whose first line is not a header, as it has the name
-    of a picture; [] for others."""
+    of a picture, or of one of some files, with its suffix or without; [] for others."""
     named = next((k for k, each in enumerate(first) if each.lower().endswith(PICTURES)), None)
+    if named is None:
+        cells = {each: k for k, each in enumerate(first) if each.lower() not in FILE_COLUMNS}
+        ends = (name.rpartition("/")[2] for name in files)
+        forms = (each for end in ends for each in (end, end.partition(".")[0]))
+        named = next((cells[each] for each in forms if each in cells), None)
     if named is None:
         return []
     return [FILE_COLUMNS[0] if k == named else f"column {k + 1}" for k in range(len(first))]
@@ -455,7 +461,7 @@ def _columns(
     lower = [name.lower() for name in header]
     tell_of_boxes(where, header)
     at = next((lower.index(name) for name in FILE_COLUMNS if name in lower), 0)
-    others = [k for k in range(len(header)) if k != at]
+    others = [k for k, name in enumerate(header) if k != at and not is_index(name)]
     if label is not None:
         place: int | None = header.index(label)
     else:

@@ -41,6 +41,20 @@ def test_parts_of_a_data_set_are_no_classes(
     assert len(named) == len(whole)
 
 
+def test_folders_of_splits_may_say_the_format_of_their_files(tmp_path: Path) -> None:
+    """As Synapse's, of TransUNet."""
+    (tmp_path / "train_npz").mkdir()
+    (tmp_path / "test_vol_h5").mkdir()
+    for k in range(3):
+        np.savez(tmp_path / "train_npz" / f"{k}.npz", image=np.full((4, 4), k, np.float32))
+    with h5py.File(tmp_path / "test_vol_h5" / "0.npy.h5", "w") as file:
+        file["image"] = np.ones((4, 4), np.float32)
+    with pytest.raises(UsageError, match="holds the splits test_vol_h5, train_npz"):
+        open_reader(str(tmp_path))
+    assert len(open_reader(str(tmp_path), split="train")) == 12
+    assert len(open_reader(str(tmp_path), split="test")) == 4
+
+
 def test_a_split_that_is_a_link_elsewhere_is_not_read_with_the_others(
     pictures: Path, tmp_path: Path
 ) -> None:

@@ -85,6 +85,62 @@ def test_row_numbers_of_pandas_are_no_features(
         assert f"{name}.csv: row numbers that pandas wrote are left out" in caplog.text
 
 
+@pytest.mark.parametrize("head", ["", "Unnamed: 0", "__index_level_0__"])
+@pytest.mark.parametrize("folder", ["", "images"])
+@pytest.mark.parametrize("column", ["species", "grade"])
+def test_row_numbers_of_pandas_are_no_labels_of_pictures(
+    head: str, folder: str, column: str, tmp_path: Path
+) -> None:
+    _pictures(tmp_path / folder, ["a.jpg", "b.jpg", "c.jpg"])
+    rows = [f"{k},{name}.jpg,{k % 2}" for k, name in enumerate("cab")]
+    (tmp_path / "train.csv").write_text("\n".join([f"{head},image,{column}", *rows]) + "\n")
+    reader = open_reader(str(tmp_path))
+    names = [Path(reader.name(k)).name for k in range(3)]
+    assert dict(zip(names, reader.labels.tolist(), strict=True)) == {
+        "c.jpg": 0,
+        "a.jpg": 1,
+        "b.jpg": 0,
+    }
+
+
+@pytest.mark.parametrize("head", ["", "a,b,c\n", "x,y,z\n"])
+def test_numbers_of_a_table_are_no_names_of_arrays(head: str, tmp_path: Path) -> None:
+    """Features, next to arrays that are numbered as their values are."""
+    for k in range(3):
+        np.save(tmp_path / f"{k}.npy", np.full((4, 2), k, np.float32))
+    (tmp_path / "labels.csv").write_text(f"{head}0,1,0\n1,0,0\n0,0,1\n1,2,0\n")
+    assert open_reader(str(tmp_path)).format == "tables"
+
+
+@pytest.mark.parametrize(
+    "rows", ["0,1\n1,0\n2,1\n", "0.npy,1\n1.npy,0\n2.npy,1\n", "file,kind\n2,1\n0,1\n1,0\n"]
+)
+def test_numbers_that_name_arrays_are_their_names(rows: str, tmp_path: Path) -> None:
+    for k in range(3):
+        np.save(tmp_path / f"{k}.npy", np.full((4, 2), k, np.float32))
+    (tmp_path / "labels.csv").write_text(rows)
+    reader = open_reader(str(tmp_path))
+    assert reader.labels.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_told"),
+    [
+        (["00000/00000", "00000/00001", "01000/01000", "01000/01001"], True),
+        (["0/1", "0/3", "1/0", "1/2"], False),
+        (["00000/00000_00000", "00001/00000_00000"], False),
+        (["a/0", "b/1"], False),
+    ],
+)
+def test_pictures_that_are_numbered_on_from_folder_to_folder_are_told(
+    names: list[str], is_told: bool, tmp_path: Path
+) -> None:
+    for name in names:
+        _pictures((tmp_path / name).parent, [f"{Path(name).name}.png"])
+    doubts = describe(str(tmp_path))["doubts"]
+    assert any("numbered on" in doubt for doubt in doubts) == is_told
+
+
 def test_columns_in_names_of_folders_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
