@@ -251,8 +251,10 @@ class ScriptRandoms:
             self._context.worker_draws.seeded()
         is_main = threading.get_ident() == self._thread
         is_main &= not self._context.is_outside and _is_called_by_others()
-        if is_main and (frame := script_frame()):
-            line, text = line_of(frame), repr((args, options))
+        text = repr((args, options))
+        # A generator, whose text has an address, is no seed: `default_rng` returns it as it is.
+        if is_main and " at 0x" not in text and (frame := script_frame()):
+            line = line_of(frame)
             self._given[line] = zlib.crc32(text.encode(), self._given.get(line, 0))
         return args, options
 
