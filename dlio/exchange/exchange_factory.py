@@ -13,6 +13,7 @@ from dlio.exchange.buffer_placement import find_path
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.exchange_spec import ExchangeSpec
+from dlio.exchange.lone_steps import note_exchange
 from dlio.exchange.step_values import StepValues
 
 
@@ -73,6 +74,7 @@ def make_exchange(context: ExchangeContext, named: Named, modules: Iterable[nn.M
     from dlio.exchange.node_gossip import NodeGossip
     from dlio.exchange.synchronous_sgd import SynchronousSgd
 
+    note_exchange()
     spec = context.spec
     nodes = len(set(context.node_of.tolist()))
     if spec.pairwise and not spec.flat and 1 < nodes < context.comm.size:

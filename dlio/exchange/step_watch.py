@@ -178,7 +178,7 @@ class StepWatch:
         if self._has_told:
             return
         number = self._order.setdefault(id(optimizer), len(self._order))
-        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        rates = [float(group.get("lr", 0) or 0) for group in optimizer.param_groups]
         self._rates[number] = rates
         self._digest = zlib.crc32(f"{number} {rates}".encode(), self._digest)
         if self._steps & (self._steps - 1) == 0:

@@ -18,6 +18,7 @@ from dlio.comm.survival.recovery import recovery_of
 from dlio.comm.world import membership, world
 from dlio.errors import UsageError
 from dlio.exchange.batch_share import BatchShare, announce, is_heard, wants_repeats
+from dlio.exchange.lone_steps import watch_steps
 from dlio.loader.assignment.assigner import BatchAssigner, ElasticIterator
 from dlio.loader.assignment.history import AssignmentSpan, SpanRecord
 from dlio.loader.batch_stream import BatchResult, LoaderIterator, RunningPass
@@ -414,6 +415,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
         self._follow_changes()
+        watch_steps(*place(self.group, self.mesh))
         self._tell_of_copies()
         passes_end = self._resumes_in_lightning()
         keeper = self._keeper()

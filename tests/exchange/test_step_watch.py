@@ -36,6 +36,7 @@ class _NeverDone:
 def test_a_deadline_names_the_steps_and_the_line_of_the_script() -> None:
     watch = StepWatch(SingleCommunicator(), list)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # As Adafactor's, which has a rate of its own.
     for _ in range(3):
         watch.stepped(optimizer)
     tell_position(watch.position)

@@ -86,7 +86,7 @@ class Trial:
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": _KEEPER,
+                "PYTHONPATH": f"{_KEEPER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
                 "FIELD_KEEPS": kept,
                 "FIELD_SEED": "0",
                 **script.environment,

@@ -8,6 +8,7 @@ as one function.
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, TypeAlias
@@ -74,6 +75,8 @@ def around_compile(
         made = original(model, **options)
         modules = list(_modules_of(model))
         if isinstance(made, nn.Module):
+            # The hooks are dlio's, and a call of the module made by the compiler changes nothing.
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)`", UserWarning)
             made.forward = prepared(made.forward, modules)
             return made
         return prepared(made, modules)

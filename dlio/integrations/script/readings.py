@@ -52,10 +52,10 @@ class Readings:
             result = original(tensor, *args, **options)
             if not _reads_for_others():
                 return result  # An optimizer of torch, or dlio, reads its own numbers.
-            # A loss of the batches before may be read after an evaluation, too, or a sum of them;
+            # A loss of the batches before may be read after an evaluation, too, or their outputs;
             # others are the same on all ranks, and so are not told.
             is_of_part = self._context.divides_now or tensor.grad_fn is not None
-            is_of_part |= tensor.numel() == 1 and self._context.guard.active
+            is_of_part |= self._context.guard.active
             is_of_part &= not self._context.is_outside
             if is_of_part and threading.get_ident() == self._main:
                 self._note(tensor, result)
@@ -135,6 +135,8 @@ def _some_of(result: object) -> bytes:
     if isinstance(result, np.ndarray):
         # Its text shows a few of them: of a picture, the margin.
         return np.ascontiguousarray(result.reshape(-1)[:: 1 + result.size // _MOST]).tobytes()
+    if isinstance(result, list):
+        result = result[:_LONGEST]
     return repr(result)[:_LONGEST].encode()
 
 

@@ -35,6 +35,7 @@ from dlio.integrations.script.file_calls import keep_files_private
 from dlio.integrations.script.gradient_hooks import GradientHooks
 from dlio.integrations.script.guard import ScriptGuard
 from dlio.integrations.script.input_gradients import InputGradients
+from dlio.integrations.script.joined_rows import follow_trainer
 from dlio.integrations.script.lightning_means import follow_lightning
 from dlio.integrations.script.loss_weights import ScriptLossWeights
 from dlio.integrations.script.muted_output import muted
@@ -228,7 +229,10 @@ class _ScriptTakeover:
 
     def _pass_begins(self) -> None:
         self._tell()
-        follow_lightning(self._context)
+        context = self._context
+        follow_lightning(context)
+        if not context.aside:
+            follow_trainer(context.comm, context.guard, lambda: context.counts_now)
 
     def _tell(self) -> None:
         self._readings.tell()
@@ -415,7 +419,7 @@ class _ScriptTakeover:
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
-        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        rates = [float(group.get("lr", 0) or 0) for group in optimizer.param_groups]
         self._context.guard.stepped(rates)
         self._files.met()
         self._context.stepped()
@@ -574,7 +578,8 @@ class _ScriptTakeover:
                 self._has_told_norm = True
                 self._context.note(
                     "batch norm uses the statistics of each rank's share of a batch, and rank 0's "
-                    "are saved: the loss curve differs slightly from that of one process"
+                    "are saved: weights and losses, also of evaluations, are not those of one "
+                    "process, and the fewer samples a rank has the further from them"
                 )
         if exchanges is None:
             exchanges = self._look_at(module)

@@ -251,8 +251,10 @@ class ScriptRandoms:
             self._context.worker_draws.seeded()
         is_main = threading.get_ident() == self._thread
         is_main &= not self._context.is_outside and _is_called_by_others()
-        if is_main and (frame := script_frame()):
-            line, text = line_of(frame), repr((args, options))
+        text = repr((args, options))
+        # A generator, whose text has an address, is not a seed: `default_rng` returns it as it is.
+        if is_main and " at 0x" not in text and (frame := script_frame()):
+            line = line_of(frame)
             self._given[line] = zlib.crc32(text.encode(), self._given.get(line, 0))
         return args, options
 
@@ -297,7 +299,10 @@ class ScriptRandoms:
 
     def _is_left(self) -> bool:
         """True where numbers are drawn as they would be without this."""
-        return torch.compiler.is_compiling() or self._is_inside or self._is_worker()
+        if torch.compiler.is_compiling() or self._is_inside or self._is_worker():
+            return True
+        # The compiler draws, too, as by SymPy.
+        return torch._guards.CompileContext.try_get() is not None
 
     def _by_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function of torch that takes a generator."""

@@ -204,7 +204,7 @@ class _Recorder:
                 arrays[f"gradient/{key}"] = _kept(gradient)
         place = f"{record.folder}/rank{record.rank}-step{len(record.steps)}.npz"
         cast(Any, np.savez)(place, **arrays)
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr")]
         randoms = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         number = self._optimizers.index(optimizer)
         record.steps.append(StepRecord(number, rates, len(record.losses), randoms))

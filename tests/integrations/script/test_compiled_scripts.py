@@ -173,3 +173,33 @@ def _printed(folder: Path, start: list[str]) -> list[float]:
     )
     assert done.returncode == 0, done.stderr
     return [float(x) for x in re.findall(r"-?\d\.\d+", done.stdout)]
+
+
+_DRAWING_COMPILER = """
+import random
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def backend(graph, inputs):
+    for _ in range(max(len(each) for each in inputs if isinstance(each, torch.Tensor))):
+        random.random()
+    return graph.forward
+
+model = torch.nn.Linear(8, 2)
+net = torch.compile(model, backend=backend, dynamic=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for (x,) in DataLoader(TensorDataset(torch.randn(45, 8)), 15):
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.mpi
+def test_numbers_that_the_compiler_draws_are_not_the_script_s(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_DRAWING_COMPILER)
+    command = [sys.executable, "-m", "dlio.cli", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    assert "random numbers" not in done.stderr
+    assert "global hooks" not in done.stderr

@@ -273,10 +273,13 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return {"x": self.x[index], "labels": self.x[index].sum()}
 class Net(torch.nn.Module):
+    main_input_name = "x"
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
         self.layer = torch.nn.Linear(4, 1)
+    def floating_point_ops(self, inputs, **options):
+        return 2 * inputs["x"].numel()
     def forward(self, x, labels):
         out = self.layer(x)[:, 0]
         return {"loss": (out - labels).square().mean(), "logits": out}
@@ -294,6 +297,7 @@ args = transformers.TrainingArguments(
     save_strategy="epoch",
     load_best_model_at_end=True,
     disable_tqdm=True,
+    include_num_input_tokens_seen="all",
 )
 net = Net()
 trainer = transformers.Trainer(
@@ -302,7 +306,9 @@ trainer = transformers.Trainer(
 loss = trainer.train().metrics["train_loss"]
 metrics = trainer.evaluate()
 predictions = torch.from_numpy(trainer.predict(Data(13)).predictions)
-numbers = torch.tensor([loss, metrics["eval_loss"], metrics["eval_error"]])
+state = trainer.state
+counts = [state.total_flos, state.num_input_tokens_seen]
+numbers = torch.tensor([loss, metrics["eval_loss"], metrics["eval_error"], *counts])
 torch.save({**net.state_dict(), "numbers": numbers, "of 13": predictions}, sys.argv[1] + ".pt")
 """
 
@@ -378,6 +384,9 @@ for epoch in range(3):
         early = accelerator.gather_for_metrics(list(names))
         early += gather_object([name.upper() for name in names])
         print(*early, *[round(each, 3) for each in gather(y).tolist()])
+        count, total = accelerator.gather_for_metrics(((y > 0).sum(), y.sum()))
+        largest = accelerator.gather((y * 1000).int().max())
+        print(count.sum().item(), round(torch.sum(total).item(), 2), largest.max().item())
         out = model(x)[:, 0]
         accelerator.backward((out - y).square().mean())
         optimizer.step()

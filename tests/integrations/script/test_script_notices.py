@@ -611,7 +611,12 @@ class Read(Dataset):
     def __getitem__(self, i):
         return x[i], float(x[i].sum())  # of a single sample
 white, net = nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+class Own(torch.optim.Optimizer):  # It has a rate of its own, as Adafactor may have.
+    @torch.no_grad()
+    def step(self):
+        for each in self.param_groups[0]["params"]:
+            each -= 0.1 * each.grad
+optimizer = Own(net.parameters(), {"lr": None})
 loader = DataLoader(Read(), 8, shuffle=True)
 ones = torch.ones(8, 1)
 for a, b in loader:
@@ -667,6 +672,35 @@ def test_what_is_of_single_samples_or_of_whole_batches_is_not_told(tmp_path: Pat
     last = ended.stderr.splitlines()[-1]
     assert re.search(r"this rank has \d of the batch's 8 samples; other parts may have", last)
     assert "or use --batch per-rank)" in last
+
+
+_KEPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(32, 4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = []
+for a, b in DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8):
+    out = model(a)
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(out, b).backward()
+    optimizer.step()
+    kept.append(out.detach())
+signs = torch.cat(kept).numpy() > 0  # of rank 0's parts
+outputs = model(x).detach().numpy()  # of all
+print(signs.mean())
+"""
+
+
+@pytest.mark.mpi
+def test_outputs_that_are_read_after_their_pass_are_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_KEPT)
+    done = _run("-m", "dlio.cli", "run", "-n", "2", str(script))
+    line = 1 + _KEPT.splitlines().index(next(e for e in _KEPT.splitlines() if "signs = " in e))
+    assert f"script.py:{line}: numbers that the script reads there are from rank" in done.stderr
 
 
 _COUNTED = """

@@ -307,6 +307,8 @@ torch.Generator().manual_seed(seed)
 random.Random(seed)
 np.random.default_rng(seed)
 torch.manual_seed(0)
+np.random.default_rng(np.random.default_rng(0))  # As SciPy does; it returns the same one.
+np.random.default_rng(np.random.RandomState(0))
 generator = pickle.loads(pickle.dumps(torch.Generator()))
 assert isinstance(torch.default_generator, torch.Generator)
 generator = torch.Generator()

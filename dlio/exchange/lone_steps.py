@@ -1,0 +1,56 @@
+"""Notice of a training whose ranks have shares of the data, and share nothing else."""
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from dlio.util.printable import log_warning
+from dlio.util.units import counted
+
+_hook: RemovableHandle | None = None
+_are_exchanged = False
+
+
+def note_exchange() -> None:
+    """Note that ranks exchange gradients or weights."""
+    global _are_exchanged
+    _are_exchanged = True
+
+
+def watch_steps(rank: int, ranks: int) -> None:
+    """Look at the first step of an optimizer in this process, once, whatever loaders call this."""
+    global _hook
+    if _hook is None and ranks > 1:
+        _hook = register_optimizer_step_post_hook(lambda of, *_: _stepped(of, rank, ranks))
+
+
+def _stepped(optimizer: torch.optim.Optimizer, rank: int, ranks: int) -> None:
+    trains = any(
+        isinstance(each, torch.nn.Parameter) and each.grad is not None
+        for group in optimizer.param_groups
+        for each in group["params"]
+    )
+    if not trains or _hook is None:
+        return
+    _hook.remove()
+    if not rank and not (_are_exchanged or _script_may_exchange()):
+        log_warning(
+            f"each of {counted(ranks, 'rank')} trains on its own share of the data, and nothing "
+            "averages their gradients: each has a model of its own. Call dlio.distribute(model, "
+            "optimizer), wrap the model in DistributedDataParallel, or start a script for one "
+            "process by `dlio run`"
+        )
+
+
+def _script_may_exchange() -> bool:
+    distributed: Any = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return True
+    script = vars(sys.modules["__main__"]).values()
+    names = [getattr(each, "__name__", "") for each in script if isinstance(each, types.ModuleType)]
+    by_hand = any(name.partition(".")[0] == "mpi4py" for name in names)
+    return by_hand or "horovod.torch" in sys.modules
