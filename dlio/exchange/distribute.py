@@ -535,6 +535,12 @@ class ExchangeHandle(Closable):
                 totals[key] = totals.get(key, 0.0) + value
         return totals
 
+    def __exit__(self, *raised: object) -> None:
+        error = raised[1] if len(raised) > 1 else None
+        if isinstance(error, BaseException) and self._watch is not None:
+            self._watch.end_by(error)
+        self.close()
+
     def close(self) -> None:
         """Finish, and remove all hooks. Collective."""
         self.finish()

@@ -389,32 +389,31 @@ def dims_of(node: Any, rank: int) -> tuple[int, ...]:
     return tuple((d - (1 << 64) if d >= 1 << 63 else d) % rank if rank else 0 for d in several)
 
 
-def chain_to(root: torch.Tensor, term: LossTerm) -> tuple[str, ...]:
-    """Return the names of nodes from a loss to its only term; none if another one may join on the
+def chain_to(root: torch.Tensor, term: LossTerm) -> tuple[type, ...]:
+    """Return the types of nodes from a loss to its only term; none if another one may join on the
     way, or the term's count cannot be told there alone."""
-    names: list[str] = []
+    kinds: list[type] = []
     node: Any = root.grad_fn
-    while node is not None and (name := node.name()) and len(names) < _LONGEST_CHAIN:
-        names.append(name)
+    while node is not None and len(kinds) < _LONGEST_CHAIN:
+        kinds.append(type(node))
         if node == term.reduces:
-            return tuple(names) if name_of(node) in _FUSED and not term.is_sum else ()
+            return tuple(kinds) if name_of(node) in _FUSED and not term.is_sum else ()
         inputs = _inputs(node)
         node = inputs[0] if len(inputs) == 1 and name_of(node) in SCALES else None
     return ()
 
 
-def count_along(root: torch.Tensor, chain: Sequence[str]) -> float | None:
+def count_along(root: torch.Tensor, chain: Sequence[type]) -> float | None:
     """Return what `find_terms` returns as the count of the only term of a loss, given `chain_to` of
     an earlier one; None if this one is another kind of loss."""
-    node = root.grad_fn
-    for name in chain[:-1]:
-        if node is None or node.name() != name:
+    # Each of these operations has a type of its own.
+    node: Any = root.grad_fn
+    for kind in chain[:-1]:
+        if type(node) is not kind:
             return None
-        node = next((each for each, _ in node.next_functions if each is not None), None)
-    if node is None or node.name() != chain[-1]:
-        return None
+        node = next(iter(_inputs(node)), None)
     last: Any = node
-    if last._saved_reduction != 1:
+    if type(node) is not chain[-1] or last._saved_reduction != 1:
         return None
     weight = getattr(last, "_saved_total_weight", None)
     if weight is not None:

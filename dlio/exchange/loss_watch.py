@@ -1,8 +1,9 @@
 """Tells of losses that `dlio.distribute` is not made for: its mean over ranks is one process's
 gradient of a mean over samples only.
 
-Looks at the graphs of the 1st, 2nd, 4th, 8th loss and so on of each line that calls backward, and
-of the first ones of batches that the ranks share unevenly.
+Looks at the graphs of the first losses of each line that calls backward, which a function may do
+for several in turn, of the 16th, 32nd, 64th and so on, and of the first ones of batches that the
+ranks share unevenly.
 """
 
 import logging
@@ -24,6 +25,10 @@ _MOST_NODES: Final = 20_000
 """Nodes of a graph among which a parameter is looked for."""
 _OF_UNEVEN: Final = 2
 """Looks at batches of which ranks have unequal parts, besides."""
+_FIRST: Final = 8
+"""Losses of a line that are looked at, one after the other."""
+_EQUAL: Final = 1e-5
+"""Largest relative difference of a count from the inverse of its inverse."""
 _SURE: Final = 3
 """Looks after which a number that has stayed the same does not count the data's elements."""
 
@@ -85,7 +90,8 @@ class LossWatch:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         now = self._weighing()
         is_first_uneven = not now.is_even and line.uneven < _OF_UNEVEN
-        if (line.calls & (line.calls - 1) and not is_first_uneven) or not self._are_ours(roots):
+        is_due = line.calls <= _FIRST or line.calls.bit_count() == 1 or is_first_uneven
+        if not (is_due and self._are_ours(roots)):
             return
         line.uneven += not now.is_even
         given = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients or ())
@@ -127,7 +133,8 @@ class LossWatch:
         size = now.samples or 0
         product = math.prod(each.value for each in term.divisors)
         for each in term.divisors:
-            if is_count(term, each, size) or (now.is_even and each.value in line.counts):
+            counts = is_count(term, each, size) or term.counts(each.value, size)
+            if counts or (now.is_even and each.value in line.counts):
                 line.counts.add(each.value)
                 return each.value / now.weight
         if term.counts(product, size) or (now.is_even and product in line.counts):
@@ -139,10 +146,11 @@ class LossWatch:
         if term.divisors:
             seen = line.constants.setdefault(term.key, [])
             seen.append(product)
-            if len(set(seen)) > 1:
-                return product / now.weight
-            if now.is_even and len(seen) < _SURE:
-                return None
+            if not _is_coefficient(term, product):
+                if len(set(seen)) > 1:
+                    return product / now.weight
+                if now.is_even and len(seen) < _SURE:
+                    return None
             by = f" divided by {product:g}, which is not their number,"
         gap = (
             f": they are 1/{self._ranks} of"
@@ -161,3 +169,10 @@ class LossWatch:
         if self._tells and not line.was_told:
             log_line(logging.WARNING, "%s", text)
         line.was_told = True
+
+
+def _is_coefficient(term: LossTerm, product: float) -> bool:
+    """True if a sum is multiplied by numbers of the script alone that are the inverse of no count,
+    such as one that grows from step to step."""
+    are_factors = all(each.is_factor and not each.is_tensor for each in term.divisors)
+    return are_factors and not math.isclose(product, max(round(product), 1), rel_tol=_EQUAL)

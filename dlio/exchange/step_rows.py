@@ -10,6 +10,8 @@ from dlio.comm import Communicator
 _BYTES: Final = 160
 _END: Final = struct.Struct("q")
 """After the text: averages of gradients that a rank has begun before its end, and one more."""
+_WHY_BYTES: Final = 320
+"""After that: the exception that has ended it."""
 
 
 _ended: list[int] = []
@@ -35,9 +37,10 @@ class StepRows:
         """Say how far this rank has come."""
         os.pwrite(self._file, text.encode(errors="replace")[:_BYTES].ljust(_BYTES), 0)
 
-    def end(self, averages: int) -> None:
+    def end(self, averages: int, why: str = "") -> None:
         """Say that this rank takes part no more. The row stays until the next exchanges begin."""
-        os.pwrite(self._file, _END.pack(averages + 1), _BYTES)
+        text = why.encode(errors="replace")[:_WHY_BYTES]
+        os.pwrite(self._file, _END.pack(averages + 1) + text, _BYTES)
 
     def read(self) -> dict[int, str]:
         """Return the texts of ranks of this machine, by rank."""
@@ -46,10 +49,15 @@ class StepRows:
             for rank, row in self._all().items()
         }
 
-    def ends(self) -> dict[int, int]:
-        """Return the averages of ranks of this machine that have ended, by rank."""
+    def ends(self) -> dict[int, tuple[int, str]]:
+        """Return the averages of ranks of this machine that have ended, by rank, and why; empty for
+        those that no exception has ended."""
         rows = ((rank, row[_BYTES:]) for rank, row in self._all().items())
-        return {rank: _END.unpack(end)[0] - 1 for rank, end in rows if len(end) == _END.size}
+        return {
+            rank: (_END.unpack_from(end)[0] - 1, end[_END.size :].decode(errors="replace"))
+            for rank, end in rows
+            if len(end) >= _END.size
+        }
 
     def _all(self) -> dict[int, bytes]:
         """Return rows; nothing after a loss, which gives ranks other numbers."""
@@ -61,7 +69,7 @@ class StepRows:
             with suppress(OSError):
                 if f"/memfd:{name} " in os.readlink(path):
                     row = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    said[rank] = os.pread(row, _BYTES + _END.size, 0)
+                    said[rank] = os.pread(row, _BYTES + _END.size + _WHY_BYTES, 0)
                     os.close(row)
         return said
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
@@ -72,6 +73,7 @@ class StepWatch:
         self._averages = 0
         """Sums of gradients that this rank has begun."""
         self._ends = recovery_of(comm) is None
+        self._has_ended = False
         atexit.register(self._end)
 
     def begin_backward(self, batch: int) -> None:
@@ -149,16 +151,33 @@ class StepWatch:
 
     def _end(self) -> None:
         """Let ranks that wait for this one know that they do so in vain."""
-        self._rows.end(self._averages)
+        # Python sets it where an exception ends the script.
+        self.end_by(getattr(sys, "last_value", None))
+
+    def end_by(self, error: BaseException | None) -> None:
+        """Let ranks that wait for this one know that it has ended, by an exception or not."""
+        if error is not None and not self._has_ended:
+            lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+            places = [
+                f" at {os.path.basename(frame.f_code.co_filename)}:{line}"
+                for frame, line in traceback.walk_tb(error.__traceback__)
+                if not frame.f_code.co_filename.startswith(_PACKAGES)
+            ]
+            self._rows.end(self._averages, f"{lines[0]}{''.join(places[-1:])}")
+        elif not self._has_ended:
+            self._rows.end(self._averages)
+        self._has_ended = True
 
     def in_vain(self) -> str:
         """Tell why this rank waits for gradients that nobody sends; empty while they may come."""
         ends = self._rows.ends() if self._ends else {}
-        least, rank = min(((made, rank) for rank, made in ends.items()), default=(0, 0))
+        least, rank = min(((made, rank) for rank, (made, _) in ends.items()), default=(0, 0))
         if not ends or least >= self._averages:
             return ""
-        made = counted(least, "average")
-        return f"rank {rank} has ended after {made} of gradients. {self.position()}"
+        has_ended = f"rank {rank} has ended after {counted(least, 'average')} of gradients"
+        if why := ends[rank][1]:
+            return f"{has_ended}, by {why}"
+        return f"{has_ended}. {self.position()}"
 
     def _steps_apart(self) -> str:
         """Tell that ranks have averaged gradients of different steps. Collective."""

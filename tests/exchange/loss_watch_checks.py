@@ -48,6 +48,13 @@ def _over_all_items(one: torch.Tensor, many: torch.Tensor, batch: _Batch) -> tor
     return total / max(of_all / _ranks, 1.0)
 
 
+def _grown(value: torch.Tensor) -> torch.Tensor:
+    """Multiply by a coefficient that grows from step to step, as that of a divergence does."""
+    _steps.append(1)
+    return value * (0.0003 * len(_steps))
+
+
+_steps: list[int] = []
 _ranks = 1
 """Ranks that the losses know of."""
 _SOUND: Final[dict[str, _Loss]] = {
@@ -62,6 +69,7 @@ _SOUND: Final[dict[str, _Loss]] = {
         functional.cross_entropy(one, batch[1])
         + 0.01 * sum(p.square().sum() for p in _net.parameters())
     ),
+    "inverse": lambda one, many, batch: _sum(one, batch[3]) * (1 / len(one)) * 0.37,
     "each": lambda one, many, batch: torch.stack(
         [functional.mse_loss(a, b) for a, b in zip(one, batch[3], strict=True)]
     ).mean(),
@@ -75,6 +83,10 @@ _EVEN: Final[dict[str, _Loss]] = {
 _TOLD: Final[dict[str, tuple[_Loss, str]]] = {
     "sum": (lambda one, many, batch: _sum(one, batch[3]), "a sum over samples there (mse_loss), "),
     "constant": (lambda one, many, batch: _sum(one, batch[3]) / 7, "divided by 7, which is not"),
+    "coefficient": (
+        lambda one, many, batch: functional.cross_entropy(one, batch[1]) + _grown(many.abs().sum()),
+        "a sum over samples there (sum), divided by",
+    ),
     "activity": (
         lambda one, many, batch: functional.cross_entropy(one, batch[1]) + many.abs().sum() / 1000,
         "a sum over samples there (sum), divided by 1000",
@@ -98,6 +110,7 @@ _net: _Net
 def train(loss: _Loss, samples: int, ranks: int, weighs: bool = False) -> torch.Tensor:
     """Return the weights after three passes, on all ranks or in one process."""
     global _net, _ranks
+    _steps.clear()
     torch.manual_seed(0)
     net = _Net()
     _net, _ranks = net, ranks
@@ -139,6 +152,24 @@ def check(name: str, loss: _Loss, samples: int, words: str, weighs: bool = False
     assert all(words in each and "loss_watch_checks.py:" in each for each in _said), case
 
 
+def _check_turns() -> None:
+    """A function that calls backward for three losses in turn is told of the last one, too."""
+    _said.clear()
+    net = nn.Linear(6, 3)
+    data = TensorDataset(torch.randn(24, 6), torch.randn(24, 3))
+
+    def step(loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss)
+
+    with dlio.distribute(net, torch.optim.SGD(net.parameters(), 0.01)):
+        for x, y in dlio.DataLoader(data, 4):
+            step(functional.mse_loss(net(x), y))
+            step(functional.l1_loss(net(x), y))
+            step(_sum(net(x), y))
+    assert len(_said) == (world().rank == 0), _said
+    assert all("a sum over samples there (mse_loss)" in each for each in _said), _said
+
+
 def main() -> None:
     assert world().size == 2
     logging.getLogger("dlio").addHandler(_Kept())
@@ -152,6 +183,7 @@ def main() -> None:
         check(name, loss, 40, words)
     check("items of all", _over_all_items, 40, "")
     check("items of all", _over_all_items, 45, "elements on rank 0 and")
+    _check_turns()
     check("weighed tokens", _TOLD["tokens"][0], 40, "", weighs=True)
 
 

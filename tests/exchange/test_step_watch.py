@@ -125,3 +125,40 @@ def test_a_rank_that_skips_a_batch_is_named_and_nobody_waits_for_it_after_its_en
     assert "in vain: rank 1 has ended after 5 averages of gradients. Rank 0 has" in done.stderr
     apart = "rank 0 averages gradients of batch 2 at skipping.py:15 and rank 1 those of batch 3"
     assert (apart in done.stderr) == (loader == _DLIO_S), done.stderr
+
+
+_RAISING = """
+import torch
+from mpi4py import MPI
+import dlio
+net = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+BEGINS
+    for step in range(4):
+        if step == 2 and MPI.COMM_WORLD.rank == 1:
+            raise ValueError("bad sample 17")
+        net(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "begins",
+    ["with dlio.distribute(net, optimizer):", "ranks = dlio.distribute(net, optimizer)\nif True:"],
+)
+def test_ranks_that_wait_for_one_that_has_raised_tell_its_exception_and_line(
+    mpirun: MpiRun, tmp_path: Path, begins: str
+) -> None:
+    script = tmp_path / "raising.py"
+    text = _RAISING.replace("BEGINS", begins)
+    script.write_text(text)
+    done = mpirun(2, str(script))
+    assert done.returncode
+    line = text.partition("raise")[0].count("\n") + 1
+    why = f"ValueError: bad sample 17 at raising.py:{line}"
+    in_vain = f"in vain: rank 1 has ended after 2 averages of gradients, by {why}"
+    last = [each for each in done.stderr.splitlines() if "Error: " in each][-1]
+    assert in_vain in done.stderr, done.stderr
+    assert why in last or last == "ValueError: bad sample 17", last
+    assert "unlike lengths" not in done.stderr

@@ -9,18 +9,15 @@ The losses travel, too: after `backward` they are the mean over all ranks, as `.
 script which decides by them, or prints them, does as one process would.
 """
 
+import ctypes
 import json
 import math
-import os
 import sys
-import threading
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from itertools import chain
-from types import FrameType
+from threading import get_ident, main_thread
 from typing import Any, Final
 
 import numpy as np
@@ -40,7 +37,8 @@ from dlio.exchange.step_watch import (
     most_different,
     parts_of,
 )
-from dlio.integrations.script.script_lines import foreign_frames, script_frame
+from dlio.integrations.script.call_site import CallSite
+from dlio.integrations.script.script_lines import script_frame
 from dlio.integrations.script.script_losses import losses_of
 
 _LOSSES: Final = 4
@@ -65,14 +63,36 @@ _SLICES: Final = (
     "rank's share has fewer: take batches of the slice's size from the loader and step after some "
     "of them, or give each rank whole batches by --batch per-rank"
 )
-_Call = tuple[int, str, str, int]
-"""(number, the call, file and line of the script)."""
+_FOLDED: Final = 1000
+"""Calls that are kept for the digest at most."""
+_NO_WEIGHTS: Final = [0.0] * 2 * PARTS
+_Call = tuple[str, str, tuple[str, int, str]]
+"""The call, more about it, and its place in the script."""
 _Report = tuple[int, str, str]
 """(number, the call, the script's line), as ranks tell each other."""
 _numbers_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.tolist
 """Without what a run of a script puts around it, and without giving the interpreter's lock away."""
 _array_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.numpy
 _digest_of: Final = xxhash.xxh3_64_intdigest
+_C_TYPES: Final = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+
+
+class _Backward:
+    """The `with` statement around a backward."""
+
+    __slots__ = ("_guard", "_losses")
+
+    def __init__(self, guard: "ScriptGuard", losses: list[torch.Tensor]) -> None:
+        self._guard, self._losses = guard, losses
+
+    def __enter__(self) -> Sequence[torch.Tensor]:
+        return self._losses
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        guard = self._guard
+        guard._losses, guard._departing, guard._cells = [], [], []
+        if kind is None:
+            guard._backward_ends(self._losses)
 
 
 class ScriptGuard:
@@ -88,8 +108,15 @@ class ScriptGuard:
         self._comm = comm
         self.active = active and comm.size > 1
         self._digest, self._made = 0, 0
-        self._main = threading.main_thread().ident
+        self._fresh: list[str] = []
+        """Calls, and additions to them, that are not in the digest yet."""
+        self._folded: list[str] = []
+        """Those that came into it last, and a digest of these alone: in most steps the same."""
+        self._of_folded = 0
+        self._main = main_thread().ident
         self._calls: deque[_Call] = deque(maxlen=_KEPT)
+        self._sites: dict[str, CallSite] = {}
+        """By kind of call, the place in the script of the latest one."""
         self._giving: set[object] = set()
         """Passes that have given a batch since the last other call."""
         self._bits = bits_of_parts(comm.size)
@@ -118,8 +145,10 @@ class ScriptGuard:
         """Steps of optimizers, and the digest of the weights that is to travel next; 0 for none."""
         self._sums: list[torch.Tensor | Sequence[float]] = []
         """Sums of digests that were not looked at yet, of each exchange."""
-        self._of_alike: list[int] = []
+        self._of_alike: list[float] = []
         """The sums of the latest numbers that departed, if all ranks have the same ones."""
+        self._of_sizes: tuple[int, list[float], list[float]] = (0, [0.0] * 3, [0.0] * 3)
+        """The latest digest of sizes, its numbers, and their sums if all ranks have the same."""
         self.of_loss = 1.0
         """Factor of this rank's losses in those of the whole batch, in the present backward."""
         self._views: deque[tuple[torch.Tensor, memoryview[float]]] = deque(maxlen=2)
@@ -127,6 +156,8 @@ class ScriptGuard:
         step: an operation of torch takes 30 us where others have used the caches."""
         self._departing: list[float | torch.Tensor] = []
         """The losses of the present backward as this rank has computed them."""
+        self._cells: list[ctypes.c_float | ctypes.c_double | None] = []
+        """Their memory, but for those on a device or of a type that C does not know."""
         self._rates: Sequence[float] = ()
         self._latest_step = ""
         """The latest step of an optimizer as a call, and its learning rates."""
@@ -165,46 +196,63 @@ class ScriptGuard:
                 self._talk.close()
             self._talk = None
 
-    def note(self, call: str, more: str = "", frame: FrameType | None = None) -> None:
+    def note(self, call: str, more: str = "", kind: str = "") -> CallSite | None:
         """Note a call of the script; all ranks make the same ones in the same order. `more` is told
-        if the call is one that differs, and may differ itself. `frame` is the script's, if known.
+        if the call is one that differs, and may differ itself. Calls of a `kind` come from few
+        places, the calls of one text otherwise. Returns where it was called.
 
         Calls of other threads than the main one, such as those that take batches ahead, come at
         other moments on each rank: they are not compared.
         """
         # In a step between large operations all of this is out of the caches: each line counts.
-        if threading.get_ident() != self._main:
-            return
-        self._digest = _digest_of(call.encode(), self._digest)
-        frame = script_frame() if frame is None else frame
-        file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        self._calls.append((self._made, call + more, file, line))
+        if get_ident() != self._main:
+            return None
+        site = self._sites.get(kind or call)
+        if site is None:
+            site = self._sites[kind or call] = CallSite()
+        site.look()
+        self._calls.append((call, more, site.place))
         self._made += 1
+        self._fresh.append(call)
+        if len(self._fresh) >= _FOLDED:
+            self._fold()
+        return site
 
     def add(self, more: str) -> None:
         """Add something to the latest call, in which ranks may differ."""
-        if threading.get_ident() != self._main:
-            return
-        self._digest = _digest_of(more.encode(), self._digest)
-        number, call, file, line = self._calls[-1]
-        self._calls[-1] = number, call + more, file, line
+        if get_ident() == self._main:
+            self._fresh.append(more)
+            call, own, place = self._calls[-1]
+            self._calls[-1] = call + more, own, place
+
+    def _fold(self) -> None:
+        """Bring the digest up to date. All ranks do so after the same calls."""
+        if self._fresh != self._folded:
+            self._of_folded = _digest_of("\n".join(self._fresh).encode())
+        self._folded, self._fresh = self._fresh, self._folded
+        self._fresh.clear()
+        # Of a tuple of whole numbers the same everywhere, and quicker than other digests.
+        self._digest = hash((self._digest, self._of_folded))
 
     @property
     def line(self) -> str:
         """The script's line of the latest call."""
-        return _line(*self._calls[-1][2:])
+        return self._calls[-1][2][2]
 
     @property
     def place(self) -> tuple[str, int]:
         """File and line of the script's latest call."""
-        return self._calls[-1][2:]
+        return self._calls[-1][2][:2]
 
     def _reported(self) -> list[_Report]:
-        return [(each[0], each[1], _line_of(each)) for each in self._calls]
+        first = self._made - len(self._calls)
+        return [
+            (first + k, call + more, place[2]) for k, (call, more, place) in enumerate(self._calls)
+        ]
 
     def took_batch(self, use: object = None) -> None:
         """Note that the script takes its share of a batch of a pass."""
-        if not self._calls or not self._calls[-1][1].startswith(_BATCH):
+        if not self._calls or self._calls[-1][0] is not _BATCH:
             self._giving.clear()
         skipped = use in self._giving  # Not the first batch of another loader.
         self._giving.add(use)
@@ -226,7 +274,7 @@ class ScriptGuard:
         if rates != self._rates:
             self._rates = rates
             self._latest_step = f"optimizer.step with learning rate {', '.join(map(str, rates))}"
-        self.note(self._latest_step)
+        self.note(self._latest_step, "", "step")
         self._steps += 1
         if self.active and self._steps & (self._steps - 1) == 0:
             self._weights = self._digest_of_weights()
@@ -257,9 +305,8 @@ class ScriptGuard:
         self._comm.wait([self._comm.iallreduce(sums.numpy())], f"others at {call}")
         return sums
 
-    @contextmanager
-    def backward(self, tensors: Any, keeps_graph: bool) -> Iterator[Sequence[torch.Tensor]]:
-        """Note a backward within a `with` statement, and yield its losses, the first of which it
+    def backward(self, tensors: Any, keeps_graph: bool) -> "_Backward":
+        """Note a backward within a `with` statement, which gives its losses, the first of which it
         begins at.
 
         They become the mean of all ranks', if it ends with their sum, unless their graph is kept:
@@ -268,20 +315,21 @@ class ScriptGuard:
 
         Raises UsageError if ranks do different things. Collective then.
         """
-        looks = self.active and not keeps_graph
-        frames, frame = foreign_frames() if looks else ([], None)
-        self.note("backward", frame=frame)
-        losses = losses_of(tensors, frames, _LOSSES) if looks else []
+        site = self.note("backward")
+        losses: list[torch.Tensor] = []
+        if self.active and not keeps_graph and site is not None:
+            losses = losses_of(tensors, site.frames(), _LOSSES)
         self._losses, self._means = losses, []
         # Read before backward, which clears the caches, and before sums of exchanges change them.
+        self._cells = [_memory_of(each) for each in losses]
         self._departing = [
-            each.detach().reshape(()).clone() if each.is_cuda else _number(each) for each in losses
+            cell.value if cell is not None else _value_of(each)
+            for each, cell in zip(losses, self._cells, strict=True)
         ]
         self.of_loss, self.doubts = 1.0, (0, 0)
-        try:
-            yield losses
-        finally:
-            self._losses, self._departing = [], []
+        return _Backward(self, losses)
+
+    def _backward_ends(self, losses: Sequence[torch.Tensor]) -> None:
         if self._means:
             ratio = losses[0].detach() / self._means[0]
             ratio = torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
@@ -295,36 +343,38 @@ class ScriptGuard:
     def depart(self, into: torch.Tensor, factor: float) -> None:
         # On the host as plain numbers: each operation of torch takes some microseconds.
         numbers: list[float] = [0.0] * _LOSSES
-        scale = factor * self.of_loss
         on_device = []
-        # That of a sample of weight 0 may be NaN.
-        for place, loss in enumerate(self._departing if factor else ()):
-            if isinstance(loss, torch.Tensor):
-                on_device.append((place, loss))
-            else:
-                numbers[place] = loss * scale
+        if factor:  # The loss of a sample of weight 0 may be NaN.
+            scale = factor * self.of_loss
+            for place, loss in enumerate(self._departing):
+                if isinstance(loss, torch.Tensor):
+                    on_device.append((place, loss * scale))
+                else:
+                    numbers[place] = loss * scale
         numbers += self._numbers()
         if into.is_cuda:
             into.copy_(torch.tensor(numbers, dtype=into.dtype))
         else:
             view = self._view(into)
-            view[:] = array(view.format, numbers)
-        for place, loss in on_device:
-            into[place] = loss * scale  # Without waiting for the device.
+            # Other ways to write them take longer where caches are cold.
+            for place, number in enumerate(numbers):
+                view[place] = number
+        for place, scaled in on_device:
+            into[place] = scaled  # Without waiting for the device.
 
     def arrive(self, sums: torch.Tensor, factor: torch.Tensor | float) -> None:
-        numbers: Sequence[float] = [] if sums.is_cuda else self._view(sums).tolist()
-        for place, loss in enumerate(self._losses):
-            # Autograd does not have to know: it has computed all gradients of these losses.
-            if loss.is_cuda or sums.is_cuda:
+        is_on_host = not sums.is_cuda and not isinstance(factor, torch.Tensor)
+        numbers: Sequence[float] = self._view(sums).tolist() if is_on_host else []
+        # Autograd does not have to know: it has computed all gradients of these losses.
+        for place, (loss, cell) in enumerate(zip(self._losses, self._cells, strict=True)):
+            if cell is not None and isinstance(factor, float) and is_on_host:
+                # Of no element at all it is not a number.
+                cell.value = math.nan if factor > _WEIGHTLESS else numbers[place] * factor
+            else:
                 loss.data.copy_((sums[place] * factor).reshape(loss.shape))
-                continue
-            mean = _numbers_of(factor) if isinstance(factor, torch.Tensor) else factor
-            # Of no element at all it is not a number.
-            loss.data.fill_(math.nan if mean > _WEIGHTLESS else numbers[place] * mean)
         if len(self._losses) > 1:
             self._means = [loss.detach().clone() for loss in self._losses]
-        self._sums.append(sums[_LOSSES:].clone() if sums.is_cuda else numbers[_LOSSES:])
+        self._sums.append(numbers[_LOSSES:] if is_on_host else sums[_LOSSES:].clone())
 
     def _view(self, of: torch.Tensor) -> "memoryview[float]":
         """Return the memory of a tensor on the host."""
@@ -335,21 +385,30 @@ class ScriptGuard:
         self._views.append((of, view))
         return view
 
-    def _numbers(self) -> list[int]:
+    def _numbers(self) -> list[float]:
         """Return numbers whose sums over ranks tell whether all have the same digests."""
-        sizes = self.sizes & self._mask
-        numbers = [
-            1,
-            *self.doubts,
-            *parts_of(self._digest, self._bits),
-            *parts_of(self._weights, self._bits),
-            int(self.sizes > 0),
-            sizes,
-            sizes * sizes,
+        if self._fresh:
+            self._fold()
+        ranks, bits, mask = self._comm.size, self._bits, self._mask
+        low, high = self._digest & mask, self._digest >> bits & mask  # As by `parts_of`.
+        least, most = low * low, high * high
+        if self.sizes != self._of_sizes[0]:
+            sizes = self.sizes & mask
+            own: list[float] = [int(self.sizes > 0), sizes, sizes * sizes]
+            self._of_sizes = self.sizes, own, [ranks * each for each in own]
+        _, own, alike = self._of_sizes
+        weights = others = _NO_WEIGHTS
+        if self._weights:
+            weights = [*parts_of(self._weights, bits)]
+            others = [ranks * each for each in weights]
+            self._weights = 0
+        # Without doubts: those of any rank are looked at.
+        self._of_alike = [
+            *(ranks, 0, 0, ranks * low, ranks * least, ranks * high, ranks * most),
+            *others,
+            *alike,
         ]
-        self._weights = 0
-        self._of_alike = [self._comm.size * each for each in numbers]
-        return numbers
+        return [1, *self.doubts, low, least, high, most, *weights, *own]
 
     def check(self) -> None:
         """Raise UsageError on all ranks if they have called different things, or have other
@@ -357,7 +416,7 @@ class ScriptGuard:
         arrived, self._sums = self._sums, []
         for sums in arrived:
             numbers = _numbers_of(sums) if isinstance(sums, torch.Tensor) else sums
-            if numbers != self._of_alike or any(self.doubts):
+            if numbers != self._of_alike:
                 self._check(*map(round, numbers))
 
     def _check(self, ranks: int, doubts: int, wrongs: int, *numbers: int) -> None:
@@ -378,9 +437,9 @@ class ScriptGuard:
         if not all(same[PARTS:]):
             self._compare_weights()
         if parts * squares != size * size:
-            batch = next((each for each in reversed(self._calls) if each[1] == _BATCH), None)
+            batch = next((each for each in reversed(self._calls) if each[0] == _BATCH), None)
             self.say(
-                f"{_line_of(batch or self._calls[-1])}: the ranks' parts of a batch have other "
+                f"{(batch or self._calls[-1])[2][2]}: the ranks' parts of a batch have other "
                 "sizes, as where each is padded to its own longest sample: a model that reads "
                 "padding, such as a recurrent one without packing or a mean over time, computes "
                 "other values than in one process; one that masks padding does not"
@@ -481,20 +540,19 @@ class ScriptGuard:
         self._sends.append((self._talk.isend(message, dest, _TAG), message))
 
 
-def _number(loss: torch.Tensor) -> float:
-    value = _numbers_of(loss)
-    while isinstance(value, list):  # Of shape (1,).
-        (value,) = value
-    return float(value)
+def _memory_of(loss: torch.Tensor) -> ctypes.c_float | ctypes.c_double | None:
+    """Return the memory of a loss as long as that lives; None on a device, or if C does not know
+    its type. To read and write it takes a few microseconds less than operations of torch do."""
+    kind: Any = _C_TYPES.get(loss.dtype)
+    if kind is None or not loss.is_cpu:
+        return None
+    memory: ctypes.c_float | ctypes.c_double = kind.from_address(loss.data_ptr())
+    return memory
 
 
-def _line_of(call: _Call) -> str:
-    return _line(*call[2:])
-
-
-@cache
-def _line(file: str, number: int) -> str:
-    return f"{os.path.basename(file)}:{number}" if file else "the end of the script"
+def _value_of(loss: torch.Tensor) -> float | torch.Tensor:
+    value = loss.detach().reshape(())
+    return value.clone() if loss.is_cuda else float(_numbers_of(value))
 
 
 def _latest(reports: Sequence[Sequence[Sequence[Any]]]) -> str:

@@ -74,15 +74,20 @@ class LossPlan:
 
     terms: str = ""
     """Their names."""
+    added: str = field(init=False)
+    """The same, as an addition to the call of a backward."""
     uses: tuple[TermUse, ...] = ()
     constants: tuple[frozenset[float], ...] = ()
     """By term, the divisors of sums that are not counts."""
-    chain: tuple[str, ...] = ()
-    """Nodes from a loss that is a single mean to that mean, if one look tells its count."""
+    chain: tuple[type, ...] = ()
+    """Types of nodes from a loss that is a single mean to it, if one look tells its count."""
     _agreed: int = 0
     _failed: bool = False
     _is_mean: bool = field(default=False)
     """True for a single mean: its count is the weight."""
+
+    def __post_init__(self) -> None:
+        self.added = f" of {self.terms}"
 
     @property
     def is_settled(self) -> bool:

@@ -106,12 +106,16 @@ class ScriptLossWeights:
                 original(tensors, *args, **options)
                 return
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            given = args[0] if args else options.get("grad_tensors")
-            gradients = [given] if isinstance(given, torch.Tensor) else list(given or ())
             self.is_inside = True
             try:
-                with self._weighed(roots, gradients, lead) as loss:
+                if self._quick(roots, lead):
+                    loss: _WholeLoss | None = self._whole_loss(roots[0], None)
                     original(tensors, *args, **options)
+                else:
+                    given = args[0] if args else options.get("grad_tensors")
+                    gradients = [given] if isinstance(given, torch.Tensor) else list(given or ())
+                    with self._weighed(roots, gradients, lead) as loss:
+                        original(tensors, *args, **options)
             finally:
                 self.is_inside = False
             keeps = any(args[1:3]) or options.get("retain_graph") or options.get("create_graph")
@@ -143,13 +147,7 @@ class ScriptLossWeights:
         block. Yields the step that makes it the whole batch's loss after that, or None if that is
         unknown."""
         line = self._context.guard.line
-        whole = len(batch.samples) if self._context.batch == "global" else batch.weight
-        self._context.part = batch.weight / whole if whole else 0.0
-        quick = self._quick(roots, batch, line)
-        if quick is not None:
-            self._knows_part(quick, batch)
-            yield self._whole_loss(roots[0], None)
-            return
+        self._takes_part(batch)
         loops = batch.of.use.plans.loops.setdefault(line, set())
         states = _states(batch)
         parts = find_terms(roots, states, loops, gradients)
@@ -217,6 +215,10 @@ class ScriptLossWeights:
         finally:
             self.is_inside = False
 
+    def _takes_part(self, batch: ScriptBatch) -> None:
+        whole = len(batch.samples) if self._context.batch == "global" else batch.weight
+        self._context.part = batch.weight / whole if whole else 0.0
+
     def _knows_part(self, weight: float, batch: ScriptBatch) -> None:
         if abs(weight - batch.weight) > 1e-9 * batch.weight:
             self._context.part = None  # The weights of the other ranks are not known yet.
@@ -226,22 +228,26 @@ class ScriptLossWeights:
         for exchange in exchanges:
             exchange.weigh(weight)
 
-    def _quick(self, roots: Sequence[torch.Tensor], batch: ScriptBatch, line: str) -> float | None:
-        """Weigh a loss that is a single mean, as nearly all are, at a glance. Returns the weight,
-        None if that takes more."""
-        guard, plan = self._context.guard, batch.of.use.plans.quick(line)
+    def _quick(self, roots: Sequence[torch.Tensor], batch: ScriptBatch) -> bool:
+        """Weigh a loss that is a single mean, as nearly all are, at a glance. Returns False if that
+        takes more."""
+        guard = self._context.guard
+        plan = batch.of.use.plans.quick(guard.line)
         if plan is None or len(roots) != 1 or not (self._context.is_alone and guard.active):
-            return None
+            return False
         exchanges = self._exchanges()
         for each in exchanges:
             if not each.alike:
-                return None
+                return False
         weight = plan.quick_weight(roots[0], batch.weight) if exchanges else None
-        if weight is not None:
-            self._plan = plan
-            guard.add(f" of {plan.terms}")
-            self._weigh(exchanges, weight)
-        return weight
+        if weight is None:
+            return False
+        self._plan = plan
+        guard.add(plan.added)
+        self._weigh(exchanges, weight)
+        self._takes_part(batch)
+        self._knows_part(weight, batch)
+        return True
 
     def _planned(self, parts: LossTerms, batch: ScriptBatch, line: str) -> PlannedStep | None:
         """Return the weights of a backward if they are known without a message."""
@@ -251,7 +257,7 @@ class ScriptLossWeights:
             return None
         if line in plans.settled:
             # One that is not settled would wait for a message that others do not send.
-            guard.add(f" of {plan.terms}")
+            guard.add(plan.added)
         if not (plan.is_settled and guard.active):
             return None
         step = plan.step(parts, batch.weight, len(batch.samples), self._context.batch == "global")

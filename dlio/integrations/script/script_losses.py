@@ -18,30 +18,32 @@ def losses_of(tensors: Any, frames: Sequence[FrameType], most: int) -> list[torc
 
     Only those whose graph this backward uses up: autograd may need the value of others yet.
     """
-    if isinstance(tensors, list | tuple):
+    kind = torch.Tensor
+    if type(tensors) is not kind and isinstance(tensors, list | tuple):
         if len(tensors) != 1:
             return []
         (tensors,) = tensors
     if not _is_scalar(tensors):
         return []
-    scalars = {id(tensors): tensors}
+    losses = [tensors]
     for frame in frames:
         for each in frame.f_locals.values():
             # A call takes longer than these looks at each variable.
-            is_tensor = type(each) is torch.Tensor and each is not tensors
-            if is_tensor and each.requires_grad and each.numel() == 1 and _is_scalar(each):
-                scalars.setdefault(id(each), each)
-    losses = list(scalars.values())
+            is_other = type(each) is kind and each is not tensors
+            if is_other and each.requires_grad and each.numel() == 1 and _is_scalar(each):
+                losses.append(each)
     if len(losses) > 1:  # In most scripts there is one, and its graph need not be walked.
         nodes = set(_nodes(tensors.grad_fn))
-        losses = [each for each in losses if each.grad_fn in nodes]
+        several = {id(each): each for each in losses if each.grad_fn in nodes}
+        losses = list(several.values())
     return losses[:most]
 
 
 def _is_scalar(value: Any) -> bool:
     return (
         type(value) is torch.Tensor
-        and value.grad_fn is not None
+        and value.requires_grad
+        and not value.is_leaf
         and value.numel() == 1
         and value.is_floating_point()
     )

@@ -192,6 +192,48 @@ def test_calls_of_other_threads_are_not_compared() -> None:
     assert torch.equal(sums, other)
 
 
+def _deeper(guard: ScriptGuard, calls: int) -> str:
+    if calls:
+        return _deeper(guard, calls - 1)
+    guard.note("backward")
+    return guard.line
+
+
+def test_the_place_of_a_call_is_the_line_that_makes_it_whichever_came_before() -> None:
+    guard = _guard(2, [])
+    lines = []
+    for number in range(12):
+        if number % 3 == 0:
+            guard.note("backward")
+            lines.append(guard.line)
+        elif number % 3 == 1:
+            guard.note("backward", " (once more)")
+            lines.append(guard.line)
+        else:
+            lines.append(_deeper(guard, number % 4))
+    first = _deeper.__code__.co_firstlineno
+    here = sys._getframe().f_code.co_firstlineno
+    name = os.path.basename(__file__)
+    places = [f"{name}:{each}" for each in (here + 5, here + 8, first + 3)]
+    assert lines == places * 4
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_losses_of_all_types_become_means(kind: torch.dtype) -> None:
+    guard = _guard(2, [])
+    weight = torch.tensor(2.0, requires_grad=True, dtype=kind)
+    loss = weight * 3
+    with guard.backward(loss, False):
+        mine, theirs = torch.zeros(guard.count), torch.zeros(guard.count)
+        guard.depart(mine, 1.0)
+        theirs[0] = 12.0
+        guard.arrive(mine + theirs, 1 / 2)
+        guard.arrive(mine + theirs, torch.tensor(1 / 2))  # As of a device.
+    assert loss.item() == 9.0
+    guard.arrive(mine + theirs, 1.0)  # Of an average that no backward has made.
+    assert loss.item() == 9.0
+
+
 def _frame() -> FrameType:
     return sys._getframe(1)
 
