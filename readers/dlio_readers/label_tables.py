@@ -41,6 +41,7 @@ from dlio_readers.picture_lists import (
     is_wordy,
     names_for,
     same_name,
+    small_suffix,
     tell_of_boxes,
 )
 
@@ -265,7 +266,8 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
     known = {same_name(name): name for name in pictures}
     bare: dict[str, list[str]] = {}
     for own, name in known.items():
-        bare.setdefault(_bare(own), []).append(name)
+        for form in (_bare(own), small_suffix(own)):
+            bare.setdefault(form, []).append(name)
     folders = {os.path.dirname(name) for name in pictures}
     inside = folders.pop() if len(folders) == 1 else ""
     result: dict[str, str] = {}
@@ -273,6 +275,7 @@ def _matched(labels: Mapping[str, str], pictures: Sequence[str]) -> dict[str, st
         name = same_name(given)
         tries = [name, os.path.join(same_name(inside), name)]
         meant = [known[each] for each in tries if each in known]
+        tries += [small_suffix(each) for each in tries]
         meant = meant or [each for bases in tries for each in bare.get(bases, ())]
         target = meant[0] if len(set(meant)) == 1 or name in known else name
         if result.setdefault(target, label) != label:

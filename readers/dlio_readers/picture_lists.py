@@ -194,7 +194,7 @@ def find_lists(
                 )
             continue
         keys = _keys(source, folder, each.rows)
-        if any(same_name(name) not in keys for name, _ in each.rows):
+        if any(_picture_of(keys, name) is None for name, _ in each.rows):
             for top in tops:  # Pictures in several folders, such as those of parts of a download.
                 for name, picture in _keys(source, top, each.rows).items():
                     keys.setdefault(name, picture)
@@ -641,6 +641,12 @@ def same_name(name: str) -> str:
     return os.path.normpath(unicodedata.normalize("NFC", name.replace("\\", "/")))
 
 
+def small_suffix(name: str) -> str:
+    """Return a file's name with its suffix in small letters, as tables may have it of `0.JPG`."""
+    stem, suffix = os.path.splitext(name)
+    return stem + suffix.lower()
+
+
 def _lies_in(source: Source, folder: str, name: str) -> bool:
     name = os.path.normpath(name.replace("\\", "/")) if name else ""
     if not name or name.startswith(("..", "/")):
@@ -655,7 +661,10 @@ def _lies_in(source: Source, folder: str, name: str) -> bool:
     pictures = [each for each in names if each.lower().endswith(PICTURES)]
     last = same_name(last)
     pictures = [same_name(each) for each in pictures]
-    return any(last in (each, os.path.splitext(each)[0]) for each in pictures)
+    small = small_suffix(last)
+    return any(
+        last == os.path.splitext(each)[0] or small == small_suffix(each) for each in pictures
+    )
 
 
 def _keys(source: Source, folder: str, rows: Rows) -> dict[str, str]:
@@ -673,7 +682,14 @@ def _keys(source: Source, folder: str, rows: Rows) -> dict[str, str]:
         keys[same_name(own)] = picture
     for own, picture in list(keys.items()):
         keys.setdefault(os.path.splitext(own)[0], picture)
+        keys.setdefault(small_suffix(own), picture)
     return keys
+
+
+def _picture_of(keys: Mapping[str, str], name: str) -> str | None:
+    """Return the picture that a list names; None without one."""
+    own = same_name(name)
+    return keys.get(own) or keys.get(small_suffix(own))
 
 
 def _add(
@@ -683,7 +699,7 @@ def _add(
     lost = []
     for name, label in each.rows:
         own = same_name(name)
-        picture = keys.get(own)
+        picture = _picture_of(keys, name)
         if picture is None:
             lost.append(name)
             continue

@@ -103,6 +103,24 @@ def test_row_numbers_of_pandas_are_no_labels_of_pictures(
     }
 
 
+@pytest.mark.parametrize("table", ["labels.csv", "train.csv"])
+@pytest.mark.parametrize("folder", ["", "images"])
+@pytest.mark.parametrize("suffixes", [(".JPG", ".jpg"), (".png", ".PNG"), (".Jpeg", ".jpeg")])
+def test_suffixes_may_be_in_other_letters_in_a_table(
+    table: str, folder: str, suffixes: tuple[str, str], tmp_path: Path
+) -> None:
+    _pictures(tmp_path / folder, [f"{k}{suffixes[0]}" for k in range(3)])
+    rows = [f"{k}{suffixes[1]},{k % 2}" for k in (2, 0, 1)]
+    (tmp_path / table).write_text("\n".join(["image,label", *rows]) + "\n")
+    assert open_reader(str(tmp_path)).labels.tolist() == [0, 1, 0]
+
+
+def test_suffixes_in_other_letters_tell_files_apart(tmp_path: Path) -> None:
+    _pictures(tmp_path, ["0.JPG", "0.jpg"])
+    (tmp_path / "labels.csv").write_text("image,label\n0.JPG,4\n0.jpg,7\n")
+    assert open_reader(str(tmp_path)).labels.tolist() == [4, 7]
+
+
 @pytest.mark.parametrize("head", ["", "a,b,c\n", "x,y,z\n"])
 def test_numbers_of_a_table_are_no_names_of_arrays(head: str, tmp_path: Path) -> None:
     """Features, next to arrays that are numbered as their values are."""
