@@ -18,8 +18,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, Names, let_go
-from dlio.data.index_memory import Kept, KeptParts, new_column
+from dlio.data.index import Arrays, let_go
+from dlio.data.index_memory import KeptParts, Names, new_column
 from dlio.data.interpretation import counted_below, named_files
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import (
@@ -106,7 +106,7 @@ class _FolderFiles:
     """Name of the first image, by which the parts of a folder are sorted."""
     count: int
     name_bytes: int
-    columns: Kept
+    columns: npt.NDArray[np.uint8]
     """Their `_COLUMNS` and the bytes of their names."""
 
 
@@ -260,26 +260,25 @@ class FolderReader(ListedReader):
 
 def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, Any]]:
     """List class folders recursively."""
-    with KeptParts() as kept:
-        listed = _Walk(source, kept).run(classes)
-        source.check_dangling(sum(each.count for each in listed))
-        folders = {"": source.times_ns()}
-        parts: list[_FolderFiles] = []
-        counts: list[int] = []
-        by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
-        for each in listed:
-            by_class[each.name.split("/", 1)[0]].append(each)
-        for name, own in by_class.items():
-            own.sort(key=lambda each: (each.name, each.first))
-            folders.update({each.name: each.times_ns for each in own})
-            counts.append(sum(each.count for each in own))
-            if not counts[-1]:
-                raise SourceError(
-                    f"{source.path(name)} is a class folder without images "
-                    f"({', '.join(PICTURES)}): {remedy_of_hollow(source, name, classes)}"
-                )
-            parts += own
-        index = _index_of(parts, kept, IMAGE_LABEL.overhead)
+    listed = _Walk(source).run(classes)
+    source.check_dangling(sum(each.count for each in listed))
+    folders = {"": source.times_ns()}
+    parts: list[_FolderFiles] = []
+    counts: list[int] = []
+    by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
+    for each in listed:
+        by_class[each.name.split("/", 1)[0]].append(each)
+    for name, own in by_class.items():
+        own.sort(key=lambda each: (each.name, each.first))
+        folders.update({each.name: each.times_ns for each in own})
+        counts.append(sum(each.count for each in own))
+        if not counts[-1]:
+            raise SourceError(
+                f"{source.path(name)} is a class folder without images "
+                f"({', '.join(PICTURES)}): {remedy_of_hollow(source, name, classes)}"
+            )
+        parts += own
+    index = _index_of(parts, IMAGE_LABEL.overhead)
     index["labels"] = new_column(sum(counts), np.int64)
     ends = np.cumsum(counts)
     for number, (end, count) in enumerate(zip(ends, counts, strict=True)):
@@ -287,7 +286,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
     return index, {"classes": list(classes), "labelled": True, "folders": folders}
 
 
-def _index_of(parts: Sequence[_FolderFiles], kept: KeptParts, overhead: int) -> Arrays:
+def _index_of(parts: Sequence[_FolderFiles], overhead: int) -> Arrays:
     """Return the arrays of the listing; a payload has `overhead` bytes more than its file."""
     count = sum(each.count for each in parts)
     index: Arrays = {name: new_column(count, np.int64) for name in _COLUMNS}
@@ -295,12 +294,12 @@ def _index_of(parts: Sequence[_FolderFiles], kept: KeptParts, overhead: int) -> 
     end = name_end = 0
     for part in parts:
         begin, end = end, end + part.count
-        data = kept.get(part.columns)
-        rows = np.frombuffer(data, np.int64, 4 * part.count).reshape(4, -1)
+        rows = np.frombuffer(part.columns, np.int64, 4 * part.count).reshape(4, -1)
         for name, row, more in zip(_COLUMNS, rows, (overhead, 0, 0, name_end), strict=True):
             index[name][begin:end] = row + more
         name_end += part.name_bytes
-        index["names"][name_end - part.name_bytes : name_end] = memoryview(data)[rows.nbytes :]
+        index["names"][name_end - part.name_bytes : name_end] = part.columns[rows.nbytes :]
+        let_go(part.columns)
         if end // _HELD > begin // _HELD:
             for values in index.values():
                 let_go(values)
@@ -740,9 +739,8 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
         if labelled:
             check_agreement(source, table, label_of, own)
             labels, classes = numbered([label_of[name] for name in own])
-    with KeptParts() as kept:
-        files = _listed("", folders[""], own, looks, kept)
-        index = _index_of([files], kept, IMAGE_LABEL.overhead * labelled)
+    files = _listed("", folders[""], own, looks, KeptParts())
+    index = _index_of([files], IMAGE_LABEL.overhead * labelled)
     index["labels"] = labels
     return index, {"classes": classes, "labelled": labelled, "folders": folders}
 
@@ -750,8 +748,8 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
 class _Walk:
     """The listing of a data set's folders in parallel: each task returns those that follow it."""
 
-    def __init__(self, source: Source, kept: KeptParts) -> None:
-        self._source, self._kept = source, kept
+    def __init__(self, source: Source) -> None:
+        self._source, self._kept = source, KeptParts()
         self._links = FolderLinks()
         self.listed: list[_FolderFiles] = []
 

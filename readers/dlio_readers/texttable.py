@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.index import Arrays, GrowingColumn, cached_index
+from dlio.data.index import Arrays, cached_index
+from dlio.data.index_memory import GrowingColumn
 from dlio.data.labels import (
     LABEL_NAMES,
     MAX_CLASSES,
