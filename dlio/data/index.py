@@ -25,14 +25,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from dlio.data.npy import read_npy_head
-from dlio.data.source import File
 from dlio.errors import CorruptBlock
 from dlio.util.folders import (
     MARK,
@@ -73,6 +72,17 @@ _near: dict[int, bool] = {}
 """Whether a device, by its number, is this node's own."""
 
 
+class IndexedFile(Protocol):
+    """A file of which there is an index."""
+
+    url: str
+
+    @property
+    def state(self) -> str:
+        """Text that changes when the contents may have."""
+        ...
+
+
 def cache_folder() -> str:
     """Return the folder that indexes are kept in."""
     home = os.environ.get("XDG_CACHE_HOME", "")
@@ -82,7 +92,7 @@ def cache_folder() -> str:
 
 
 def cached_index(
-    kind: str, version: int, files: Sequence[File], build: Callable[[], Arrays]
+    kind: str, version: int, files: Sequence[IndexedFile], build: Callable[[], Arrays]
 ) -> Arrays:
     """Return the index of some files, from the cache if they are unchanged, otherwise built.
 

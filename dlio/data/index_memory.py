@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,7 @@ class GrowingColumn:
         self._last = array(self._last.typecode)
 
 
-class Names:
+class Names(Sequence[str]):
     """Many strings in two arrays, decoded some at a time. `blob` has the bytes of all strings, one
     after another, and `ends` the end of each in it."""
 
@@ -164,7 +164,19 @@ class Names:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, number: int) -> str:
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            begin, end, step = number.indices(len(self))
+            first = int(self.ends[begin - 1]) if 0 < begin < end else 0
+            ends = self.ends[begin:end].astype(np.int64) - first
+            return list(Names(self.blob[first:], ends))[::step] if step > 0 else list(self)[number]
+        number = range(len(self))[number]
         start = int(self.ends[number - 1]) if number else 0
         return os.fsdecode(self.blob[start : int(self.ends[number])].tobytes())
 
@@ -173,9 +185,49 @@ class Names:
         for at in range(0, len(self.ends), _DECODED):
             ends = self.ends[at : at + _DECODED].tolist()
             data, first = self.blob[begin : ends[-1]].tobytes(), begin
+            text = data.decode() if data.isascii() else ""  # At once, in a third of the time.
             for end in ends:
-                yield os.fsdecode(data[begin - first : end - first])
+                part = slice(begin - first, end - first)
+                yield text[part] if text else os.fsdecode(data[part])
                 begin = end
+
+    def ending(self, suffixes: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+        """Return a mask, shape (n,), of those with one of some suffixes, in any case."""
+        mask = np.zeros(len(self), np.bool_)
+        begin = 0
+        for at in range(0, len(self), _PIECE):
+            ends = self.ends[at : at + _PIECE].astype(np.int64)
+            data = self.blob[begin : ends[-1]].tobytes()
+            if data.isascii():
+                letters, ends = np.frombuffer(data.lower(), np.uint8), ends - begin
+                sizes = np.diff(ends, prepend=0)
+                for suffix in suffixes:
+                    rows = np.flatnonzero(sizes >= len(suffix))
+                    for k, letter in enumerate(reversed(suffix.encode()), 1):
+                        rows = rows[letters[ends[rows] - k] == letter]
+                    mask[at + rows] = True
+            else:  # Some letters become others of ASCII where they are made small.
+                own = Names(self.blob[begin : ends[-1]], ends - begin)
+                mask[at : at + len(ends)] = [name.lower().endswith(suffixes) for name in own]
+            begin += len(data)
+        return mask
+
+    def chosen(self, mask: npt.NDArray[np.bool_]) -> "Names":
+        """Return those of a mask of shape (n,)."""
+        if mask.all():
+            return self
+        sizes, made, begin = GrowingColumn(), KeptParts(), 0
+        parts: list[npt.NDArray[Any]] = []
+        for at in range(0, len(self), _PIECE):
+            ends, some = self.ends[at : at + _PIECE].astype(np.int64), mask[at : at + _PIECE]
+            own = np.diff(ends, prepend=begin)
+            parts.append(made.add(self.blob[begin : ends[-1]][np.repeat(some, own)]))
+            sizes.extend(own[some])
+            begin = int(ends[-1])
+        blob = _joined(parts, sum(map(len, parts))) if parts else np.zeros(0, np.uint8)
+        ends = new_column(len(sizes), np.int64)
+        np.cumsum(sizes.spread(), out=ends)
+        return Names(blob, ends)
 
 
 class GrowingNames:
