@@ -23,18 +23,15 @@ import os
 import stat
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from dlio.data.npy import read_npy_head
-from dlio.data.schema import WholeNumbers
-from dlio.data.source import File
 from dlio.errors import CorruptBlock
 from dlio.util.folders import (
     MARK,
@@ -75,101 +72,15 @@ _near: dict[int, bool] = {}
 """Whether a device, by its number, is this node's own."""
 
 
-class GrowingColumn:
-    """Whole numbers of an index that is being built, in as few bytes as the largest one needs.
+class IndexedFile(Protocol):
+    """A file of which there is an index."""
 
-    Equal numbers take no memory: they become an array of one. The memory grows in place,
-    without a second copy at its peak.
-    """
+    url: str
 
-    def __init__(self, *, signed: bool = False) -> None:
-        self._codes = "bhiq" if signed else "BHIQ"
-        self._values: array[int] | None = None
-        self._same = self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def append(self, value: int) -> None:
-        """Add a number of 64 bits at most. Raises OverflowError for others."""
-        if self._values is None:
-            if value == self._same or not self._count:
-                self._same = value
-                self._count += 1
-                return
-            self._values = array(self._code_of(self._same), [self._same]) * self._count
-        try:
-            self._values.append(value)
-        except OverflowError:
-            self._widen(self._code_of(value))
-            self._values.append(value)
-        self._count += 1
-
-    def extend(self, values: WholeNumbers) -> None:
-        """Add numbers, shape (n,)."""
-        if not len(values):
-            return
-        low, high = int(values.min()), int(values.max())
-        if self._values is None:
-            if low == high and (low == self._same or not self._count):
-                self._same = low
-                self._count += len(values)
-                return
-            self._values = array(self._code_of(self._same), [self._same]) * self._count
-        self._widen(max(map(self._code_of, (low, high)), key=self._codes.index))
-        self._values.frombytes(values.astype(self._values.typecode).tobytes())
-        self._count += len(values)
-
-    def values(self) -> WholeNumbers:
-        """Return the numbers, shape (n,), or (1,) if they are equal; nothing is added after it."""
-        values = self._values
-        if values is None:
-            values = array(self._code_of(self._same), [self._same])
-        return np.frombuffer(values, values.typecode)
-
-    def spread(self) -> WholeNumbers:
-        """Return the numbers, shape (n,)."""
-        values = self.values()
-        return values if len(values) == self._count else np.broadcast_to(values, self._count)
-
-    def _code_of(self, value: int) -> str:
-        for code in self._codes:
-            if np.iinfo(code).min <= value <= np.iinfo(code).max:
-                return code
-        raise OverflowError(value)
-
-    def _widen(self, code: str) -> None:
-        """Make room for numbers of a type, if it is wider than the one so far."""
-        old = self._values
-        if old is None or self._codes.index(code) <= self._codes.index(old.typecode):
-            return
-        self._values = wide = array(code)
-        for at in range(0, len(old), _WINDOW):
-            part = np.frombuffer(old[at : at + _WINDOW], old.typecode)
-            wide.frombytes(part.astype(code).tobytes())
-
-
-class Names:
-    """Many strings in two arrays, decoded one at a time. `blob` has the bytes of all strings, one
-    after another, and `ends` the end of each in it."""
-
-    def __init__(self, blob: npt.NDArray[np.uint8], ends: WholeNumbers) -> None:
-        self.blob = blob
-        self.ends = ends
-
-    @classmethod
-    def of(cls, names: Sequence[str]) -> "Names":
-        """Make one of a sequence of strings."""
-        encoded = [os.fsencode(name) for name in names]
-        ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, number: int) -> str:
-        start = int(self.ends[number - 1]) if number else 0
-        return os.fsdecode(self.blob[start : int(self.ends[number])].tobytes())
+    @property
+    def state(self) -> str:
+        """Text that changes when the contents may have."""
+        ...
 
 
 def cache_folder() -> str:
@@ -181,7 +92,7 @@ def cache_folder() -> str:
 
 
 def cached_index(
-    kind: str, version: int, files: Sequence[File], build: Callable[[], Arrays]
+    kind: str, version: int, files: Sequence[IndexedFile], build: Callable[[], Arrays]
 ) -> Arrays:
     """Return the index of some files, from the cache if they are unchanged, otherwise built.
 

@@ -97,7 +97,7 @@ def best_fit(path: str, fitting: Kinds, kinds: Kinds, options: dict[str, object]
     Raises UsageError if two fit about as well.
     """
     source = Source(path)
-    files = [name for name, folder in source.names() if not folder]
+    files = source.files()
     fits: list[tuple[Fit, str, Any]] = []
     for name, kind in fitting:
         fallback = path_rules_of(kind).is_fallback
@@ -233,7 +233,7 @@ def has_split_files(path: str, reading: Interpretation) -> bool:
 
 def _own_files(path: str, reading: Interpretation) -> list[str]:
     owns = path_rules_of(reading.kind).owns
-    names = [name for name, folder in Source(path).names() if not folder]
+    names = Source(path).files()
     return [name for name in names if owns is not None and owns(name.lower())]
 
 
@@ -364,7 +364,7 @@ def _tell_of_twins(source: Source, chosen: str, others: Sequence[str]) -> None:
     if not stems:
         return
     for name in others[:_LISTED]:
-        files = [each for each, folder in source.names(name) if not folder]
+        files = source.files(name)
         first = os.path.splitext(files[0])[0] if files else ""
         if first and any(first.startswith(stem) for stem in stems):
             tell_once(
@@ -446,5 +446,5 @@ def lone_folder(path: str, *, has_data: bool) -> str | None:
     folders = source.folders()
     if len(folders) != 1:
         return None
-    names = [name for name, folder in source.names(folders[0]) if not folder]
+    names = source.files(folders[0])
     return None if has_data and len(splits_among(names)) < 2 else source.inner(folders[0])

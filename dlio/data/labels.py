@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import GrowingColumn
+from dlio.data.index_memory import GrowingColumn
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import listed, nearest
 from dlio.util.printable import tell_once

@@ -532,7 +532,7 @@ def _check_files(url: str, kinds: Kinds) -> None:
     """Raise UsageError for a folder with files of a format whose files are opened by their names,
     such as nanoGPT's `train.bin` and `val.bin`."""
     check_index(Source(url))
-    names = [name for name, folder in Source(url).names() if not folder]
+    names = Source(url).files()
     for form, kind in kinds:
         owns = path_rules_of(kind).owns
         own = [name for name in names if owns is not None and owns(name.lower())]

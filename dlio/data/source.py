@@ -24,6 +24,7 @@ from zipfile import ZIP_STORED
 import xxhash
 
 from dlio.data.braces import MAX_FILES, expand_braces
+from dlio.data.folder_names import FolderNames, Row, Rows, files_among, folders_among, sorted_rows
 from dlio.data.hidden_names import is_hidden
 from dlio.data.identity import content_sample, look_again, stamp_of
 from dlio.data.links import DataRoot, OpenFolder, check_descent
@@ -55,23 +56,28 @@ class _SeenNames:
     the same, as readers ask about one folder in turn."""
 
     def __init__(self) -> None:
-        self._texts: dict[tuple[str, str], tuple[str, bytes]] = {}
+        self._texts: dict[tuple[str, str], tuple[str, bytes] | FolderNames] = {}
         """All names, and for each if it is a folder."""
-        self._last: tuple[tuple[str, str] | None, list[tuple[str, bool]]] = None, []
+        self._last: tuple[tuple[str, str] | None, Rows] = None, []
 
-    def get(self, key: tuple[str, str]) -> list[tuple[str, bool]] | None:
+    def get(self, key: tuple[str, str]) -> Rows | None:
         """Return the rows of a folder; None if they are not kept."""
         last, rows = self._last
         if last == key:
             return rows
         if (kept := self._texts.get(key)) is None:
             return None
+        if isinstance(kept, FolderNames):
+            return kept
         rows = list(zip(kept[0].split("/"), map(bool, kept[1]), strict=False))
         self._last = key, rows
         return rows
 
-    def keep(self, key: tuple[str, str], rows: list[tuple[str, bool]]) -> None:
+    def keep(self, key: tuple[str, str], rows: Rows) -> None:
         """Keep the rows of a folder: no name has a slash in it."""
+        if isinstance(rows, FolderNames):
+            self._texts[key] = rows
+            return
         names = "/".join([name for name, _ in rows])
         self._texts[key] = names, bytes([inside for _, inside in rows])
         self._last = key, rows
@@ -342,7 +348,7 @@ class Source(FsspecHandle):
         entries = [entry for entry in entries if not is_hidden(entry.name)]
         return sorted(entries, key=lambda entry: entry.name)
 
-    def names(self, name: str = "", *, keep: bool = True) -> list[tuple[str, bool]]:
+    def names(self, name: str = "", *, keep: bool = True) -> Rows:
         """List (name, True if it is a folder) of a folder's entries, sorted.
 
         Within `listed_once` they are kept for the next call, unless this is the last one.
@@ -359,26 +365,32 @@ class Source(FsspecHandle):
                 seen.forget(key)
             return kept
         if self._files is not None:
-            rows = [(entry.name, entry.folder) for entry in self.listing(name)]
+            rows: Rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
-            looks = self._place.looks
             with ReadErrors(self.shown(name)), self._scanned(name) as entries:
-                rows = []
-                for each in entries:
-                    if not is_hidden(each.name):
-                        rows.append((each.name, each.is_dir()))
-                        if looks is not None:
-                            looks.has_links |= each.is_symlink()
-            rows.sort()
-            if looks is not None:
-                looks.names += len(rows)
+                rows = sorted_rows(self._rows_of(entries))
+            if self._place.looks is not None:
+                self._place.looks.names += len(rows)
         if seen is not None and keep:
             seen.keep(key, rows)
         return rows
 
     def folders(self, name: str = "") -> list[str]:
         """List the names of the folders in a folder, sorted; see `names`."""
-        return [each for each, is_folder in self.names(name) if is_folder]
+        return folders_among(self.names(name))
+
+    def files(self, name: str = "", suffixes: tuple[str, ...] = ()) -> Sequence[str]:
+        """List the names of a folder's files, sorted, or those with some suffixes; see `names`."""
+        return files_among(self.names(name), suffixes)
+
+    def _rows_of(self, entries: "Iterator[os.DirEntry[str]]") -> Iterator[Row]:
+        """Yield a local folder's entries that are not hidden, and note links."""
+        looks = self._place.looks
+        for each in entries:
+            if not is_hidden(each.name):
+                if looks is not None:
+                    looks.has_links |= each.is_symlink()
+                yield each.name, each.is_dir()
 
     def entry(self, folder: str, name: str) -> Entry | None:
         """Return a file of a local folder, None if it is not there. One that is a link to nothing

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.boxes import by_name
-from dlio.data.index import Arrays, Names
+from dlio.data.index import Arrays
+from dlio.data.index_memory import Names
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import Schema
 from dlio.data.source import File, Source, file_at

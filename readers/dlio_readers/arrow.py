@@ -323,7 +323,7 @@ def _saved(url: str) -> list[FilePlace]:
     source = Source(url)
     if own_name(url).endswith(_SUFFIXES) or not source.is_folder():
         return []
-    names = [name for name, folder in source.names() if not folder]
+    names = source.files()
     if _PARTS in names:
         parts = source.folders()
         raise UsageError(

@@ -408,7 +408,7 @@ def _files(source: Source) -> list[str]:
         if name == "_annotations.coco.json" or (has_folders and _has_boxes(source, name))
     ]
     if (_FOLDER, True) in rows:
-        below = [name for name, folder in source.names(_FOLDER) if not folder]
+        below = source.files(_FOLDER)
         for prefix in (_MAIN, _KEYPOINTS, ""):
             chosen = [name for name in below if name.startswith(prefix)]
             chosen = [n for n in chosen if n.endswith(".json") and not n.startswith(_BOXLESS)]

@@ -389,7 +389,7 @@ class FilesReader(PathReader):
             return Fit(words, len(here), left_out=tuple(below), used=tuple(tables), doubts=doubts)
         counts, more = counted_below(source, folders, _SUFFIXES)
         if not counts:  # Scans without suffixes.
-            bare = {n: [f for f, inner in source.names(n) if not inner] for n in folders[:_PROBED]}
+            bare = {n: source.files(n) for n in folders[:_PROBED]}
             counts = {n: k for n, own in bare.items() if (k := sum(map(may_be_dicom, own)))}
         total = sum(counts.values())
         over = "over " if more else ""
@@ -762,7 +762,7 @@ def _cases(source: Source, folders: Sequence[str], parts: Sequence[str]) -> list
 
 
 def _names_in(source: Source, folder: str) -> list[str]:
-    names = [name for name, inner in source.names(folder) if not inner]
+    names = source.files(folder)
     return [name for name in names if name.lower().endswith(_SUFFIXES) and name[0] != "."]
 
 

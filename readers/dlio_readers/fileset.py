@@ -16,7 +16,8 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.identity import content_sample, sampled_of, spread
-from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
+from dlio.data.index import Arrays, fingerprint_of, forget_index, kept_index
+from dlio.data.index_memory import Names
 from dlio.data.links import OpenFolder, links_followed
 from dlio.data.reader_contract import IN_FOLDER, NAMED_FILE
 from dlio.data.requests import are_observed, request

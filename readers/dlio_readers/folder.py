@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nsmallest
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, Names, let_go
-from dlio.data.index_memory import Kept, KeptParts, new_column
+from dlio.data.folder_names import Rows, files_among, folders_among, present
+from dlio.data.index import Arrays, let_go
+from dlio.data.index_memory import KeptParts, Names, new_column
 from dlio.data.interpretation import counted_below, named_files
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import (
@@ -34,6 +35,7 @@ from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source, file_at
 from dlio.data.splits import split_of, splits_among
 from dlio.errors import SourceError, UsageError
+from dlio.image.native.listed_files import files_a_look
 from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
@@ -53,6 +55,7 @@ from dlio_readers.fileset import (
 from dlio_readers.folder_doubts import (
     doubt_of_masks,
     doubts_of_classes,
+    label_words,
     masks_among,
     name_labels,
     number_labels,
@@ -92,7 +95,6 @@ times (ctime), by which reads, and openings with a cached listing, detect that a
 A change of permissions affects only the latter."""
 _HELD: Final = 1 << 16
 """Images whose columns are in memory at a time while an index is made."""
-_NO_ROWS: Final = np.zeros((0, 3), np.int64)
 _IMAGE: Final = Schema((("image", "image"),))
 
 
@@ -106,7 +108,7 @@ class _FolderFiles:
     """Name of the first image, by which the parts of a folder are sorted."""
     count: int
     name_bytes: int
-    columns: Kept
+    columns: npt.NDArray[np.uint8]
     """Their `_COLUMNS` and the bytes of their names."""
 
 
@@ -225,7 +227,7 @@ class FolderReader(ListedReader):
         if any(each.shape != (len(sizes),) or each.dtype != np.int64 for each in rows):
             return False
         last = ends[-1] if len(ends) else 0
-        rising = (np.diff(ends) >= 0).all() and (not len(ends) or ends[0] >= 0)
+        rising = (ends[1:] >= ends[:-1]).all() and (not len(ends) or ends[0] >= 0)
         right = (sizes >= 0).all() and (sizes <= MAX_SAMPLE_BYTES).all()
         return bool(rising and right and names.dtype == np.uint8 and names.shape == (last,))
 
@@ -260,26 +262,25 @@ class FolderReader(ListedReader):
 
 def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, Any]]:
     """List class folders recursively."""
-    with KeptParts() as kept:
-        listed = _Walk(source, kept).run(classes)
-        source.check_dangling(sum(each.count for each in listed))
-        folders = {"": source.times_ns()}
-        parts: list[_FolderFiles] = []
-        counts: list[int] = []
-        by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
-        for each in listed:
-            by_class[each.name.split("/", 1)[0]].append(each)
-        for name, own in by_class.items():
-            own.sort(key=lambda each: (each.name, each.first))
-            folders.update({each.name: each.times_ns for each in own})
-            counts.append(sum(each.count for each in own))
-            if not counts[-1]:
-                raise SourceError(
-                    f"{source.path(name)} is a class folder without images "
-                    f"({', '.join(PICTURES)}): {remedy_of_hollow(source, name, classes)}"
-                )
-            parts += own
-        index = _index_of(parts, kept, IMAGE_LABEL.overhead)
+    listed = _Walk(source).run(classes)
+    source.check_dangling(sum(each.count for each in listed))
+    folders = {"": source.times_ns()}
+    parts: list[_FolderFiles] = []
+    counts: list[int] = []
+    by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
+    for each in listed:
+        by_class[each.name.split("/", 1)[0]].append(each)
+    for name, own in by_class.items():
+        own.sort(key=lambda each: (each.name, each.first))
+        folders.update({each.name: each.times_ns for each in own})
+        counts.append(sum(each.count for each in own))
+        if not counts[-1]:
+            raise SourceError(
+                f"{source.path(name)} is a class folder without images "
+                f"({', '.join(PICTURES)}): {remedy_of_hollow(source, name, classes)}"
+            )
+        parts += own
+    index = _index_of(parts, IMAGE_LABEL.overhead)
     index["labels"] = new_column(sum(counts), np.int64)
     ends = np.cumsum(counts)
     for number, (end, count) in enumerate(zip(ends, counts, strict=True)):
@@ -287,7 +288,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
     return index, {"classes": list(classes), "labelled": True, "folders": folders}
 
 
-def _index_of(parts: Sequence[_FolderFiles], kept: KeptParts, overhead: int) -> Arrays:
+def _index_of(parts: Sequence[_FolderFiles], overhead: int) -> Arrays:
     """Return the arrays of the listing; a payload has `overhead` bytes more than its file."""
     count = sum(each.count for each in parts)
     index: Arrays = {name: new_column(count, np.int64) for name in _COLUMNS}
@@ -295,16 +296,33 @@ def _index_of(parts: Sequence[_FolderFiles], kept: KeptParts, overhead: int) -> 
     end = name_end = 0
     for part in parts:
         begin, end = end, end + part.count
-        data = kept.get(part.columns)
-        rows = np.frombuffer(data, np.int64, 4 * part.count).reshape(4, -1)
+        rows = np.frombuffer(part.columns, np.int64, 4 * part.count).reshape(4, -1)
         for name, row, more in zip(_COLUMNS, rows, (overhead, 0, 0, name_end), strict=True):
             index[name][begin:end] = row + more
         name_end += part.name_bytes
-        index["names"][name_end - part.name_bytes : name_end] = memoryview(data)[rows.nbytes :]
+        index["names"][name_end - part.name_bytes : name_end] = part.columns[rows.nbytes :]
+        let_go(part.columns)
         if end // _HELD > begin // _HELD:
             for values in index.values():
                 let_go(values)
     return index
+
+
+def _index_of_one(own: Sequence[str], looks: npt.NDArray[np.int64], overhead: int) -> Arrays:
+    """Return the arrays of the listing of one folder."""
+    _check_sizes(own, looks)
+    names = own if isinstance(own, Names) else Names.of(own)
+    index: Arrays = {name: new_column(len(own), np.int64) for name in _COLUMNS}
+    for at in range(0, len(own), _HELD):
+        rows = slice(at, at + _HELD)
+        sizes, *times = looks[rows].T
+        for values, more in zip(
+            index.values(), (sizes + overhead, *times, names.ends[rows]), strict=True
+        ):
+            values[rows] = more
+            let_go(values)
+        let_go(looks)
+    return {**index, "names": names.blob}
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +374,7 @@ def plan_of(
                 f"label={label!r}: {source.path()} has no list of its pictures: leave label= out, "
                 "or name a table of theirs with table="
             )
-    here = [name for name, folder in rows if not folder and name.lower().endswith(PICTURES)]
-    folders = [name for name, folder in rows if folder]
+    here, folders = files_among(rows, PICTURES), folders_among(rows)
     if layout == "names":
         return _name_plan(source, here)
     rest = [name for name in TABLES if (name, False) in rows and name != table]
@@ -478,9 +495,8 @@ def _name_plan(source: Source, here: Sequence[str]) -> FolderPlan:
 
 def _names_words(here: Sequence[str]) -> tuple[str, ...]:
     """Return the words about pictures whose names look like labels."""
-    stems = [os.path.splitext(name)[0] for name in here]
-    labels = name_labels(stems)
-    shown = sorted(set(labels.values())) or number_labels(stems)
+    labels = label_words(os.path.splitext(name)[0] for name in here)
+    shown = labels or number_labels(os.path.splitext(name)[0] for name in here)
     some = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
     if not shown:
         return ()
@@ -582,7 +598,7 @@ def _lists_above(source: Source, pictures: Sequence[str]) -> tuple[str, ...]:
         return ()
     try:
         lists = names_of_lists(Source(above), folder)
-        others = [name for name, is_folder in Source(above).names() if not is_folder]
+        others = Source(above).files()
     except (SourceError, UsageError):
         return ()
     matlab = [name for name in others if "label" in name.lower() and name.endswith(".mat")]
@@ -717,20 +733,18 @@ def _by_lists(
     return index, {"classes": classes, "labelled": bool(has), "folders": folders}
 
 
-def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:
+def _flat(source: Source, top: Rows) -> tuple[Arrays, dict[str, Any]]:
     """List one folder of images, whose entries are `top`, and its label table if there is one."""
-    note_others(source, "", [name for name, folder in top if not folder])
+    note_others(source, "", files_among(top))
     if source.local:
-        here = [name for name, folder in top if not folder and name.lower().endswith(PICTURES)]
-        parts = by_look(here)
-        rows = each_of(partial(look_at, source, ""), parts, listing_threads(), source.path(""))
-        own, looks = _present(here, np.concatenate([_NO_ROWS, *rows]))
+        own, looks = _present(*_look_at_all(source, files_among(top, PICTURES)))
         source.check_dangling(len(own))
     else:
         own, looks = _images_of(source.listing())
-    table = next((name for name in TABLES if any(name == each for each, _ in top)), None)
+    table = next((n for n in TABLES if (n, False) in top or (n, True) in top), None)
     folders = {"": source.times_ns()}
-    labels = np.zeros(len(own), np.int64)
+    labels = new_column(len(own), np.int64)
+    labels[:] = 0
     classes: list[str] = []
     labelled = False
     if table is not None:
@@ -740,9 +754,7 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
         if labelled:
             check_agreement(source, table, label_of, own)
             labels, classes = numbered([label_of[name] for name in own])
-    with KeptParts() as kept:
-        files = _listed("", folders[""], own, looks, kept)
-        index = _index_of([files], kept, IMAGE_LABEL.overhead * labelled)
+    index = _index_of_one(own, looks, IMAGE_LABEL.overhead * labelled)
     index["labels"] = labels
     return index, {"classes": classes, "labelled": labelled, "folders": folders}
 
@@ -750,8 +762,8 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
 class _Walk:
     """The listing of a data set's folders in parallel: each task returns those that follow it."""
 
-    def __init__(self, source: Source, kept: KeptParts) -> None:
-        self._source, self._kept = source, kept
+    def __init__(self, source: Source) -> None:
+        self._source, self._kept = source, KeptParts()
         self._links = FolderLinks()
         self.listed: list[_FolderFiles] = []
 
@@ -810,12 +822,26 @@ def _look_for_folders(source: Source, folder: str, rows: Sequence[tuple[str, boo
 _Task = Callable[[], "list[_Task]"]
 
 
+def _look_at_all(
+    source: Source, names: Sequence[str]
+) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
+    """Return names and the rows of `look_at` of files of the root."""
+    looks, step = new_column(3 * len(names), np.int64).reshape(-1, 3), files_a_look()
+
+    def look(begin: int) -> None:
+        looks[begin : begin + step] = look_at(source, "", names[begin : begin + step])
+        let_go(looks)
+
+    each_of(look, range(0, len(names), step), listing_threads(), source.path(""))
+    return names, looks
+
+
 def _present(
     names: Sequence[str], looks: npt.NDArray[np.int64]
-) -> tuple[list[str], npt.NDArray[np.int64]]:
+) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
     """Return the names and rows of `look_at` of those files that are there."""
     is_there = looks[:, 0] >= 0
-    return list(compress(names, is_there.tolist())), looks[is_there]
+    return (names, looks) if is_there.all() else (present(names, is_there), looks[is_there])
 
 
 def _images_of(entries: Sequence[Entry]) -> tuple[list[str], npt.NDArray[np.int64]]:
@@ -828,6 +854,14 @@ def _images_of(entries: Sequence[Entry]) -> tuple[list[str], npt.NDArray[np.int6
     return [each.name for each in images], np.array(rows, np.int64).reshape(-1, 3)
 
 
+def _check_sizes(names: Sequence[str], looks: npt.NDArray[np.int64]) -> None:
+    """Raise SourceError for a file that is too large for a sample."""
+    large = np.flatnonzero(looks[:, 0] > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead)
+    if len(large):
+        name, size = names[int(large[0])], looks[large[0], 0]
+        raise SourceError(f"{name} of {size} bytes is not an image: remove it")
+
+
 def _listed(
     folder: str,
     times_ns: list[int],
@@ -835,13 +869,8 @@ def _listed(
     looks: npt.NDArray[np.int64],
     kept: KeptParts,
 ) -> _FolderFiles:
-    """Keep the images of a folder, of which `looks` has sizes and times, shape (n, 3); refuse
-    those too large for a sample."""
-    sizes = looks[:, 0]
-    large = np.flatnonzero(sizes > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead)
-    if len(large):
-        name, size = names[large[0]], sizes[large[0]]
-        raise SourceError(f"{name} of {size} bytes is not an image: remove it")
+    """Keep the images of a folder, of which `looks` has sizes and times, shape (n, 3)."""
+    _check_sizes(names, looks)
     paths = Names.of([f"{folder}/{name}" if folder else name for name in names])
     columns = kept.add(looks.T, paths.ends, paths.blob)
     first = names[0] if names else ""

@@ -9,7 +9,7 @@ a/0.jpg, a/labels.csv                       tables in class folders
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, permutations
 from typing import Final
 
@@ -110,53 +110,74 @@ def name_labels(stems: Sequence[str]) -> dict[str, str]:
 
     They do if there are several, each of two pictures or more on average, and no camera gives them.
     """
-    labels: dict[str, str] = {}
+    return {stem: _label_in(stem) for stem in stems} if label_words(stems) else {}
+
+
+def label_words(stems: Iterable[str]) -> list[str]:
+    """Return the different labels of `name_labels`, sorted."""
+    different: set[str] = set()
+    count = 0
     for stem in stems:
-        match = _WORDS.fullmatch(stem)
-        label = match[1].rstrip(_SPACE) if match else ""
+        count += 1
+        label = _label_in(stem)
         if not label or len(label) > _LONGEST:
-            return {}
-        labels[stem] = label
-    different = set(labels.values())
-    few = 1 < len(different) <= len(labels) / 2
-    return labels if few and not all(name.lower() in _CAMERAS for name in different) else {}
+            return []
+        different.add(label)
+    few = 1 < len(different) <= count / 2
+    return sorted(different) if few and not all(n.lower() in _CAMERAS for n in different) else []
 
 
-def number_labels(stems: Sequence[str]) -> list[str]:
+def _label_in(stem: str) -> str:
+    match = _WORDS.fullmatch(stem)
+    return match[1].rstrip(_SPACE) if match else ""
+
+
+def number_labels(stems: Iterable[str]) -> list[str]:
     """Return the numbers that names begin with, such as `0002` of `0002_c1s1_000451_03`, if each
     has two pictures or more on average, as persons do in Market-1501; [] if not."""
-    matches = [_NUMBER.match(stem) for stem in stems]
-    numbers = {match[1] for match in matches if match}
-    return sorted(numbers) if all(matches) and 1 < len(numbers) <= len(stems) / 2 else []
+    numbers: set[str] = set()
+    count = 0
+    for stem in stems:
+        count += 1
+        match = _NUMBER.match(stem)
+        if match is None:
+            return []
+        numbers.add(match[1])
+    return sorted(numbers) if 1 < len(numbers) <= count / 2 else []
 
 
 def masks_among(names: Sequence[str]) -> list[str]:
     """Return those of some files that are named as others of them with `_mask` or the like, or in
     which all names come with the same two suffixes, those that are PNGs or come last."""
-    stem_of = {name: _stem(name) for name in names}
-    stems = Counter(stem_of.values())
-    if len(names) > 2 and set(stems.values()) == {2}:
-        suffixes = {os.path.splitext(name)[1] for name in names}
-        if len(suffixes) == 2:
-            last = max(suffixes, key=lambda suffix: (suffix == ".png", suffix))
-            return [name for name in names if name.endswith(last)]
-    return [
-        name
-        for name, stem in stem_of.items()
-        if (match := _MASK.fullmatch(stem)) and match[1].rstrip(_SPACE) in stems
-    ] or _masks_by_word(stem_of)
+    suffixes = {os.path.splitext(name)[1] for name in names}
+    if len(names) > 2 and len(suffixes) == 2 and set(Counter(map(_stem, names)).values()) == {2}:
+        last = max(suffixes, key=lambda suffix: (suffix == ".png", suffix))
+        return [name for name in names if name.endswith(last)]
+    matches = ((name, _MASK.fullmatch(_stem(name))) for name in names)
+    wanted = {name: match[1].rstrip(_SPACE) for name, match in matches if match}
+    # Few names are held: there may be millions.
+    known = set(wanted.values()).intersection(map(_stem, names)) if wanted else set()
+    return [name for name, stem in wanted.items() if stem in known] or _masks_by_word(names)
 
 
-def _masks_by_word(stem_of: Mapping[str, str]) -> list[str]:
+def _masks_by_word(names: Sequence[str]) -> list[str]:
     """Return the files with a word for masks of some that all come with the same words next to
     their numbers, such as `volume-0` and `segmentation-0`, or `0_sat` and `0_mask`."""
     for form in _PAIRED:
+        every: set[str] = set()
+        for name in names:
+            match = form.fullmatch(_stem(name))
+            every.add(match["word"].lower() if match else "")
+            if match is None:
+                break
+        if "" in every or len(every) < 2 or every.isdisjoint(_MASK_WORDS):
+            continue
         groups: dict[str, dict[str, str]] = {}
-        for name, stem in stem_of.items():
-            if match := form.fullmatch(stem):
+        for name in names:
+            if match := form.fullmatch(_stem(name)):
                 groups.setdefault(match["rest"], {})[match["word"].lower()] = name
         words = {frozenset(group) for group in groups.values()}
-        whole = len(words) == 1 and sum(map(len, groups.values())) == len(stem_of)
+        whole = len(words) == 1 and sum(map(len, groups.values())) == len(names)
         mask = next((word for word in _MASK_WORDS if whole and word in next(iter(words))), "")
         if mask and len(next(iter(words))) > 1:
             return [group[mask] for group in groups.values()]

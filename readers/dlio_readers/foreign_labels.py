@@ -106,7 +106,7 @@ def _known(source: Source, name: str) -> tuple[str, str]:
 def check_downloads(source: Source, folders: Sequence[str]) -> None:
     """Raise UsageError for folders of a download by img2dataset: they do not stand for classes."""
     first = folders[0]
-    names = [name for name, inner in source.names(first) if not inner]
+    names = source.files(first)
     pictures = [name for name in names if name.lower().endswith(PICTURES)]
     if not pictures or not all(map(str.isdecimal, folders)) or not pictures[0].startswith(first):
         return

@@ -142,7 +142,7 @@ class Hdf5Reader(ColumnReader):
     def fit(path: str, _: Mapping[str, object]) -> Fit | None:
         """Return how well a folder fits; files of MATLAB before 7.3 do not count."""
         source = Source(path)
-        own = [name for name, is_folder in source.names() if not is_folder]
+        own = source.files()
         own = [name for name in own if name.lower().endswith(HDF5_SUFFIXES)]
         own = [n for n in own if not (n.lower().endswith(".mat") and is_old_matlab(source, n))]
         return Fit(f"{named_files(own)} of hdf5", len(own)) if own else None

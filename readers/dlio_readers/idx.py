@@ -103,9 +103,9 @@ class IdxReader(ColumnReader):
         url = expand(path)[0]
         source = Source(url)
         if not source.is_folder():
-            names = [own_name(url)]
+            names: Sequence[str] = [own_name(url)]
         else:
-            names = [name for name, folder in source.names() if not folder]
+            names = source.files()
         has = any(map(_is_idx, names))
         return None if has else "has no files named as train-images-idx3-ubyte"
 

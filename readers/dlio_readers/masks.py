@@ -222,7 +222,7 @@ def _twins(path: str) -> list[tuple[str, SideFolders]]:
             here = f"{sides.others}/{place}".rstrip("/")
             if not source.is_folder(here):
                 continue
-            names = [name for name, folder in source.names(here) if not folder]
+            names = source.files(here)
             longer = [name[len(key) :] for name in names if name.startswith(key)]
             # Equal names do not say which are the masks.
             if any(each[0] in "-_" and each.lower().endswith(_MASK_FILES) for each in longer):

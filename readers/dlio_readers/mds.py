@@ -23,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.index import Arrays, cached_index
+from dlio.data.index_memory import GrowingColumn
 from dlio.data.labels import (
     LabelColumn,
     check_label,
@@ -43,6 +44,9 @@ from dlio.util.units import counted
 from dlio_readers.path_reader import PathReader, neighbours
 
 _VERSION: Final = 2
+_INDEX_VERSION: Final = 3
+_AT_A_TIME: Final = 1024
+"""Samples that are read together while their shard is indexed."""
 _INDEX: Final = "index.json"
 _MAX_INDEX: Final = 64 << 20
 _MAX_SHARD: Final = 4 << 30
@@ -131,11 +135,11 @@ class MdsReader(PathReader):
             raise SourceError(f"{path} holds no samples")
         index = cached_index(
             "mds" if label is None else f"mds-{xxhash.xxh3_64_hexdigest(label.encode())}",
-            _VERSION,
+            _INDEX_VERSION,
             [shard.file for shard in self._shards],
             lambda: self._build(counts),
         )
-        self._starts, self._bodies = index["starts"], index["bodies"]
+        self._starts, self._lengths = index["starts"], index["lengths"]
         head = json.loads(index["head"].tobytes())
         dims, self._named = head["dims"], head["named"]
         self.labels = index["labels"]
@@ -152,7 +156,7 @@ class MdsReader(PathReader):
         ]
         """Each column of the files with its field, and the kind of that."""
         known = {
-            name: self._bodies[:, k]
+            name: np.broadcast_to(index[f"bodies{k}"], total)
             for k, (_, name, kind) in enumerate(self._columns)
             if not kind.fixed
         }
@@ -189,7 +193,7 @@ class MdsReader(PathReader):
 
     def _length(self, sample: int) -> int:
         """Stored bytes of a sample, including its column sizes."""
-        return int(self._bodies[sample, -1])
+        return int(self._lengths[sample if len(self._lengths) > 1 else 0])
 
     def _payload(self, sample: int, data: memoryview, first: int) -> bytes | memoryview:
         start = int(self._starts[sample]) - first
@@ -205,7 +209,8 @@ class MdsReader(PathReader):
 
     def _build(self, counts: Sequence[int]) -> Arrays:
         """Index offsets, column sizes and labels of all samples; reads all shards once."""
-        starts, bodies = [], []
+        starts, lengths = GrowingColumn(), GrowingColumn()
+        bodies = [GrowingColumn() for _ in self._fields]
         places = {field.name: k for k, field in enumerate(self._fields)}
         labels = {name: LabelColumn() for name in label_names(places, self._label)}
         dims: dict[str, tuple[str, list[int | None]]] = {}
@@ -220,10 +225,13 @@ class MdsReader(PathReader):
                 )
             if (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
                 raise SourceError(f"{shard.file.name}: its offsets are invalid: write it again")
-            data = shard.read(0, shard.raw_bytes)
+            data, data_at = memoryview(b""), 0
             values: dict[str, list[memoryview]] = {name: [] for name in labels}
             for k in range(count):
-                view = data[int(ends[k]) : int(ends[k + 1])]
+                if k % _AT_A_TIME == 0:
+                    data_at = int(ends[k])
+                    data = shard.read(data_at, int(ends[min(k + _AT_A_TIME, count)]) - data_at)
+                view = data[int(ends[k]) - data_at : int(ends[k + 1]) - data_at]
                 try:
                     parts = _split(view, self._fields)
                     row = [_body(f, p, dims) for f, p in zip(self._fields, parts, strict=True)]
@@ -238,12 +246,14 @@ class MdsReader(PathReader):
                         "as its index describes it; write both again"
                     ) from error
                 starts.append(int(ends[k]))
-                bodies.append([*row, len(view)])
+                lengths.append(len(view))
+                for column, size in zip(bodies, row, strict=True):
+                    column.append(size)
                 for name, own in values.items():
                     own.append(parts[places[name]])
-            for name, own in values.items():
-                if own:
-                    _add_labels(labels[name], self._fields[places[name]], own)
+                    if len(own) == _AT_A_TIME or k == count - 1:
+                        _add_labels(labels[name], self._fields[places[name]], own)
+                        own.clear()
         label, labelling = first_labels(labels, lambda k: f"{self._source.path()}, sample {k}")
         is_text = label is not None and _kind_of_label(self._fields[places[label]]) == "text"
         about = {
@@ -253,8 +263,9 @@ class MdsReader(PathReader):
             "unlabelled": labelling.reason,
         }
         return {
-            "starts": np.array(starts, np.int64),
-            "bodies": np.array(bodies, np.int64),
+            "starts": starts.spread(),
+            "lengths": lengths.values(),
+            **{f"bodies{k}": column.values() for k, column in enumerate(bodies)},
             "head": np.frombuffer(json.dumps(about).encode(), np.uint8),
             "labels": np.zeros(len(starts), np.int64)
             if labelling.numbers is None

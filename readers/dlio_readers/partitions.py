@@ -49,7 +49,7 @@ def files_of_partitions(
         here, depth = stack.pop()
         if depth > _DEEPEST:
             raise SourceError(f"{source.shown(here)} lies too deep: move its files further up")
-        names = [name for name, inner in source.names(here) if not inner]
+        names = source.files(here)
         files += [
             source.file_at(f"{here}/{name}") for name in names if name.lower().endswith(suffixes)
         ]

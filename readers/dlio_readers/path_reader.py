@@ -130,8 +130,8 @@ def lie_at(
     if own_name(url).endswith(suffixes):
         return True
     source = Source(url)
-    names = [name for name, _ in source.names()] if source.is_folder() else []
-    return marker in names or any(name.lower().endswith(suffixes) for name in names)
+    rows = source.names() if source.is_folder() else []
+    return any(name == marker or name.lower().endswith(suffixes) for name, _ in rows)
 
 
 def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

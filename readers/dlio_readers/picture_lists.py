@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
+from dlio.data.folder_names import files_among
 from dlio.data.labels import (
     LABEL_NAMES,
     LabelEncoding,
@@ -74,6 +75,7 @@ _NOT_PICTURES: Final = (*_LIST_FOLDERS, "masks", "labels", "trimaps", "segmentat
 _MOST_FOLDERS: Final = 16
 """Folders next to a list; more of them are classes."""
 _DEEPEST: Final = 3
+_LISTS: Final = (".csv", ".tsv", ".txt")
 _MOST_LISTS: Final = 16
 _HEAD: Final = 1 << 16
 PROBED: Final = 8
@@ -323,9 +325,9 @@ def has_lists(source: Source) -> bool:
 
 def _files_of(source: Source, rows: Sequence[tuple[str, bool]]) -> list[str]:
     """Return the files that may be lists, by their names."""
-    files = [name for name, folder in rows if not folder and _may_be_list(name)]
+    files = [name for name in files_among(rows, _LISTS) if _may_be_list(name)]
     for folder in (name for name, is_folder in rows if is_folder and name in _LIST_FOLDERS):
-        inner = [name for name, is_folder in source.names(folder) if not is_folder]
+        inner = source.files(folder)
         files += [f"{folder}/{name}" for name in inner if _may_be_list(name, folder)]
     return files[:_MOST_LISTS]
 
@@ -378,7 +380,7 @@ def delimiter_of(file: str, text: str) -> str:
 
 
 def _may_be_list(name: str, folder: str = "") -> bool:
-    if not name.lower().endswith((".csv", ".tsv", ".txt")):
+    if not name.lower().endswith(_LISTS):
         return False
     stem, suffix = os.path.splitext(name.lower())
     if "submission" in stem:
@@ -657,7 +659,7 @@ def _lies_in(source: Source, folder: str, name: str) -> bool:
         if (part, True) not in source.names(here):
             return False
         here = f"{here}/{part}" if here else part
-    names = [each for each, is_folder in source.names(here) if not is_folder]
+    names = source.files(here)
     pictures = [each for each in names if each.lower().endswith(PICTURES)]
     last = same_name(last)
     pictures = [same_name(each) for each in pictures]
@@ -673,7 +675,7 @@ def _keys(source: Source, folder: str, rows: Rows) -> dict[str, str]:
     if deep:
         pictures = list(files_in(source, folder, PICTURES))
     else:
-        names = [name for name, is_folder in source.names(folder) if not is_folder]
+        names = source.files(folder)
         names = [name for name in names if name.lower().endswith(PICTURES)]
         pictures = [f"{folder}/{name}" if folder else name for name in names]
     keys: dict[str, str] = {}

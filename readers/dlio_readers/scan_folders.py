@@ -79,7 +79,7 @@ def doubts_of_scans(source: Source, scans: Mapping[str, Sequence[str]]) -> list[
 
 def tables_of_scans(source: Source, names: Sequence[str], folder: str = "") -> list[str]:
     """Return the tables next to scans, or to their `folder`, that may label them."""
-    files = [name for name, inner in source.names() if not inner]
+    files = source.files()
     tables = [name for name in files if name.lower().endswith(_TABLES)]
     stems = [name.removesuffix(".gz") for name in names]
     known = files_of_labels(source, "", stems, is_strict=bool(folder))

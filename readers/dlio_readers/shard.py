@@ -99,8 +99,8 @@ class ShardReader(PathReader):
         source = Source(first)
         if not source.is_folder():
             return f"is a file that does not end in {SUFFIX}"
-        names = [name for name, _ in source.names()]
-        return None if any(name.endswith(SUFFIX) for name in names) else f"holds no *{SUFFIX} file"
+        has = any(name.endswith(SUFFIX) for name, _ in source.names())
+        return None if has else f"holds no *{SUFFIX} file"
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:

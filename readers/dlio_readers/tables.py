@@ -170,10 +170,13 @@ class TablesReader(ColumnReader):
         ok = own_name(url).endswith(_SUFFIXES)
         source = Source(url)
         if not ok and source.is_folder():
-            names = [name.lower() for name, folder in source.names() if not folder]
-            names = [name for name in names if not name.endswith(_DOCUMENTS)]
-            here = {suffix for suffix in _SUFFIXES if any(n.endswith(suffix) for n in names)}
-            if here and all(name.endswith(_SUFFIXES) for name in names):
+            here: set[str] = set()
+            for name in map(str.lower, source.files()):
+                if not name.endswith(_DOCUMENTS):
+                    here.add(next((s for s in _SUFFIXES if name.endswith(s)), ""))
+                if "" in here:
+                    break  # A file of another kind.
+            if here and "" not in here:
                 arrays = here.intersection(_ARRAYS)
                 if len(arrays) > 1:
                     return "holds .npy and .npz files: open one kind, as in folder/*.npy"

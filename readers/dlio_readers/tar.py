@@ -12,9 +12,7 @@ random access and are refused.
 """
 
 import json
-import os
 import re
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
@@ -25,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.index import Arrays, GrowingColumn, Names, cached_index
+from dlio.data.index import Arrays, cached_index, let_go
+from dlio.data.index_memory import GrowingColumn, GrowingNames, new_column, repeated
 from dlio.data.labels import (
     LABEL_NAMES,
     MAX_CLASSES,
@@ -257,13 +256,14 @@ class TarReader(PathReader):
         return np.concatenate([part.numbers(self._label) for part in self._parts])
 
     def _sizes_of_payloads(self) -> Arrays:
-        sizes = np.empty(int(self._firsts[-1]), np.int64)
+        sizes = new_column(int(self._firsts[-1]), np.int64)
         for part, first in zip(self._parts, self._firsts.tolist(), strict=False):
             for low in range(0, len(part), _STRETCH):
                 rows = np.arange(low, min(low + _STRETCH, len(part)), dtype=np.int64)
                 bodies = {name: part.bodies(k, rows) for k, name in enumerate(self._names)}
                 payloads = self.schema.payload_sizes(len(rows), bodies)
                 sizes[first + low : first + low + len(rows)] = payloads
+                let_go(sizes)
         return {"sizes": sizes}
 
     def name(self, sample: int) -> str:
@@ -546,10 +546,10 @@ class _Builder:
         self._packed: dict[str, Any] = {}
         self._key = ""
         self._sample: dict[str, _Member] = {}
-        self._names = bytearray()
-        self._name_ends = GrowingColumn()
-        self._hashes = array("q")
-        """Of the names, to see which come again."""
+        self._names = GrowingNames()
+        self._last_name = ""
+        self._rises = True
+        """False once a name is not after the one before it: names may come again then."""
         self._firsts = GrowingColumn()
         self._columns: list[_FieldColumns] = []
         self._shapes: dict[str, tuple[str, list[int | None]]] = {}
@@ -659,14 +659,13 @@ class _Builder:
             columns.number.append(number)
             columns.body.append(body)
         self._left.update(self._sample.keys() - taken)
-        self._names += os.fsencode(self._key)
-        self._hashes.append(hash(self._key))
-        self._name_ends.append(len(self._names))
+        self._rises &= self._last_name < self._key
+        self._last_name = self._key
+        self._names.add(self._key)
         self._sample = {}
 
     def _name(self, sample: int) -> str:
-        ends = self._name_ends.spread()
-        return Names(np.frombuffer(self._names, np.uint8), ends)[sample]
+        return self._names.names()[sample]
 
     def _incomplete(self, field: str) -> SourceError:
         what = f"{self.file}: sample {self._key!r} has no {field}"
@@ -698,14 +697,15 @@ class _Builder:
     def _repeated(self) -> list[str]:
         """Return the words about names that several samples have, as of members that were added to
         a tar again; [] without any."""
-        hashes = np.frombuffer(self._hashes, np.int64)
-        firsts = np.unique(hashes, return_index=True)[1]
-        again = np.delete(np.arange(len(hashes)), firsts)
-        if not len(again):
+        if self._rises:
+            return []
+        names = self._names.names()
+        again, first = repeated(names)
+        if not again:
             return []
         return [
-            f"has several samples called {self._name(int(again[0]))!r}, and {len(again)} of "
-            f"{counted(len(hashes), 'name')} were there before: each is a sample of its own, "
+            f"has several samples called {first!r}, and {again} of "
+            f"{counted(len(names), 'name')} were there before: each is a sample of its own, "
             "though tar extracts the last alone"
         ]
 
@@ -770,12 +770,13 @@ class _Builder:
             "classes": self._packed.get("classes", []),
             "structure": self._packed.get("structure") if len(kinds) == len(packed) else None,
         }
+        names = self._names.names()
         arrays: Arrays = {
             "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
             "first": self._firsts.spread(),
             "npy": np.array([field in self._shapes for field in self._fields]),
-            "names": np.frombuffer(self._names, np.uint8),
-            "name_ends": self._name_ends.spread(),
+            "names": names.blob,
+            "name_ends": names.ends,
         }
         for k, (field, columns) in enumerate(zip(self._fields, self._columns, strict=True)):
             arrays[f"shift{k}"], arrays[f"size{k}"] = columns.shift.values(), columns.size.values()

@@ -7,7 +7,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, GrowingColumn, Names
+from dlio.data.index import Arrays
+from dlio.data.index_memory import GrowingColumn, Names
 from dlio.data.labels import encode_labels, label_name
 from dlio.data.schema import WholeNumbers
 from dlio.util.structured_text import parse_json

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.index import Arrays, GrowingColumn, cached_index
+from dlio.data.index import Arrays, cached_index
+from dlio.data.index_memory import GrowingColumn
 from dlio.data.labels import (
     LABEL_NAMES,
     MAX_CLASSES,
@@ -44,11 +45,12 @@ from dlio_readers.path_reader import check_names
 
 _VERSION: Final = 7
 _MAX_TEXT: Final = 4 << 30
+_LINE_END: Final = re.compile(rb"[\r\n]")
 _MAX_HEADER: Final = 1 << 24
 _MAX_CELL: Final = (1 << 31) - 1
 _MOST_KEPT: Final = 1 << 13
 """Parsed rows that a thread keeps for the other columns, at most."""
-_PART: Final = 1 << 20
+_PART: Final = 1 << 18
 """Bytes of a table that are indexed at a time."""
 _ROWS: Final = 1 << 14
 _COLUMN_BYTES: Final = 2048
@@ -403,13 +405,17 @@ class _TableScan:
         self, file: File, separator: str | None, texts: frozenset[str], label: str | None = None
     ) -> None:
         self._file, self._name, self._texts, self._label = file, file.name, texts, label
-        first = file.read(0, _MAX_HEADER)
+        first = file.read(0, _PART)
         self._at = 3 if first.startswith(b"\xef\xbb\xbf") else 0
         """Offset of the first byte that is not parsed yet."""
         hint = _HINT.match(first, self._at)
         if hint is not None and separator is None:
             self._at, separator = hint.end(), hint[1].decode()
-        line = next(iter(first[self._at :].splitlines()), b"").decode("utf-8", "replace")
+        end = _LINE_END.search(first, self._at)
+        if end is None:
+            first = file.read(0, _MAX_HEADER)
+            end = _LINE_END.search(first, self._at)
+        line = first[self._at : end and end.start()].decode("utf-8", "replace")
         self._separator = separator_of(line) if separator is None else separator
         self._begin = self._at
         """Offset of the row that is being parsed."""
@@ -460,7 +466,7 @@ class _TableScan:
         return arrays
 
     def _parts(self) -> Iterator[bytes]:
-        """Yield the table in parts of about 1 MiB that end with a line; lines may end with CR."""
+        """Yield the table in parts of about 256 KiB that end with a line; lines may end with CR."""
         at, held = self._at, []
         while at < self._file.size:
             data = self._file.read(at, min(_PART, self._file.size - at))

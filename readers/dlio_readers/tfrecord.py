@@ -746,7 +746,7 @@ class TfRecordReader(PathReader):
             return None
         source, file = Source(url), file_at(url)
         if source.is_folder():
-            names = [name for name, folder in source.names() if not folder]
+            names = source.files()
             if any(_named(name.lower()) for name in names):
                 return None
             shard = next((name for name in names if _SHARD.fullmatch(name)), None)
@@ -847,7 +847,7 @@ def _files_of(urls: Sequence[str]) -> list[FilePlace]:
         if not source.is_folder():
             files.append(file_at(url))
             continue
-        names = [name for name, folder in source.names() if not folder]
+        names = source.files()
         named = [name for name in names if _named(name.lower())]
         named = named or [name for name in names if _SHARD.fullmatch(name)]
         sets = sorted({match[1] for name in named if (match := _SHARD.fullmatch(name))})

@@ -5,7 +5,7 @@ so do files that are named as pictures are, one each.
 """
 
 import os
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 from typing import Final
 
@@ -42,15 +42,13 @@ def files_of_labels(
 
     A strict search, of a folder above, leaves out those whose names alone say so weakly.
     """
-    names = [name for name, inner in source.names(folder) if not inner]
-    likely = [name for name in names if name.lower().endswith((*_TEXTS, *_TABLES))]
+    likely: Sequence[str] = source.files(folder, (*_TEXTS, *_TABLES))
     own: list[str] = []
     others: list[str] = []
     if likely:
         shown = set(likely).intersection(pictures)
         likely = [name for name in likely if name not in shown]
-        stems = (os.path.splitext(name)[0] for name in pictures)
-        own, others = _named_alike(likely, set() if is_strict else set(stems))
+        own, others = _named_alike(likely, () if is_strict else pictures)
     known = _some_stems(pictures) if others else []
     prefix = f"{folder}/" if folder else ""
     others = others[:_MOST_FILES]
@@ -63,10 +61,10 @@ def files_of_labels(
 
 def unread_labels(source: Source, pictures: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Return (words about files next to a folder's pictures, these files)."""
-    stems = {os.path.splitext(name)[0] for name in pictures}
-    shown = set(pictures)
-    files = [name for name, folder in source.names() if not folder and name not in shown]
-    own, others = _named_alike([n for n in files if n.lower().endswith(_TEXTS)], stems)
+    files: Sequence[str] = source.files("", (*_TEXTS, *_TABLES))
+    shown = set(files).intersection(pictures)
+    files = [name for name in files if name not in shown]
+    own, others = _named_alike([n for n in files if n.lower().endswith(_TEXTS)], pictures)
     likely = sorted([*others, *(name for name in files if name.lower().endswith(_TABLES))])
     names = _some_stems(pictures)
     kept = [name for name in likely[:_MOST_FILES] if _may_label(source, name, names)]
@@ -98,9 +96,12 @@ def _some_stems(pictures: Iterable[str]) -> list[bytes]:
     return [os.fsencode(name) for name in nsmallest(_MOST_PICTURES, stems) if name]
 
 
-def _named_alike(names: Sequence[str], stems: Set[str]) -> tuple[list[str], list[str]]:
-    """Return (names that are one of the stems but for the suffix, all others)."""
+def _named_alike(names: Sequence[str], pictures: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return (names that are those of pictures but for the suffix, all others)."""
     alike: tuple[list[str], list[str]] = ([], [])
+    stems = {os.path.splitext(name)[0] for name in names}
+    if stems:
+        stems.intersection_update(os.path.splitext(name)[0] for name in pictures)
     for name in names:
         alike[os.path.splitext(name)[0] not in stems].append(name)
     return alike

@@ -105,7 +105,7 @@ def lists_of(source: Source, kind: str) -> dict[str, str]:
     """Return the files of `ImageSets/<kind>` that are lists of a split, by its name."""
     for folder in (f"{_LISTS}/{kind}", _LISTS):
         if source.is_folder(folder):
-            names = [name for name, inner in source.names(folder) if not inner]
+            names = source.files(folder)
             stems = {os.path.splitext(n)[0]: f"{folder}/{n}" for n in names if n.endswith(".txt")}
             splits = {stem: file for stem, file in stems.items() if split_of(stem, folder=True)}
             if splits:
@@ -184,7 +184,7 @@ def _may_be_note(source: Source, name: str) -> bool:
 def _lie_together(source: Source, folder: str) -> bool:
     """True if a folder holds pictures and XML files of the names of at least half of them, and no
     table of labels."""
-    names = [name for name, inner in source.names(folder) if not inner]
+    names = source.files(folder)
     notes = {os.path.splitext(name)[0] for name in names if name.lower().endswith(XML)}
     if not notes or any(name.startswith(_TABLES) for name in names):
         return False

@@ -354,7 +354,7 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
     for folder in dict.fromkeys(["", beside, sides.others]):
         if folder and not source.is_folder(folder):
             continue  # Of splits that data.yaml names, each has labels of its own.
-        names = [name for name, is_folder in source.names(folder) if not is_folder]
+        names = source.files(folder)
         for name in _yamls(names):
             path = f"{folder}/{name}" if folder else name
             made = _read_yaml(source, path)

@@ -103,10 +103,12 @@ def why_no_boxes(source: Source, texts: Sequence[str]) -> str:
 
 
 def texts_of_pictures(source: Source, folder: str) -> tuple[list[str], int]:
-    """Return (the texts in a folder that are named as pictures in it are, number of these)."""
-    names = [name for name, inner in source.names(folder) if not inner]
-    pictures = {os.path.splitext(name)[0] for name in names if name.lower().endswith(PICTURES)}
-    texts = {os.path.splitext(name)[0]: name for name in names if name.lower().endswith(TEXT)}
+    """Return (the texts in a folder that are named as pictures in it are, number of these, 0
+    without any text)."""
+    texts = {os.path.splitext(name)[0]: name for name in source.files(folder, TEXT)}
+    if not texts:
+        return [], 0
+    pictures = {os.path.splitext(name)[0] for name in source.files(folder, PICTURES)}
     shared = sorted(texts.keys() & pictures)
     prefix = f"{folder}/" if folder else ""
     return [prefix + texts[stem] for stem in shared], len(pictures)

@@ -342,7 +342,7 @@ def _in_archive(url: str) -> tuple[str, str]:
     with ReadErrors(url, "is not a zip archive, or is damaged"):
         whole = Source(f"zip://::{archive}")
         is_store = any(map(whole.exists, _MARKS))
-        inner = [] if is_store else [name for name, folder in whole.names() if folder]
+        inner = [] if is_store else whole.folders()
     own = next(iter(inner), "")
     return f"zip://{own}::{archive}", stamp
 

@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.data import index as index_module
-from dlio.data.index import Arrays, GrowingColumn, cache_folder, cached_index, clean_cache
+from dlio.data.index import Arrays, cache_folder, cached_index, clean_cache
+from dlio.data.index_memory import GrowingColumn
 from dlio.data.reader import open_reader
 from dlio.data.source import File
+from dlio_bench.readers import write_mds
 
 _COUNT = 100_000
 
@@ -149,10 +151,26 @@ def _classes(path: Path, count: int) -> None:
         (folder / f"{k:09d}.jpg").write_bytes(b"picture")
 
 
-# The index of a folder has 40 bytes and a name for each picture, in files.
+def _flat(path: Path, count: int) -> None:
+    path.mkdir()
+    for k in range(count):
+        (path / f"{k:09d}.jpg").write_bytes(b"picture")
+
+
+def _mds(path: Path, count: int) -> None:
+    write_mds(str(path.parent), (b"picture %d" % k for k in range(count)))
+
+
+# The rest of an index is in files: of a tar 24 bytes and a name for each sample.
 @pytest.mark.parametrize(
     ("write", "name", "most"),
-    [(_tar, "x.tar", 32), (_csv, "x.csv", 32), (_classes, "folder", 24)],
+    [
+        (_tar, "x.tar", 12),
+        (_csv, "x.csv", 12),
+        (_classes, "folder", 12),
+        (_flat, "folder", 12),
+        (_mds, "data", 24),
+    ],
 )
 def test_an_index_takes_few_bytes_a_sample_while_it_is_built(
     tmp_path: Path,
@@ -162,9 +180,20 @@ def test_an_index_takes_few_bytes_a_sample_while_it_is_built(
     most: int,
 ) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("dlio.data.index_memory._SMALL", 1 << 16)
+    # Of more samples than are handled at a time each costs as much as the ones before.
+    monkeypatch.setattr("dlio.data.index_memory._SMALL", 1 << 14)
+    for place in (
+        "dlio.data.index_memory._PIECE",
+        "dlio.data.folder_names._MANY",
+        "dlio.plan.layout._STRETCH",
+        "dlio_readers.folder._HELD",
+        "dlio_readers.texttable._PART",
+    ):
+        monkeypatch.setattr(place, 1 << 10)
+    monkeypatch.setattr("dlio.data.index_memory._DECODED", 1 << 6)
+    monkeypatch.setattr("dlio_readers.folder.files_a_look", lambda: 64)
     peaks, kept = [], []
-    for count in (20, 8_000, 28_000):
+    for count in (20, 6_000, 16_000):
         (tmp_path / str(count)).mkdir()
         write(tmp_path / str(count) / name, count)
         for folder, _, _ in os.walk(tmp_path / str(count)):
@@ -180,8 +209,8 @@ def test_an_index_takes_few_bytes_a_sample_while_it_is_built(
         assert len(reader) == count
         peaks.append(peak)
         kept.append(size)
-    assert (peaks[2] - peaks[1]) / 20_000 < most
-    assert (kept[2] - kept[1]) / 20_000 < 16
+    assert (peaks[2] - peaks[1]) / 10_000 < most
+    assert (kept[2] - kept[1]) / 10_000 < 16
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit of file sizes")

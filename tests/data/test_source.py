@@ -16,7 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.data.index import Names, cached_index, fingerprint_of
+from dlio.data.index import cached_index, fingerprint_of
+from dlio.data.index_memory import Names
 from dlio.data.reader import open_reader
 from dlio.data.source import File, Source, expand, inside, last_name, own_name, split_fields
 from dlio.errors import SourceError, UsageError, redact

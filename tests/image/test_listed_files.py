@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlio.data.index import Names
+from dlio.data.index_memory import Names
 from dlio.image.native import pool_library
 from dlio.image.native.listed_files import files_a_look, look_at_files
 
