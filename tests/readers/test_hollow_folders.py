@@ -195,11 +195,11 @@ def test_class_folders_of_splits_each_are_refused_however_many(count: int, tmp_p
 def test_class_folders_of_other_arrays_than_each_other_may_be_opened_one_by_one(
     tmp_path: Path,
 ) -> None:
-    for folder, shape in (("slices", (2, 3)), ("volumes", (4, 2, 3))):
+    for folder, shape in (("flat", (2, 3)), ("tall", (4, 2, 3))):
         (tmp_path / folder).mkdir()
         for k in range(3):
             np.save(tmp_path / folder / f"{k}.npy", np.zeros(shape))
-    with pytest.raises(SourceError, match=r"or open one of slices, volumes$"):
+    with pytest.raises(SourceError, match=r"or open one of flat, tall$"):
         open_reader(str(tmp_path))
 
 
