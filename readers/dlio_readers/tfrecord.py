@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, Final, Literal
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.index import Arrays, cached_index
+from dlio.data.index_memory import GrowingColumn
 from dlio.data.labels import (
     LabelColumn,
     SampleLabels,
@@ -440,7 +442,7 @@ def scan(
         fields = [(name, "int64" if name == label else kind) for name, kind in fields]
     schema = Schema(tuple(fields))
     variable = [name for name, _ in fields if not schema.kinds[name].fixed]
-    bodies = [np.array(whole.columns[name].bodies, np.int64) for name in variable]
+    bodies = [whole.columns[name].bodies.spread() for name in variable]
     count = len(whole.at)
     head = {
         "fields": fields,
@@ -451,8 +453,8 @@ def scan(
     }
     return {
         "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
-        "at": np.array(whole.at, np.int64),
-        "stored": np.array(whole.stored, np.int64),
+        "at": whole.at.spread().astype(np.int64),
+        "stored": whole.stored.spread(),
         "starts": np.array(starts, np.int64),
         "bodies": np.stack(bodies, 1) if bodies else np.zeros((count, 0), np.int64),
         "labels": np.zeros(count, np.int64) if labelling.numbers is None else labelling.numbers,
@@ -499,14 +501,16 @@ class _Column:
     """The first record that has any."""
     counts: set[int] = field(default_factory=set)
     """Numbers of values that occur, the first few."""
-    bodies: list[int] = field(default_factory=list)
+    bodies: GrowingColumn = field(default_factory=GrowingColumn)
     """Bytes of the values of each record."""
-    whole: list[int] = field(default_factory=list)
+    whole: GrowingColumn = field(default_factory=partial(GrowingColumn, signed=True))
     """The values, as long as each is a single whole number."""
     keeps: bool = False
     """True for a feature that may be the label, by its name."""
     values: list[bytes | float] = field(default_factory=list)
     """Its values, as long as each is a text or a single float; of none an empty text."""
+    texts: dict[bytes, bytes] = field(default_factory=dict)
+    """Those of the values, each once."""
     images: set[str] = field(default_factory=set)
     is_text: bool = True
 
@@ -538,15 +542,16 @@ class _Column:
         if self.is_text:
             self.is_text = end - start <= _TEXT_BYTES and _is_text(record.part(start, end))
         if self.keeps and self.is_text:
-            self.values.append(record.part(start, end))
+            text = record.part(start, end)
+            self.values.append(self.texts.setdefault(text, text))
 
     def append(self, later: "_Column", name: str) -> None:
         """Add the values of the next file's records."""
         if later.kind is not None:
             self._agree(later.kind, later.where, name)
         self.counts |= later.counts
-        self.bodies += later.bodies
-        self.whole += later.whole
+        self.bodies.extend(later.bodies.spread())
+        self.whole.extend(later.whole.spread())
         self.values += later.values
         self.images |= later.images
         self.is_text = self.is_text and later.is_text
@@ -581,9 +586,9 @@ _CELL_BYTES: Final = 40
 class _ScanPart:
     def __init__(self, wanted: _FeatureRequest) -> None:
         self._wanted = wanted
-        self.at: list[int] = []
+        self.at = GrowingColumn()
         """Offset of each record's data in its file."""
-        self.stored: list[int] = []
+        self.stored = GrowingColumn()
         """Bytes of it."""
         likely = _likely_labels(wanted.names, wanted.label)
         self.columns = {name: _Column(keeps=name in likely) for name in wanted.names}
@@ -611,8 +616,8 @@ class _ScanPart:
 
     def append(self, later: "_ScanPart") -> None:
         """Add the next file's records."""
-        self.at += later.at
-        self.stored += later.stored
+        self.at.extend(later.at.spread())
+        self.stored.extend(later.stored.spread())
         for name, column in self.columns.items():
             column.append(later.columns[name], name)
 
@@ -648,7 +653,7 @@ def _labels_of(
         column = columns[name]
         kind = column.kind_of_field
         if kind == "int64":
-            own.add_numbers(np.array(column.whole, np.int64))
+            own.add_numbers(column.whole.spread().astype(np.int64))
         elif kind == "float32":
             own.add_numbers(np.array(column.values, np.float32))
         elif kind == "text":
@@ -658,7 +663,7 @@ def _labels_of(
     label, labelling = first_labels(labels, where)
     whole = [name for name, column in columns.items() if column.kind_of_field == "int64"]
     if label is None and chosen is None and len(whole) == 1:
-        return whole[0], SampleLabels(np.array(columns[whole[0]].whole, np.int64), [])
+        return whole[0], SampleLabels(columns[whole[0]].whole.spread().astype(np.int64), [])
     return label, labelling
 
 
@@ -676,6 +681,7 @@ _SUFFIXES: Final = (".tfrecord", ".tfrecords", ".tfrec", ".tfr", ".record")
 _PACKED: Final = tuple(f"{suffix}.gz" for suffix in _SUFFIXES)
 _SHARD: Final = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})")
 _VERSION: Final = 2
+_INDEX_VERSION: Final = 3
 _RUN_BYTES: Final = 8 << 20
 """Bytes of a file's stretches, of which records that are neighbours are read together."""
 _CHANGED: Final = "has changed since it was indexed: open it again"
@@ -711,7 +717,7 @@ class TfRecordReader(PathReader):
         about = repr((names, label)).encode("utf-8", "surrogateescape")
         index = cached_index(
             f"tfrecord-{xxhash.xxh3_64_hexdigest(about)}",
-            _VERSION,
+            _INDEX_VERSION,
             self._files,
             lambda: scan(self.path, names, self._files, label),
         )

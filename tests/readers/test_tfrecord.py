@@ -5,6 +5,7 @@ import gzip
 import io
 import struct
 import threading
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -348,3 +349,19 @@ def test_a_label_that_a_record_lacks_is_told(
     assert open_reader(str(tmp_path)).labels.tolist() == [0, 0]
     assert "its label is int64[?]" in caplog.text
     assert "or missing in some samples; so the data set has no labels" in caplog.text
+
+
+def test_a_scan_holds_few_bytes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DLIO_REHEARSAL", "1")
+    peaks = []
+    for count in (10, 1_000, 4_000):
+        rows = ({"image": [bytes(300 + k % 50)], "label": [k]} for k in range(count))
+        write(tmp_path / f"{count}.tfrecord", map(example, rows))
+        tracemalloc.start()
+        try:
+            open_reader(str(tmp_path / f"{count}.tfrecord"))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert (peaks[2] - peaks[1]) / 3_000 < 64
