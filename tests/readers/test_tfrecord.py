@@ -354,8 +354,7 @@ def test_a_label_that_a_record_lacks_is_told(
 
 def test_a_scan_holds_few_bytes_a_record(tmp_path: Path) -> None:
     path, count = tmp_path / "x.tfrecord", 4_000
-    rows = ({"image": [bytes(300 + k % 50)], "label": [k]} for k in range(count))
-    write(path, map(example, rows))
+    write(path, (example({"image": [bytes(300 + k % 50)], "label": [k]}) for k in range(count)))
     file = File(str(path))
     wanted = tfrecord._wanted(str(path), (), [file], None)
     tracemalloc.start()
