@@ -1,8 +1,11 @@
 """Notice of a training whose ranks have shares of the data, and share nothing else."""
 
+import linecache
+import re
 import sys
+import sysconfig
 import types
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -11,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from dlio.util.printable import log_warning
 from dlio.util.units import counted
 
+_OWN: Final = ("dlio", "mpi4py")
+_INSTALLED: Final = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+_NAMED: Final = re.compile(r"\bmpi4py\b")
 _hook: RemovableHandle | None = None
 _are_exchanged = False
 
@@ -50,7 +56,17 @@ def _script_may_exchange() -> bool:
     distributed: Any = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return True
-    script = vars(sys.modules["__main__"]).values()
-    names = [getattr(each, "__name__", "") for each in script if isinstance(each, types.ModuleType)]
-    by_hand = any(name.partition(".")[0] == "mpi4py" for name in names)
-    return by_hand or "horovod.torch" in sys.modules
+    modules = list(sys.modules.items())
+    several = [each for name, each in modules if name.partition(".")[0] not in _OWN]
+    return "horovod.torch" in sys.modules or any(map(_names_mpi, several))
+
+
+def _names_mpi(module: types.ModuleType) -> bool:
+    """True if a module has something of mpi4py, or is a file of the user's that writes its name, as
+    where a function or a method imports it."""
+    for value in list(getattr(module, "__dict__", {}).values()):
+        of = value.__name__ if type(value) is types.ModuleType else type(value).__module__
+        if str(of).partition(".")[0] == "mpi4py":
+            return True
+    file = str(getattr(module, "__file__", None) or "")
+    return not file.startswith(_INSTALLED) and any(map(_NAMED.search, linecache.getlines(file)))

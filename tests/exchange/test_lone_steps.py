@@ -6,6 +6,18 @@ import pytest
 
 from tests.conftest import MpiRun
 
+_BY_HAND = {
+    "object": """
+from mpi4py.MPI import COMM_WORLD
+def average(gradient):
+    COMM_WORLD.Allreduce(gradient.numpy().copy(), gradient.numpy())
+""",
+    "call": """
+def average(gradient):
+    from mpi4py import MPI as messages
+    messages.COMM_WORLD.Allreduce(gradient.numpy().copy(), gradient.numpy())
+""",
+}
 _SCRIPT = """
 import sys, torch
 import dlio
@@ -21,6 +33,8 @@ for (x,) in dlio.DataLoader(data, 4):
     loss = model(x).square().mean()
     if "evaluate" not in sys.argv:
         loss.backward()
+        if "average" in globals():
+            average(model.weight.grad)
     optimizer.step()
 """
 
@@ -37,3 +51,19 @@ def test_ranks_that_train_each_a_model_of_its_own_say_so_once(
         done = mpirun(2, str(script), way)
         assert done.returncode == 0, done.stderr
         assert said not in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("where", ["script", "module"])
+@pytest.mark.parametrize("way", _BY_HAND)
+def test_sums_by_mpi_of_the_users_own_are_an_exchange_wherever_they_are(
+    way: str, where: str, mpirun: MpiRun, tmp_path: Path
+) -> None:
+    script, module = tmp_path / "train.py", tmp_path / "own_sums.py"
+    module.write_text(_BY_HAND[way])
+    script.write_text(
+        (_BY_HAND[way] if where == "script" else "from own_sums import average") + _SCRIPT
+    )
+    done = mpirun(2, str(script))
+    assert done.returncode == 0, done.stderr
+    assert "trains on its own share" not in done.stderr

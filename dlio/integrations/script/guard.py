@@ -510,12 +510,15 @@ class ScriptGuard:
                 self._receive(source)
         if rank and self._told != self._made:
             self._told = self._made
-            self._tell(0, json.dumps(self._reported()))
+            report = self._reported()
+            while len(text := json.dumps(report)) > _MESSAGE_BYTES:
+                del report[0]  # The earliest: a step may name a learning rate of each layer.
+            self._tell(0, text)
         for source in list(self._receives):
             request, buffer = self._receives[source]
             if not request.done():
                 continue
-            text = buffer.tobytes().rstrip(b"\0").decode()
+            text = buffer.tobytes().rstrip(b"\0").decode(errors="replace")
             if rank:
                 raise UsageError(text)
             reports = [self._reported(), *([] for _ in range(1, source)), json.loads(text)]

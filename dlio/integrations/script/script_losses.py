@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -46,6 +46,8 @@ def _is_scalar(value: Any) -> bool:
         and not value.is_leaf
         and value.numel() == 1
         and value.is_floating_point()
+        # The memory of some views is a parameter's.
+        and not (value._is_view() and cast(torch.Tensor, value._base).is_leaf)
     )
 
 

@@ -1,13 +1,16 @@
 """Ranks of a script that do different things are stopped, with the lines and the reason."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -251,6 +254,33 @@ def test_losses_are_the_scalars_that_lead_to_the_one_of_the_backward() -> None:
     assert losses_of(many, [_frame()], 4) == []
     assert losses_of([whole, elsewhere], [_frame()], 4) == []
     assert number == 3.0
+
+
+@pytest.mark.parametrize("view", [lambda weight: weight[0], lambda weight: weight[:1].squeeze()])
+def test_a_view_of_a_parameter_is_no_loss_and_keeps_its_value(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    weight = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
+    learned = view(weight)
+    whole = learned.neg().exp() * 3
+    assert losses_of(whole, [_frame()], 4) == [whole]
+    assert losses_of(learned, [_frame()], 4) == []
+
+
+def test_a_rank_that_waits_reports_its_latest_calls_if_all_are_too_long() -> None:
+    guard = _guard(2, [])
+    for step in range(60):
+        guard.stepped([step + 1 / each for each in range(1, 90)])
+    sent: list[str] = []
+    waiting: Any = guard
+    waiting._comm = SimpleNamespace(rank=1, size=2)
+    waiting._talk, waiting._receives = guard, {0: (SimpleNamespace(done=lambda: False), None)}
+    waiting._tell = lambda _, text: sent.append(text)
+    waiting._look(60.0)
+    (report,) = map(json.loads, sent)
+    assert len(sent[0]) <= 16 << 10
+    assert len(report) > 5
+    assert report[-1][0] == 59
 
 
 def test_a_loss_becomes_the_mean_unless_its_graph_is_kept() -> None:
