@@ -49,6 +49,11 @@ def feature_names(
             )
     else:
         chosen = [features] if isinstance(features, str) else list(features)
+        twice = next((name for name in chosen if chosen.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"columns=: {twice!r} is named twice: name each column once")
+        if not chosen:
+            raise UsageError("columns=: the list is empty: name a column, or leave it out")
     check_names(path, chosen, list(kinds), "column")
     wrong = next((name for name in chosen if kinds[name] != NUMBER), None)
     if wrong is not None:

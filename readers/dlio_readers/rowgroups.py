@@ -568,8 +568,9 @@ class RowGroupReader(PathReader):
                 self._kept.move_to_end((file, group))
                 return kept[0]
             fields = [column for column in self._columns if column[0] != self._named]
-            read = [name for name, _ in fields or self._columns if name != FEATURES]
-            if self._matrix:
+            read = [name for name, _ in fields or self._columns]
+            if self._matrix:  # Otherwise it is a column of the table.
+                read.remove(FEATURES)
                 read += [name for name in self._matrix if name not in read]
             table = self._read_group(file, group, read)
             where = partial(self._where, file, group)

@@ -3,6 +3,8 @@
 import json
 import subprocess
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import dlio
 from dlio.data.schema import Kind, Schema
 from dlio.errors import SourceError
 from dlio.image.native import pool_library
+from dlio.loader.planned_engine.native_pool import NativeArrays, NativeJob, NativePool
+from dlio.loader.planned_engine.sample_builders import TextBatchBuilder
 from dlio_staging.pack_folder import pack
-from tests.conftest import MpiRun
+from tests.conftest import MpiRun, in_time
 from tests.loader.native_checks import Spy, check_same
 
 pytestmark = pytest.mark.skipif(pool_library.find() is None, reason=pool_library.name())
@@ -202,3 +206,61 @@ def test_ranks_make_the_batches_of_one_process(
         assert all((row["given"] > 0) == (native == "1") for row in rows)
     assert len(digests[0]) == 2 * (48 if source == "pictures" else 96)
     assert all(each == digests[0] for each in digests)
+
+
+def test_samples_of_transforms_are_made_while_the_loop_computes(
+    sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next batch is complete before it is asked for; native jobs hold the memory they write."""
+    made: list[str] = []
+    jobs: list[NativeJob] = []
+    submit = NativePool.submit
+
+    def noted(pool: NativePool, job: NativeJob) -> None:
+        memory: NativeArrays = job._held[2]
+        assert memory.images is not None
+        assert all(
+            any(each.ctypes.data <= at <= each.ctypes.data + each.nbytes for each in memory.crops)
+            for at in memory.images[job._given.slots].tolist()
+        )
+        jobs.append(job)
+        submit(pool, job)
+
+    def noted_row(row: dict[str, Any]) -> dict[str, Any]:
+        made.append(row["text"])
+        return row
+
+    def is_made(count: int) -> bool:
+        return len(made) >= min(count, 96)
+
+    monkeypatch.setattr(NativePool, "submit", noted)
+    with (
+        dlio.open(
+            sources["texts.csv"],
+            tiers="ram:64MiB",
+            transform=noted_row,
+        ) as data,
+        dlio.DataLoader(data, 4, num_workers=1, prefetch_factor=2) as loader,
+    ):
+        list(loader)
+        made.clear()
+        jobs.clear()
+        for k, _ in enumerate(loader):
+            assert in_time(lambda: not any(job.c.left for job in jobs))
+            if k:
+                assert in_time(partial(is_made, 4 * (k + 2)))
+
+
+def test_an_error_of_a_decode_thread_ends_in_the_loop(
+    sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> float:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(TextBatchBuilder, "transform", fails)
+    with (
+        dlio.open(sources["texts.csv"], tiers="ram:64MiB") as data,
+        dlio.DataLoader(data, 16) as loader,
+        pytest.raises(MemoryError, match="none left"),
+    ):
+        list(chain(loader, loader))

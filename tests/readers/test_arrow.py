@@ -270,3 +270,32 @@ def test_columns_of_numbers_become_one_array(tmp_path: Path, suffix: str) -> Non
     for wrong, said in (("list", "is list"), ("name", "is string"), ("no", "no column 'no'")):
         with pytest.raises(UsageError, match=said):
             open_reader(path, columns=[wrong])
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "feather"])
+def test_a_column_may_be_called_features(tmp_path: Path, suffix: str) -> None:
+    table = pa.table({"features": [0.5, 1.5], "other": [2.0, 3.0], "label": [0, 1]})
+    path = str(tmp_path / f"t.{suffix}")
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        feather.write_feather(table, path)
+    for columns, expected in ((None, 1.5), ("features", [1.5]), ("*", [1.5, 3.0])):
+        reader = open_reader(path, columns=columns)
+        (row,) = (reader.schema.split(each) for each in reader.read(np.array([1])))
+        assert np.asarray(row["features"]).tolist() == expected
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "feather", "csv"])
+def test_columns_that_are_named_twice_or_not_at_all(tmp_path: Path, suffix: str) -> None:
+    path = str(tmp_path / f"t.{suffix}")
+    table = pa.table({"a": [0.5, 1.5], "label": [0, 1]})
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    elif suffix == "csv":
+        table.to_pandas().to_csv(path, index=False)
+    else:
+        feather.write_feather(table, path)
+    for wrong, said in ((["a", "a"], "'a' is named twice"), ([], "the list is empty")):
+        with pytest.raises(UsageError, match=said):
+            open_reader(path, columns=wrong)

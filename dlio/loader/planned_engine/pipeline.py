@@ -189,6 +189,9 @@ class Pipeline:
         self._is_native = False
         """The batch that was begun last was left to native threads as a whole, none of whose reads
         waits for another batch to begin."""
+        self._late = 0
+        """Batches under way that are only read: the user's thread hands what native threads have
+        read to Python's when it takes the next batch, and they would rest until then."""
         self._lock = threading.Lock()
         self._complete = 0
         """Batches that are done, and not taken yet."""
@@ -210,8 +213,9 @@ class Pipeline:
     def start(self) -> None:
         """Begin batches until as many are under way as may be."""
         context = self._context
-        ahead = max(context.ahead, 2 * self._together)
-        if self._is_native and 2 * (self._next_step - self._taken_steps) > ahead:
+        ahead = max(context.ahead, 2 * self._together) + self._late
+        is_native = self._is_native and not self._late
+        if is_native and 2 * (self._next_step - self._taken_steps) > ahead:
             # Several are begun one after another: the first finds the processor's caches full of
             # other data, and takes as long as three that follow it.
             return
@@ -452,6 +456,7 @@ class Pipeline:
             self._finish(batch)
         self._under_way.append(batch)
         self._is_native = False
+        self._late = int(builder.native is not None and builder.transforms)
 
         def queue_slots(ready: Sequence[int]) -> None:
             slots = list(self._submit(batch, ready))
@@ -523,7 +528,10 @@ class Pipeline:
                 slots = self._find(batch, slots, spent)
             elif work is _Work.TRANSFORM:
                 assert batch.builder is not None
-                spent["transform"] = batch.builder.transform(slots)
+                try:
+                    spent["transform"] = batch.builder.transform(slots)
+                except BaseException as error:
+                    batch.failed.update(dict.fromkeys(slots, error))
                 spent["decode"] = time.perf_counter() - began - spent["transform"]
             elif work is _Work.FINISH:
                 self._finish(batch)

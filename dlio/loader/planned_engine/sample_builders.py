@@ -289,10 +289,12 @@ class PayloadBatchBuilder(BatchBuilder):
     def __init__(self, samples: npt.NDArray[np.int64]) -> None:
         super().__init__(samples)
         self._payloads: list[Buffer] = [b""] * len(samples)
+        self._memories: list[npt.NDArray[np.uint8]] = []
 
     def read_natively(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Have native threads read the payloads, and their fields into `arrays`."""
-        self.native = NativeArrays(arrays, np.zeros(len(self.samples), np.int64))
+        addresses = np.zeros(len(self.samples), np.int64)
+        self.native = NativeArrays(arrays, addresses, crops=self._memories)
 
     def make_room(self, given: NativeInput, known: npt.NDArray[np.bool_]) -> None:
         assert self.native is not None
@@ -300,6 +302,7 @@ class PayloadBatchBuilder(BatchBuilder):
         slots, sizes = given.slots[known], given.locations.column("raw")[known]
         ends = np.cumsum(aligned(sizes))
         memory, starts = np.empty(int(ends[-1]), np.uint8), ends - aligned(sizes)
+        self._memories.append(memory)  # A thread that hangs may write to it after the batch.
         self.native.images[slots] = address_of(memory) + starts
         rows = zip(slots.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
         data, payloads = memory.data, self._payloads
