@@ -39,6 +39,7 @@ for (x,) in dlio.DataLoader(data, 4):
 """
 
 
+@pytest.mark.cold  # A fork has modules that average by MPI.
 @pytest.mark.mpi
 def test_ranks_that_train_each_a_model_of_its_own_say_so_once(
     mpirun: MpiRun, tmp_path: Path
